@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -90,11 +90,19 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Sums:
-    """Of the open jobs in one state: their number, the tokens to compute, the blocks to write."""
+    """Of all open jobs.
 
-    jobs: int = 0
-    tokens: int = 0
-    blocks: int = 0
+    jobs: number of jobs in each state.
+    queued_tokens: tokens to compute for the jobs that nobody has claimed.
+    uncomputed: tokens that prefill workers have still to compute.
+    unwritten: blocks that prefill workers have still to write for jobs that they hold.
+    targets: blocks that jobs bind: prefill workers write to them, or they are held."""
+
+    jobs: Counter[JobState] = field(default_factory=Counter)
+    queued_tokens: int = 0
+    uncomputed: int = 0
+    unwritten: int = 0
+    targets: int = 0
 
 
 @dataclass(slots=True)
@@ -153,8 +161,6 @@ class Entry:
     settled: bool = field(init=False, default=False)
     # Whether the engine was told to hold the blocks.
     held: bool = field(init=False, default=False)
-    # The state, tokens and blocks that the job has added to the ledger's sums.
-    counted: tuple[JobState | None, int, int] = field(init=False, default=(None, 0, 0))
 
     @property
     def in_queue(self) -> bool:
@@ -375,10 +381,7 @@ class Ledger:
 
     kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
     on_event: called after an event was queued for the engine thread. It must only wake that thread.
-    on_action: the same for the asyncio thread: there are actions, or `tick` is due earlier.
-    target_blocks: number of blocks that open jobs bind. Prefill workers write to them, or they are
-    held.
-    """
+    on_action: the same for the asyncio thread: there are actions, or `tick` is due earlier."""
 
     # What always holds:
     #
@@ -411,10 +414,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._jobs: dict[str, Entry] = {}
         self._ended: OrderedDict[str, JobState] = OrderedDict()
-        # Kept beside `_jobs`, so that a decision costs the same however many jobs wait.
-        self._quarantined: dict[str, Entry] = {}
-        self._sums = {state: Sums() for state in JobState}
-        self.target_blocks = 0
+        self._quarantined: dict[str, Entry] = {}  # those of `_jobs` that `tick` asks proofs for
         # When `tick` looks at all jobs next. No job is due before.
         self._next_look = math.inf
         self._earlier = False  # whether that became earlier, and nobody was told
@@ -433,8 +433,6 @@ class Ledger:
         if entry.in_queue and self.claims.queued(entry.job_id):
             entry.claim_timeout_s *= self.claims.TRIAL_SHARE
         self._jobs[entry.job_id] = entry
-        self.target_blocks += entry.targets
-        self._count(entry)
         self._look_by(entry.due)
 
     @locked
@@ -539,7 +537,6 @@ class Ledger:
                 return False
             if isinstance(said, Progress):
                 entry.written += said.blocks
-                self._count(entry)
             entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
             return True
 
@@ -745,8 +742,7 @@ class Ledger:
 
     def _close(self, entry: Entry, state: JobState) -> None:
         self._enter(entry, state)
-        if self._jobs.pop(entry.job_id, None) is not None:
-            self.target_blocks -= entry.targets
+        self._jobs.pop(entry.job_id, None)
         self._ended[entry.job_id] = state
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -755,22 +751,6 @@ class Ledger:
         """Change the state of a job."""
         assert state in _NEXT[entry.state], f"{entry.state} -> {state}"
         entry.state = state
-        self._count(entry)
-
-    def _count(self, entry: Entry) -> None:
-        """Bring the sums up to date, after the state or the written blocks of a job changed."""
-        before = entry.counted
-        entry.counted = (
-            entry.state if entry.state in _NEXT else None,
-            entry.uncomputed,
-            entry.unwritten,
-        )
-        for (state, tokens, blocks), sign in ((before, -1), (entry.counted, 1)):
-            if state is not None:
-                sums = self._sums[state]
-                sums.jobs += sign
-                sums.tokens += sign * tokens
-                sums.blocks += sign * blocks
 
     # ------------------------------------------------------------------ time
 
@@ -901,31 +881,19 @@ class Ledger:
         with self._lock:
             return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
 
-    def counts(self) -> dict[JobState, int]:
-        """Number of open jobs in each state."""
+    def sums(self) -> Sums:
+        found = Sums()
         with self._lock:
-            return {state: sums.jobs for state, sums in self._sums.items()}
-
-    def queued(self) -> tuple[int, int]:
-        """Number of jobs that nobody has claimed, and of the tokens to compute for them."""
-        with self._lock:
-            sums = self._sums[JobState.QUEUED]
-            return sums.jobs, sums.tokens
-
-    def uncomputed(self) -> int:
-        """Number of tokens that prefill workers have still to compute, over all open jobs."""
-        with self._lock:
-            return sum(sums.tokens for sums in self._sums.values())
-
-    def unwritten(self) -> int:
-        """Number of blocks that are not written yet, over all jobs that prefill workers hold."""
-        with self._lock:
-            return self._sums[JobState.GRANTED].blocks
+            for entry in self._jobs.values():
+                found.jobs[entry.state] += 1
+                found.queued_tokens += entry.tokens if entry.state is JobState.QUEUED else 0
+                found.uncomputed += entry.uncomputed
+                found.unwritten += entry.unwritten
+                found.targets += entry.targets
+        return found
 
     @property
     def quarantined_blocks(self) -> int:
         """Number of blocks whose writer was told to stop and is not proved quiet."""
-        if not self._quarantined:
-            return 0
         with self._lock:
             return sum(len(entry.blocks) for entry in self._quarantined.values())

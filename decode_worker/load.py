@@ -75,14 +75,14 @@ def load_of(
     """Return the load, for JSON. asyncio thread only.
 
     requests: number of clients' requests that are not finished."""
-    counts = ledger.counts()
+    jobs = ledger.sums().jobs
     running, waiting = engine.view.counts()
     return {
         "running": running,
         "waiting": waiting,
         "requests": requests,
-        "remote_prefills": sum(counts.get(state, 0) for state in _REMOTE),
-        "kv_reads": counts.get(JobState.READING, 0),
+        "remote_prefills": sum(jobs[state] for state in _REMOTE),
+        "kv_reads": jobs[JobState.READING],
         "quarantined_blocks": ledger.quarantined_blocks,
         "open_jobs": ledger.open_jobs,
         "read_leases": leases.open,
@@ -117,14 +117,14 @@ def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
 
 def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter) -> Demand:
     """Return what this worker tells the planner. asyncio thread only."""
-    counts = ledger.counts()
-    remote = sum(counts.get(state, 0) for state in _REMOTE)
+    ours = ledger.sums()
+    remote = sum(ours.jobs[state] for state in _REMOTE)
     running, waiting = engine.view.counts()
     blocks = engine.view.usable_blocks
     pulling = peers.pulling
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
-        open_tokens=ledger.uncomputed(),
+        open_tokens=ours.uncomputed,
         rates=[rate for rate in rates if rate > 0],
         pool=peers.pool if pulling else 0,
         own_rate=meter.own_rate,

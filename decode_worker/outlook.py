@@ -14,7 +14,7 @@ import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import Queue
-from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.self_check import Checks
@@ -61,7 +61,7 @@ class Outlook:
         self_check = self.checks.reason if self.checks else ""
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
-        own_jobs, own_tokens = ledger.queued()
+        ours = ledger.sums()
         pulling = self.peers.pulling
         pullers = tuple(peer.instance_id for peer in pulling)
         adapter = request.lora_request
@@ -75,12 +75,13 @@ class Outlook:
             workers=self.peers.pool if pulling else 0,
             loads=[peer.load for peer in pulling],
             depth_tokens=depth.depth_tokens,
-            own_tokens=own_tokens,
-            own_unwritten=ledger.unwritten(),
+            own_tokens=ours.queued_tokens,
+            own_unwritten=ours.unwritten,
             # In a large fleet others may pull the job, and connect then.
             pulling=frozenset(pullers) if self.peers.pool <= len(pulling) else None,
         )
-        jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, own_tokens)
+        own_jobs = ours.jobs[JobState.QUEUED]
+        jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, ours.queued_tokens)
         queue = Queue(pullers, self.peers.pool, jobs, ahead, more)
         return Situation(
             prompt_tokens=prompt_tokens,
@@ -98,7 +99,7 @@ class Outlook:
             claims_stalled=ledger.claims.stalled,
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
             quarantine_full=ledger.quarantined_blocks > int(self.num_blocks * _QUARANTINE_SHARE),
-            remote_kv=(ledger.target_blocks + more) / self.num_blocks,
+            remote_kv=(ours.targets + more) / self.num_blocks,
             draining=self.draining,
             forecast=forecast,
             costs=self.meter.predict(request, hit_tokens, queue, config),

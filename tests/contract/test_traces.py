@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
+from pullfill.decode_worker.ledger import JobState
 from pullfill.runtime import probe, tracing
 from tests.support.fakes import FakeClock
 from tests.support.fetch_rig import FetchWorker, without_vllm
@@ -83,7 +84,7 @@ async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
         first.engine.gate.clear()
         served = decode.send(prompt(30), headers=HEADERS)
-        await until(lambda: decode.ledger.counts()["granted"] == 1)  # type: ignore[index]
+        await until(lambda: decode.ledger.sums().jobs[JobState.GRANTED])
         await cluster.prefill()
         await first.puller.stop()
         await first.puller.abandon()

@@ -102,7 +102,6 @@ _MUTANTS = {
         "    if entry.state is JobState.QUEUED:",
     ),
     "waits without a worker": ("writer_lost", "elif not others_alive:", "elif False:"),
-    "miscounts": ("progress", "self._count(entry)", "pass"),
 }  # fmt: skip
 BROKEN: dict[str, Callable[[Patch], None]] = {
     name: partial(mutated, *how) for name, how in _MUTANTS.items()
