@@ -11,10 +11,10 @@ when this process ends. Our KV memory must live until `close` has returned.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
 from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
@@ -37,24 +37,23 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 class KvReader:
     """The memory of one other worker, and the thread on which it is read.
 
-    otherwise: what the log says of a worker whose memory cannot be reached."""
+    otherwise: what the log says of a worker whose memory cannot be reached.
+    within_reach: whether the last attempt to reach it has succeeded. If not, grants tell the worker
+    to write instead, until it connects again."""
 
     def __init__(
         self,
         instance_id: str,
         open_session: Open,
-        clock: Clock = SYSTEM_CLOCK,
         idle_s: float = IDLE_S,
         otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
         self._instance_id = instance_id
         self._otherwise = otherwise
         self._open = open_session
-        self._clock = clock
         self._session: PeerSession | None = None
         self._closing = False
-        self._unreachable = False
-        self._tried_at = 0.0
+        self.within_reach = True
         # Of this worker alone, so a slow one delays only its own jobs.
         self._thread = SerialExecutor()
         self._left = False
@@ -70,18 +69,6 @@ class KvReader:
     def connected(self) -> bool:
         """Whether a session is open."""
         return self._session is not None
-
-    def within_reach(self) -> bool:
-        """Whether the worker's memory could be reached at the last attempt. asyncio thread.
-
-        If it could not, grants do not say pull. A call IDLE_S or later after that attempt starts
-        another one on its thread. Does not block."""
-        # Until then grants tell it to write instead, and no job waits for the attempt.
-        if self._unreachable and self._clock.monotonic() - self._tried_at >= IDLE_S:
-            self._tried_at = self._clock.monotonic()
-            self._soon(self._look_again)
-            self._idle.start()
-        return not self._unreachable
 
     async def read(
         self,
@@ -138,17 +125,10 @@ class KvReader:
     def _rest(self) -> bool:
         """Close the unused session, on its thread. The next read opens it again."""
         if not self._left and self._session is not None:
-            self._soon(self._let_go)
             logger.debug("closing the idle session to %s", self._instance_id)
+            with contextlib.suppress(RuntimeError):  # no thread can be started: next time
+                self._thread.put(self._let_go)
         return True
-
-    def _soon(self, call: Callable[[], None]) -> None:
-        """Queue a call for its thread. It is dropped if no thread can be started: whoever makes it
-        makes it again later."""
-        try:
-            self._thread.put(call)
-        except RuntimeError as exc:
-            logger.debug("not now: %s", exc)
 
     def _read(
         self,
@@ -181,25 +161,13 @@ class KvReader:
         try:
             session = self._session = self._open()
         except PullfillError as exc:
-            self._tried_at = self._clock.monotonic()
-            if not self._unreachable:
-                self._unreachable = True
+            if self.within_reach:
+                self.within_reach = False
                 logger.warning("%s %s: %s", self._instance_id, self._otherwise, exc)
             raise
-        self._unreachable = False
+        self.within_reach = True
         logger.info("reading from %s over %s", self._instance_id, session.transport)
         return session
-
-    def _look_again(self) -> None:
-        """Try to reach the memory again. On its thread."""
-        if self._closing or self._session is not None:
-            return
-        try:
-            self._connect()
-        except PullfillError as exc:
-            logger.debug("%s still cannot be read: %s", self._instance_id, exc)
-        except Exception:
-            logger.exception("trying to reach %s failed", self._instance_id)
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

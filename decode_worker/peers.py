@@ -17,7 +17,6 @@ class Peer:
 
     reader: reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
     connects, closed when it is lost.
-    within_reach: whether the reader can reach that memory now. If not, grants do not say pull.
     computes: digest of how the worker rounds.
     adapters: whether the worker can load LoRA adapters.
     features: whether the worker takes multimodal inputs.
@@ -43,7 +42,7 @@ class Peer:
 
     def in_reach(self, grant: Grant) -> Grant:
         """Return the grant, without `pull` if we cannot read this worker's memory."""
-        reads = self.reader is not None and self.reader.within_reach()
+        reads = self.reader is not None and self.reader.within_reach
         if grant.mode is KvMode.PULL and not reads:
             return msgspec.structs.replace(grant, mode=KvMode.PUSH_ASYNC)
         return grant

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker import kv_reader as readers
-from pullfill.decode_worker.kv_reader import KvReader
-from pullfill.decode_worker.peers import Peer
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.side import PrefillService
@@ -20,7 +17,6 @@ from pullfill.runtime import metrics
 from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
-from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
     Cluster,
     DecodeHalf,
@@ -274,12 +270,6 @@ class Route:
         return open_session
 
 
-def reader_of(decode: DecodeHalf) -> KvReader:
-    (peer,) = decode.control.peers.values()
-    assert peer.reader is not None
-    return peer.reader
-
-
 async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
     served = decode.send(prompt(30, seed=seed))
     await settled(served)
@@ -290,46 +280,26 @@ async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
     return trace.transport
 
 
-async def test_a_worker_that_can_be_reached_again_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_again(
+    tmp_path: Path,
 ) -> None:
-    """A firewall was mended, say. No job after the first is spent on finding that out."""
-    async with Cluster(tmp_path, "tcp", kv_mode=KvMode.PULL) as cluster:
+    """No job after the first is spent on finding that out."""
+    async with Cluster(tmp_path, "tcp", kv_mode=PULL) as cluster:
         decode = await cluster.decode()
         route = Route(decode)
         await cluster.prefill(chunk=5)
-        reader = reader_of(decode)
-        clock = reader._clock = FakeClock()
-        modes: list[KvMode] = []
-        grant = Peer.in_reach
-
-        def granting(*args: Any) -> Any:
-            granted = grant(*args)
-            modes.append(granted.mode)
-            return granted
-
-        monkeypatch.setattr(Peer, "in_reach", granting)
         first = decode.send(prompt(30))
         await settled(first)
         assert first.loaded is False
-        await transport_of(decode, 2)
-        clock.advance(readers.IDLE_S - 1)
-        await transport_of(decode, 3)
+        for seed in (2, 3):
+            assert await transport_of(decode, seed) == "tcp"
         assert route.tries == 1
-        clock.advance(1)
-        for seed in (4, 5):
-            await transport_of(decode, seed)
-        await until(lambda: route.tries == 2)
         route.cut = False
-        await transport_of(decode, 6)
-        assert route.tries == 2, "it looks at each job"
-        clock.advance(readers.IDLE_S)
-        await transport_of(decode, 7)
-        await until(lambda: reader._session is not None and not reader._unreachable)
-        assert await transport_of(decode, 8) == "tcp"
-        assert route.tries == 3
-        push, pull = KvMode.PUSH_ASYNC, KvMode.PULL
-        assert modes == [pull, push, push, push, push, push, push, pull]
+        (peer,) = decode.control.peers.values()
+        peer.channel.close()
+        await until(lambda: peer.name not in decode.control.peers and decode.control.peers)
+        assert await transport_of(decode, 4) == "tcp"
+        assert route.tries == 2
         await cluster.check_clean()
 
 
