@@ -28,7 +28,7 @@ from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.kv_reader import Reach
 from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
 from pullfill.decode_worker.rules import OF_THE_REQUEST, Situation, decide, first
-from pullfill.engine.groups import hash_at, keeps_all
+from pullfill.engine.groups import keeps_all
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.net.peer_link import NotInTime
@@ -81,16 +81,6 @@ class FetchOutcome(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
-class LeaseAnswer(enum.Enum):
-    """What the holder has answered to the question for a lease. Set by the asyncio thread.
-
-    NONE: no lease, or the fetch has ended."""
-
-    PENDING = 1
-    LEASED = 2
-    NONE = 3
-
-
 class FetchTurn(enum.Enum):
     """How far a fetch is for the engine thread.
 
@@ -108,7 +98,6 @@ class Fetch:
     at: the holder.
     start, end: the lease is asked for the tokens from `start` to `end`.
     least: fewer tokens are not fetched.
-    key: names the prefix up to `end`.
     within_s: most seconds for the connection, and again for the answer. copy_s: for the copy.
 
     Written by the engine thread:
@@ -119,11 +108,11 @@ class Fetch:
 
     Written by the asyncio thread:
 
-    leased: the end of what is leased.
+    leased: the end of what is leased. 0: the holder has not answered yet, or has given no lease.
     seconds: how long the read has taken. measured: nothing had to be opened for it.
     kv_bytes, transport: of the copy.
     blocks: has a result once `begin` was called.
-    ended: nothing is copied any more."""
+    ended: nothing is asked for or copied any more."""
 
     request_id: str
     at: PrefixHolder
@@ -131,7 +120,6 @@ class Fetch:
     start: int
     end: int
     least: int
-    key: object
     cache_salt: str | None
     adapter: Adapter | None
     within_s: float = 0.0
@@ -140,7 +128,6 @@ class Fetch:
     wanted: bool = True
     begin_at: int = 0
     answer_by: float = 0.0
-    answer: LeaseAnswer = LeaseAnswer.PENDING
     leased: int = 0
     outcome: FetchOutcome = FetchOutcome.CANCELLED
     seconds: float = 0.0
@@ -160,7 +147,6 @@ class PrefixFetches:
       reuse its blocks, and then no thread copies into them: a cancelled request waits for that too.
     - A fetch is tried once for a request. It has a deadline in each phase, so a holder that is
       stopped delays one prompt by a few seconds. Afterwards it is not asked for a while.
-    - If two prompts want the same prefix, the second one waits for the first, and then has a hit.
 
     situation: takes a request and its hit, and returns everything that a rule may look at.
     prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
@@ -186,7 +172,6 @@ class PrefixFetches:
         # Seconds of a read from each holder: a part of its own, and a part for each MiB.
         self._rates: dict[str, Rate] = {}
         self._open: dict[str, Fetch] = {}
-        self._by_key: dict[object, Fetch] = {}
         self._events: deque[Fetch] = deque()
         self._running: dict[asyncio.Task[None], Fetch] = {}
 
@@ -208,9 +193,9 @@ class PrefixFetches:
             return self._first(request, hit)
         if fetch.turn is not FetchTurn.WAITING:
             return 0
-        if fetch.answer is LeaseAnswer.PENDING and time.monotonic() < fetch.answer_by:
+        if not (fetch.leased or fetch.ended) and time.monotonic() < fetch.answer_by:
             return None
-        if fetch.answer is LeaseAnswer.LEASED and hit >= fetch.start:
+        if fetch.leased and not fetch.ended and hit >= fetch.start:
             tokens = fetch.leased - hit
             if tokens >= fetch.least and self._stays(request, fetch.leased, fetch.adapter):
                 return tokens
@@ -250,8 +235,6 @@ class PrefixFetches:
         while self._events:
             fetch = self._events.popleft()
             fetch.turn = FetchTurn.OVER
-            if self._by_key.get(fetch.key) is fetch:
-                del self._by_key[fetch.key]
             if not fetch.wanted:
                 del self._open[fetch.request_id]
             if fetch.outcome is FetchOutcome.FETCHED:
@@ -277,9 +260,6 @@ class PrefixFetches:
         adapter = None if asked is None else self._context.adapters.for_others(asked)
         if not self._stays(request, end, adapter):
             return 0
-        key = hash_at(blocks.pool, size, request, end // size - 1)
-        if self._waits(key):
-            return None
         fetch = Fetch(
             request.request_id,
             hint,
@@ -287,7 +267,6 @@ class PrefixFetches:
             start=hit,
             end=end,
             least=least,
-            key=key,
             cache_salt=request.cache_salt,
             adapter=adapter,
         )
@@ -303,14 +282,6 @@ class PrefixFetches:
             return not now.long
         return not decide(request, now).remote
 
-    def _waits(self, key: object) -> bool:
-        """Whether the prefix with this key is being fetched for another prompt."""
-        fetch = self._by_key.get(key)
-        # An ended fetch stays here until vLLM asks about its prompt. Other prompts do not wait.
-        return fetch is not None and (
-            fetch.turn is FetchTurn.COPYING or fetch.answer is not LeaseAnswer.NONE
-        )
-
     def _ask(self, fetch: Fetch, compute_s: float) -> bool:
         """Begin a fetch, if it is worth it. Returns whether it has begun.
 
@@ -323,9 +294,8 @@ class PrefixFetches:
             return self._not(fetch, FetchOutcome.DEARER)
         if self._holders.away(holder):
             return self._not(fetch, FetchOutcome.UNREACHABLE)
-        if sum(map(self._waits, self._by_key)) >= MOST:
+        if len(self._running) >= MOST:
             return self._not(fetch, FetchOutcome.BUSY)
-        self._by_key[fetch.key] = fetch
         # For the connection, and again for the answer with the lease.
         fetch.within_s = min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S)
         fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
@@ -334,7 +304,7 @@ class PrefixFetches:
         return True
 
     def _not(self, fetch: Fetch, outcome: FetchOutcome) -> bool:
-        fetch.turn, fetch.answer, fetch.outcome = FetchTurn.OVER, LeaseAnswer.NONE, outcome
+        fetch.turn, fetch.ended, fetch.outcome = FetchTurn.OVER, True, outcome
         metrics.PREFIX_FETCH.labels(outcome.value).inc()
         return False
 
@@ -342,9 +312,7 @@ class PrefixFetches:
         """Let the prompt be computed. Without effect after `begin`."""
         if fetch.turn is FetchTurn.WAITING:
             fetch.turn, fetch.wanted = FetchTurn.OVER, False
-            if self._by_key.get(fetch.key) is fetch:
-                del self._by_key[fetch.key]
-            if fetch.answer is not LeaseAnswer.NONE:
+            if not fetch.ended:
                 self._loop.call_soon_threadsafe(self._stop, fetch)
 
     def expected_s(self, instance_id: str, kv_bytes: float) -> float:
@@ -442,7 +410,6 @@ class PrefixFetches:
             fetch.outcome = FetchOutcome.NOT_HELD
             return False
         fetch.leased = end
-        fetch.answer = LeaseAnswer.LEASED
         self._wake()
         return True
 
@@ -483,11 +450,10 @@ class PrefixFetches:
         if not fetch.wanted:
             fetch.outcome = FetchOutcome.CANCELLED
             return
-        leased = fetch.answer is LeaseAnswer.LEASED
-        fetch.outcome = FetchOutcome.LOST if leased else FetchOutcome.UNREACHABLE
+        fetch.outcome = FetchOutcome.LOST if fetch.leased else FetchOutcome.UNREACHABLE
         log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
-        if isinstance(exc, NotInTime) and not leased:
+        if isinstance(exc, NotInTime) and not fetch.leased:
             self._holders.slow(fetch.at.instance_id)
         else:
             self._holders.failed(fetch.at.instance_id)
@@ -495,7 +461,6 @@ class PrefixFetches:
     def _end(self, fetch: Fetch) -> None:
         assert fetch.blocks is not None
         fetch.ended = True
-        fetch.answer = LeaseAnswer.NONE
         metrics.PREFIX_FETCH.labels(fetch.outcome.value).inc()
         if fetch.blocks.done() and not fetch.blocks.cancelled():
             self._tell(fetch)

@@ -283,7 +283,6 @@ class FetchWorker:
         assert self.pool.free == set(range(NUM_BLOCKS))
         assert self.region.owner.fences.in_use == 0
         assert not self.fetches._open
-        assert not self.fetches._by_key
 
     async def stop(self) -> None:
         await self.control.stop()

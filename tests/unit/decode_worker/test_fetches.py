@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
 from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
@@ -139,7 +138,6 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     assert worker.side.decide(request, 0) == (0, False)
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
-    assert not worker.fetches._by_key
 
 
 async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
@@ -147,54 +145,9 @@ async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
     assert worker.side.decide(request, 0) == (None, False)
     await asyncio.sleep(0)
     (fetch,) = asked
-    fetch.leased, fetch.answer = 10 * BLOCK, type(fetch.answer).LEASED
+    fetch.leased = 10 * BLOCK
     assert worker.side.decide(request, 0) == (10 * BLOCK, True)
     worker.side.enqueue(request, [[]], 0)
     assert not fetch.wanted
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
-
-
-def named(worker: FetchWorker, holder: Any, name: str, tokens: list[int] = TOKENS) -> Any:
-    request = worker.request(tokens, holder)
-    request.request_id = name
-    return request
-
-
-async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -> None:
-    """With priority scheduling vLLM may not ask about the first prompt for long."""
-    holder = hint(worker, 10 * BLOCK)
-    first, second = named(worker, holder, "first"), named(worker, holder, "second")
-    assert worker.side.decide(first, 0) == (None, False)
-    assert worker.side.decide(second, 0) == (None, False)
-    async with asyncio.timeout(10.0):
-        while not worker.holders.away("holder") or worker.fetches._running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    assert worker.side.decide(second, 0) == (0, False)
-    for request in (first, second):
-        worker.side.request_finished(request.request_id)
-    assert not worker.fetches._open
-    assert not worker.fetches._by_key
-
-
-async def test_a_fetch_that_has_ended_neither_counts_nor_ends_the_next_one(
-    worker: FetchWorker, asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetches, "MOST", 1)
-    holder = hint(worker, 10 * BLOCK)
-    ended, again, after = (named(worker, holder, name) for name in ("ended", "again", "after"))
-    other = named(worker, holder, "other", TOKENS[::-1])
-    assert worker.side.decide(ended, 0) == (None, False)
-    await asyncio.sleep(0)
-    asked[0].blocks = asyncio.get_running_loop().create_future()
-    worker.fetches._end(asked[0])
-    assert worker.side.decide(again, 0) == (None, False)
-    await asyncio.sleep(0)
-    assert [fetch.request_id for fetch in asked] == ["ended", "again"]
-    assert worker.side.decide(ended, 0) == (0, False)
-    assert worker.side.decide(after, 0) == (None, False)
-    assert worker.fetches._open.get("after") is None, "it waits for the second fetch"
-    assert worker.side.decide(other, 0) == (0, False), "there is one fetch at a time"
-    for request in (ended, again, after, other):
-        worker.side.request_finished(request.request_id)
-    assert not worker.fetches._by_key
