@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
 from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation, expected
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.wire import Expected, ExplainRecord, PredictedMs, StageTimings, Timings
+from pullfill.wire import ExplainRecord, PredictedMs, StageTimings, Timings
 
 _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.COMMITTED,
@@ -58,10 +60,13 @@ class _Spans:
 
 @dataclass(slots=True)
 class _RequestTrace:
-    """Times (`_at`) are those of the traces' clock. `ExplainRecord` says what most fields mean.
+    """Times (`_at`) are those of the traces' clock.
 
-    planned_fetch: number of tokens that are read from another decode worker. fetched: those that
-    have come. fetched_at: when that read ended. Infinite: nothing was read.
+    told: the fields of `ExplainRecord` that are known so far. timings: those of its `timings_ms`.
+    brought, stages: the same, as the prefill worker says at its commit. They count if vLLM has
+    loaded the KV.
+    planned_fetch: number of tokens that are read from another decode worker.
+    fetched_at: when that read ended. Infinite: nothing was read. fetch_bytes: what it moved.
     claims: attempt, prefill worker and time of each claim.
     ended_at: when vLLM was told how the remote prefill had ended. outcome: how. Empty: not yet.
     again: its fetch has failed, so it will be decided about once more."""
@@ -70,32 +75,22 @@ class _RequestTrace:
     decision: Decision
     decided_at: float
     spans: _Spans | None
-    expected: Expected | None = None
-    choice: str | None = None
-    predicted: PredictedMs | None = None
-    outcome_ms: float | None = None
-    regret_ms: float | None = None
-    offloaded: int = 0
+    told: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    brought: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
     planned_fetch: int = 0
-    fetched: int = 0
-    fetched_from: str | None = None
-    fetch: str | None = None
-    fetch_ms: float | None = None
-    fetch_bytes: int = 0
     fetched_at: float = math.inf
+    fetch_bytes: int = 0
     again: bool = False
     claims: list[tuple[int, str, float]] = field(default_factory=list)
-    queue_ms: float | None = None
-    stages: StageTimings = field(default_factory=StageTimings)
-    kv_bytes: int = 0
-    transport: str | None = None
-    why_not_better: tuple[str, ...] = ()
     committed_at: float = 0.0
     ended_at: float = 0.0
     outcome: str = ""
-    loaded: bool = False
-    fallback: str | None = None
-    outage: str | None = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.outcome == Outcome.COMMITTED.value
 
     @property
     def trace_id(self) -> str:
@@ -159,12 +154,14 @@ class RequestTraces:
             elif not trace.again:
                 return
             trace.situation, trace.decision, trace.decided_at = situation, decision, now
-            trace.expected = expected(situation, decision)
-            trace.offloaded, trace.planned_fetch, trace.again = offloaded, fetched, False
+            trace.planned_fetch, trace.again = fetched, False
+            trace.told["expected_s"] = expected(situation, decision)
+            trace.told["offloaded_tokens"] = offloaded
             if predicted is not None and situation.costs is not None:
-                trace.choice, trace.predicted = situation.costs.choice.value, predicted
+                trace.told["choice"] = situation.costs.choice.value
+                trace.told["predicted_ms"] = predicted
             if decision.reason in BY_OUTAGE:
-                trace.outage = self._outage() or None
+                trace.told["outage"] = self._outage() or None
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
         """Note that a prefill worker holds the job now."""
@@ -172,7 +169,7 @@ class RequestTraces:
             if (trace := self._open.get(request_id)) is None:
                 return
             trace.claims.append((attempt, instance, self._clock.monotonic()))
-            trace.queue_ms = queued_s * 1e3
+            trace.timings["queue"] = queued_s * 1e3
         metrics.observe_stage("queue", queued_s, trace.trace_id)
 
     def committed(
@@ -187,39 +184,45 @@ class RequestTraces:
         with self._lock:
             if (trace := self._open.get(request_id)) is None:
                 return
-            trace.stages, trace.kv_bytes = stages, kv_bytes
-            trace.transport, trace.why_not_better = transport or None, why_not_better
             trace.committed_at = self._clock.monotonic()
-        metrics.observe_stage("claim", stages.claim_ms / 1e3, trace.trace_id)
-        metrics.observe_stage("prefix_read", stages.prefix_read_ms / 1e3, trace.trace_id)
-        metrics.observe_stage("prefill", stages.prefill_ms / 1e3, trace.trace_id)
-        metrics.observe_stage("kv_write", stages.kv_write_ms / 1e3, trace.trace_id)
-        metrics.observe_stage("tail", stages.tail_ms / 1e3, trace.trace_id)
+            trace.brought = {
+                "kv_bytes": kv_bytes,
+                "transport": transport or None,
+                "why_not_better": why_not_better,
+            }
+            measured = msgspec.structs.asdict(stages)
+            trace.stages = {name.removesuffix("_ms"): ms for name, ms in measured.items()}
+        for stage, ms in trace.stages.items():
+            metrics.observe_stage(stage, ms / 1e3, trace.trace_id)
 
     def fetched(self, fetch: Fetch) -> None:
         """Note how a fetch has ended that was begun. Engine thread."""
         with self._lock:
             if (trace := self._open.get(fetch.request_id)) is None:
                 return
-            trace.fetched_from, trace.fetch = fetch.at.instance_id, fetch.outcome.value
-            trace.fetch_ms, trace.fetched_at = fetch.seconds * 1e3, self._clock.monotonic()
-            trace.fetch_bytes = fetch.kv_bytes
+            trace.told |= {"fetched_from": fetch.at.instance_id, "fetch": fetch.outcome.value}
+            trace.timings["fetch"] = fetch.seconds * 1e3
+            trace.fetched_at, trace.fetch_bytes = self._clock.monotonic(), fetch.kv_bytes
             trace.again = fetch.outcome is not FetchOutcome.FETCHED
             if not trace.again:
-                trace.fetched, trace.kv_bytes = trace.planned_fetch, fetch.kv_bytes
-                trace.transport = fetch.transport
+                trace.told |= {
+                    "fetched_tokens": trace.planned_fetch,
+                    "kv_bytes": fetch.kv_bytes,
+                    "transport": fetch.transport,
+                }
 
     def not_fetched(self, request_id: str, instance_id: str, outcome: FetchOutcome) -> None:
         """Note why a hint that another worker holds more led to no fetch. Engine thread."""
         with self._lock:
-            if (trace := self._open.get(request_id)) is not None and trace.fetch is None:
-                trace.fetched_from, trace.fetch = instance_id, outcome.value
+            trace = self._open.get(request_id)
+            if trace is not None and "fetch" not in trace.told:
+                trace.told |= {"fetched_from": instance_id, "fetch": outcome.value}
 
     def first_token(self, request_id: str, outcome_ms: float, regret_ms: float | None) -> None:
         """Note how long the first token took since the decision."""
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
-                trace.outcome_ms, trace.regret_ms = outcome_ms, regret_ms
+                trace.told |= {"outcome_ms": outcome_ms, "regret_ms": regret_ms}
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -233,12 +236,11 @@ class RequestTraces:
                 trace_id = trace.trace_id
                 trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
                 if loaded:
-                    trace.loaded = True
                     metrics.observe_stage("commit", trace.commit_ms / 1e3, trace_id)
                 elif outcome is not Outcome.CANCELLED:
-                    trace.fallback = outcome.value
+                    trace.told["fallback"] = outcome.value
                     if outcome in _AFTER_OUTAGE:
-                        trace.outage = self._outage() or None
+                        trace.told["outage"] = self._outage() or None
         if not loaded and outcome is not Outcome.CANCELLED:
             metrics.FALLBACK.labels(outcome.value).inc(
                 1, {"trace_id": trace_id} if trace_id else None
@@ -254,13 +256,13 @@ class RequestTraces:
         """Return why the request's remote prefill was given up. None: it was not."""
         with self._lock:
             trace = self._open.get(request_id)
-            return None if trace is None else trace.fallback
+            return None if trace is None else trace.told.get("fallback")
 
     def offloaded(self, request_id: str) -> int:
         """Return how many tokens of the request's hit came from vLLM's own KV offloading."""
         with self._lock:
             trace = self._open.get(request_id)
-            return 0 if trace is None else trace.offloaded
+            return 0 if trace is None else trace.told["offloaded_tokens"]
 
     def finish(self, request_id: str) -> ExplainRecord | None:
         """Close and return the record. None: no decision was made about the request."""
@@ -274,8 +276,10 @@ class RequestTraces:
         return record
 
     def _record(self, request_id: str, trace: _RequestTrace) -> ExplainRecord:
-        loaded, stages = trace.loaded, trace.stages
-        came = loaded or trace.fetched > 0
+        told, timings, loaded = trace.told, trace.timings, trace.loaded
+        if loaded:
+            told = told | trace.brought
+            timings = timings | trace.stages | {"commit": trace.commit_ms}
         attempts, prefill_instance, _ = trace.claims[-1] if trace.claims else (0, None, 0.0)
         return ExplainRecord(
             request_id=request_id,
@@ -283,34 +287,12 @@ class RequestTraces:
             reason=trace.decision.reason,
             prompt_tokens=trace.situation.prompt_tokens,
             prefix_hit_tokens=trace.situation.hit_tokens - trace.planned_fetch,
-            offloaded_tokens=trace.offloaded,
-            fetched_tokens=trace.fetched,
-            fetched_from=trace.fetched_from,
-            fetch=trace.fetch,
             remote_tokens=trace.situation.remote_tokens if loaded else 0,
             decode_instance=self._instance_id,
             prefill_instance=prefill_instance,
             attempts=attempts,
-            fallback=trace.fallback,
-            outage=trace.outage,
-            expected_s=trace.expected,
-            choice=trace.choice,
-            predicted_ms=trace.predicted,
-            outcome_ms=trace.outcome_ms,
-            regret_ms=trace.regret_ms,
-            kv_bytes=trace.kv_bytes if came else 0,
-            transport=trace.transport if came else None,
-            why_not_better=trace.why_not_better if loaded else (),
-            timings_ms=Timings(
-                queue=trace.queue_ms,
-                fetch=trace.fetch_ms,
-                commit=trace.commit_ms if loaded else None,
-                claim=stages.claim_ms if loaded else None,
-                prefix_read=stages.prefix_read_ms if loaded else None,
-                prefill=stages.prefill_ms if loaded else None,
-                kv_write=stages.kv_write_ms if loaded else None,
-                tail=stages.tail_ms if loaded else None,
-            ),
+            timings_ms=Timings(**timings),
+            **told,
         )
 
 
@@ -324,7 +306,7 @@ def _send_spans(trace: _RequestTrace, spans: _Spans, record: ExplainRecord, now:
         prefill.attempt       the prefill worker's
         decode.commit         from the commit until vLLM schedules the request"""
     send, decided = tracing.record, trace.decided_at
-    fetch_began = trace.fetched_at - (trace.fetch_ms or 0.0) / 1e3
+    fetch_began = trace.fetched_at - trace.timings.get("fetch", 0.0) / 1e3
     if trace.fetched_at < math.inf:
         send(
             "decode.prefix_fetch", spans.request.child(), spans.request, fetch_began,
