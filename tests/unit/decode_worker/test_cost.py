@@ -278,7 +278,6 @@ def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
 
 
 def test_nothing_is_left_of_requests_that_are_over() -> None:
-    """And sums are exact, whatever comes and goes."""
     rig, fresh = Rig(), Rig()
     names = [*rig.streams(3), *(rig.ask(100 + 7 * n, ttft_s=0.1 * n + 1)[0] for n in range(40))]
     rig.model.settled(names[-1], True)
