@@ -34,7 +34,6 @@ class LoadReports:
         self._server = server
         self._wake_after = wake_after
         self._told: LoadReport | None = None
-        self._mark: tuple[int, ...] = ()
         self._due = 0.0
         self._woken = False
 
@@ -46,18 +45,13 @@ class LoadReports:
         """Send the load if it has changed. Cheap; called in each turn of the engine's loop.
 
         now: seconds of a monotonic clock."""
-        mark = (*self._view.mark(), self._server.draining)
         if now < self._due:
-            if mark != self._mark and not self._woken:
+            if not self._woken:
                 # The loop may sleep for a second before its next turn.
                 self._woken = True
                 self._wake_after(self._due - now)
             return
-        self._woken = False
-        if mark == self._mark and not mark[0]:
-            return
-        self._mark = mark
-        self._due = now + LOAD_S
+        self._woken, self._due = False, now + LOAD_S
         report = self.current()
         if report != self._told:
             self._told = report

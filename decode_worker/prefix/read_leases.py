@@ -112,12 +112,9 @@ class ReadLeases:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._askers: set[_Asker] = set()
-        self._open = 0  # leases that are asked for, valid, or not proved quiet
-        self._pinned = 0  # blocks that leases pin. Engine thread
-        self._unproved = 0  # leases that have ended although their readers may still read
-        # Blocks of leases that have ended although their readers may still read, as a stopped
-        # process may.
-        self.unproved_blocks = 0
+        self._asked = 0  # number of leases that are asked for
+        # All leases whose blocks are pinned. Changed on the engine thread.
+        self._pinned: set[_Lease] = set()
         self._closed = False
         self.why_not = ""
         if thread is None or intake is None:
@@ -129,8 +126,14 @@ class ReadLeases:
 
     @property
     def open(self) -> int:
-        """Number of leases that still pin blocks, or may soon."""
-        return self._open
+        """Number of leases that still pin blocks, or may soon. Any thread."""
+        return self._asked + len(self._pinned)
+
+    @property
+    def unproved_blocks(self) -> int:
+        """Blocks of leases that have ended although their readers may still read, as a stopped
+        process may. Any thread."""
+        return sum(len(lease.blocks) for lease in self._pinned.copy() if lease.unproved)
 
     async def serve(self, channel: Channel, hello: LeaseHello) -> None:
         """Serve one asker until its connection ends. Raises what `Channel.ended` raises."""
@@ -169,9 +172,10 @@ class ReadLeases:
         until = self._loop.time() + LEASE_S
         # A reader that is stopped is waited for only if our end would take the memory from it.
         frees = any(memory.freed_at_exit for memory in self._context.memories)
-        while (  # noqa: ASYNC110 (ends on three threads)
-            self._open > (0 if frees else self._unproved) and self._loop.time() < until
-        ):
+        while self._loop.time() < until:
+            stopped = 0 if frees else sum(lease.unproved for lease in self._pinned.copy())
+            if self.open <= stopped:
+                break
             await asyncio.sleep(0.01)
 
     def _why_refused(self, hello: LeaseHello) -> str:
@@ -196,10 +200,10 @@ class ReadLeases:
         size = self._block_size
         if ask.start % size or len(ask.token_ids) % 4 or len(ask.token_ids) // 4 <= ask.start:
             raise BadMessage("a lease is asked for whole blocks after the start")
-        if self._closed or self._open >= MOST:
+        if self._closed or self.open >= MOST:
             self._refuse(asker, ask, BUSY)
             return
-        self._open += 1
+        self._asked += 1
         self._submit(lambda: self._put(asker, ask))
 
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
@@ -208,7 +212,7 @@ class ReadLeases:
             asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
     def _unfilled(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
-        self._open -= 1
+        self._asked -= 1
         self._refuse(asker, ask, reason)
 
     def _tell(self, call: Callable[[], None]) -> None:
@@ -245,7 +249,8 @@ class ReadLeases:
         """Pin the cached blocks and open a fence over them. Engine thread, between steps."""
         size = self._block_size
         stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
-        room = self._view.config.cache_config.num_gpu_blocks // SHARE - self._pinned
+        room = self._view.config.cache_config.num_gpu_blocks // SHARE
+        room -= sum(len(lease.blocks) for lease in self._pinned)
         reason, blocks = BUSY, list[Any]()
         # Only finished blocks are leased. Between two steps each cached block is computed, but with
         # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
@@ -265,11 +270,12 @@ class ReadLeases:
             return
         # Referenced in vLLM's pool, a block is neither evicted nor reused.
         self._pool.touch(blocks)
-        self._pinned += len(blocks)
         lease = _Lease(next(self._numbers), fence, blocks, self._context.ledger.incarnation)
+        self._pinned.add(lease)
         self._tell(partial(self._given, asker, ask, lease))
 
     def _given(self, asker: _Asker, ask: LeaseAsk, lease: _Lease) -> None:
+        self._asked -= 1
         asker.leases[lease.number] = lease
         if asker.gone:
             self._over(asker, lease)
@@ -313,10 +319,7 @@ class ReadLeases:
         except ConfigError as exc:
             logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
             return
-        if quiet == lease.unproved:
-            self.unproved_blocks += -len(lease.blocks) if quiet else len(lease.blocks)
-            self._unproved += -1 if quiet else 1
-            lease.unproved = not quiet
+        lease.unproved = not quiet
         if quiet:
             # Not before: so each read that the fence let pass has read what the block's hash says.
             self._submit(lambda: self._unpin(lease), wake=False)
@@ -328,8 +331,4 @@ class ReadLeases:
         """Engine thread."""
         # The tail first: it is the least useful as a cached prefix.
         self._pool.free_blocks(reversed(lease.blocks))
-        self._pinned -= len(lease.blocks)
-        self._tell(self._unpinned)
-
-    def _unpinned(self) -> None:
-        self._open -= 1
+        self._pinned.discard(lease)

@@ -57,10 +57,6 @@ class EngineView:
         """Whether a scheduled step has not run yet. Between steps only pipelines have such."""
         return bool(self._core.batch_queue)
 
-    def mark(self) -> tuple[int, ...]:
-        """Return numbers that change with the load, nearly always. Cheap enough for each step."""
-        return (*self._scheduler.get_request_counts(), self._pool.get_num_free_blocks())
-
     def load(self, draining: bool) -> LoadReport:
         """Return the load. Takes time in proportion to the number of requests."""
         running, waiting = self.counts()

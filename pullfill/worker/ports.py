@@ -135,9 +135,6 @@ class View(Protocol):
     def mid_step(self) -> bool:
         """Whether a scheduled step has not run yet."""
 
-    def mark(self) -> tuple[int, ...]:
-        """Return numbers that change with the load, nearly always."""
-
     def load(self, draining: bool) -> LoadReport:
         """Return the load. Takes time in proportion to the number of requests."""
 

@@ -130,15 +130,6 @@ def test_a_waiting_request_is_looked_up_once(scheduler: Scheduler) -> None:
     assert scheduler.pool.looked_up == 2 * asked
 
 
-def test_the_mark_changes_with_requests_and_blocks(scheduler: Scheduler) -> None:
-    seen = EngineView(scheduler)
-    marks = {seen.mark()}
-    scheduler.counts = (1, 0)
-    marks.add(seen.mark())
-    scheduler.pool.free -= 1
-    assert len(marks | {seen.mark()}) == 3
-
-
 # --------------------------------------------------------------------------- chunks
 
 
