@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
 from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation, expected
@@ -190,8 +188,13 @@ class RequestTraces:
                 "transport": transport or None,
                 "why_not_better": why_not_better,
             }
-            measured = msgspec.structs.asdict(stages)
-            trace.stages = {name.removesuffix("_ms"): ms for name, ms in measured.items()}
+            trace.stages = {
+                "claim": stages.claim_ms,
+                "prefix_read": stages.prefix_read_ms,
+                "prefill": stages.prefill_ms,
+                "kv_write": stages.kv_write_ms,
+                "tail": stages.tail_ms,
+            }
         for stage, ms in trace.stages.items():
             metrics.observe_stage(stage, ms / 1e3, trace.trace_id)
 
