@@ -5,18 +5,6 @@ from __future__ import annotations
 from benchmarks import bench_paths
 
 
-def test_the_parts_of_what_remote_costs_add_up() -> None:
-    pair = bench_paths.Pair(local=100.0, remote=117.0, prefill=97.0, hops=4.0)
-    found = {length: [pair] for length in bench_paths.LENGTHS}
-    rows = {
-        r.metric: r.value
-        for r in bench_paths.length_rows(found, dict.fromkeys(bench_paths.LENGTHS, 1.0))
-    }
-    parts = [value for metric, value in rows.items() if metric.startswith("TTFT of 256, of it")]
-    assert parts == [4.0, 16.0, -3.0]
-    assert rows["TTFT of 256, remote less local"] == 17.0
-
-
 def test_remote_may_cost_a_little_and_the_copying() -> None:
     def missed(less: float, copy_ms: float) -> list[str]:
         """Of five pairs one is far off, and each comes slower than the one before."""

@@ -10,7 +10,6 @@ from benchmarks import chaos_report, report
 from benchmarks.chaos_cluster import logged_at
 from benchmarks.chaos_load import Ask, Work
 from benchmarks.chaos_scenarios import (
-    DECODE_BACK,
     FRONTEND_GONE,
     ONLY_DECODE_BACK,
     PREFILL_BACK,
@@ -69,10 +68,6 @@ class TestRows:
         assert rows["throughput back after"].value == 0
         assert {run.rate(p) for p in ("before", "during", "after")} == {100}
 
-    def test_a_failed_request_is_a_miss(self) -> None:
-        rows = self.rows(run_of(DECODE_BACK, [ask(0, 1), ask(1, 9, error="500: gone")], killed=4.0))
-        assert (rows["failed"].value, rows["failed"].ok) == (1, False)
-
     def test_what_was_open_at_a_killed_frontend_may_fail_and_nothing_else(self) -> None:
         own, other = ask(3, 4.1, error="broke", url="b"), ask(3, 4.2, error="broke")
         run = run_of(FRONTEND_GONE, [ask(0, 9), own], killed=4.0, noticed_s=0.1, excused=[own])
@@ -95,15 +90,6 @@ class TestRows:
         rows = self.rows(run)
         assert not rows["throughput back after"].ok
         assert not rows["its blocks free after"].ok
-
-    def test_the_table_has_a_line_per_scenario(self) -> None:
-        asks = [ask(t, t + 1) for t in range(20)]
-        run = run_of(PREFILL_BACK, asks, killed=10.0, noticed_s=0.1, freed_s=0.025)
-        rows = [r for name in ("1P1D", "2P2D") for r in chaos_report.report_rows(name, run)]
-        lines = chaos_report.report_table(rows).splitlines()
-        assert len(lines) == 4
-        assert len({line.count("|") for line in lines}) == 1
-        assert "| 0 of 20 | 0 | 100 ms | 25 ms | 0.00 s | 100, 100, – | 100 |" in lines[-1]
 
 
 class TestWork:

@@ -33,16 +33,6 @@ def windows() -> dict[str, Window]:
     }
 
 
-def test_rows() -> None:
-    rows = {row.metric: row for row in rows_of(windows())}
-    assert rows["ITL p99 of 16 streams, remote"].ratio == pytest.approx(2.0)
-    copies = rows["ITL p99 of 16 streams, copies"]
-    assert (copies.ratio, copies.target, copies.ok) == (pytest.approx(1.05), "ratio <= 1.1", True)
-    assert rows["KV copy as a share of the prefill"].value == pytest.approx(0.02)
-    assert rows["TTFT of 8000 tokens, remote"].peer_value == pytest.approx(500)
-    assert all(row.ok for row in rows.values())
-
-
 def test_targets_that_are_missed() -> None:
     found = windows() | {
         "copies": window("copies", 0.0115),

@@ -53,15 +53,6 @@ class TestAnswers:
         assert result.took_s >= answer.token_s[-1]
         assert result.cpu_s > 0
 
-    async def test_without_ids_the_usage_knows_how_many_there_were(self) -> None:
-        def script(body: dict[str, Any]) -> list[Step]:
-            events = token_event(body, 1), token_event(body, 2, 3, 4), usage_event(body)
-            return [HEAD, *map(chunk, events), chunk(event("[DONE]")), END]
-
-        (answer,) = (await asked(SseServer(script), ask(Kind.LONG, max_tokens=4))).answers
-        assert (len(answer.token_s), answer.error) == (4, "")
-        assert answer.token_s[1] == answer.token_s[3]
-
     @pytest.mark.parametrize("size", [1, 7])
     def test_reads_may_be_cut_anywhere(self, size: int) -> None:
         raw = b"".join(step for step in whole(BODY) if isinstance(step, bytes))
@@ -91,13 +82,6 @@ class TestFailures:
         (answer,) = (await asked(SseServer(lambda _: steps), ask())).answers
         assert why in answer.error
 
-    async def test_one_lane_goes_on_after_a_failure(self) -> None:
-        def script(body: dict[str, Any]) -> list[Step]:
-            return [b""] if body["prompt"] == [0] else whole(body)
-
-        result = await asked(SseServer(script), ask(prompt=(0,)), ask())
-        assert [bool(a.error) for a in result.answers] == [True, False]
-
     async def test_a_server_that_never_ends_is_cut(self) -> None:
         server = SseServer(lambda body: [HEAD, chunk(token_event(body, 1)), 30.0])
         (answer,) = (await asked(server, ask(), limit_s=1.0)).answers
@@ -106,15 +90,6 @@ class TestFailures:
 
 
 class TestLanes:
-    async def test_asks_of_a_lane_follow_each_other_and_lanes_do_not_wait(self) -> None:
-        def script(body: dict[str, Any]) -> list[Step]:
-            return [0.05, *whole(body)]
-
-        lanes = [ask(lane=lane) for lane in ("a", "a", "b")]
-        first, second, other = (await asked(SseServer(script), *lanes)).answers
-        assert second.sent_s >= first.token_s[-1]
-        assert other.sent_s < first.token_s[0]
-
     async def test_closed_loops_stop_with_the_window_and_running_answers_are_kept(self) -> None:
         def script(body: dict[str, Any]) -> list[Step]:
             return [0.04, *whole(body)]

@@ -14,7 +14,7 @@ from benchmarks.serving.campaign import Measured, Trouble
 from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
 from benchmarks.serving.load import Result
 from benchmarks.serving.meter import Use
-from benchmarks.serving.parts import ALONE, CONTROL, LONGS
+from benchmarks.serving.parts import CONTROL, LONGS
 from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
 from benchmarks.serving.window import Window
 
@@ -101,66 +101,15 @@ class TestInterference:
         assert row(made, "(a) ITL p99", Name.AGGREGATED).ok
         assert row(made, "(a) ITL p99", Name.ROUND_ROBIN).ok is ok
 
-    @pytest.mark.parametrize(
-        ("mine", "theirs", "ok"), [(0, 1, True), (0, 0, True), (1, 0, False), (2, 1, False)]
-    )
-    def test_rare_stalls_count_by_their_length(self, mine: int, theirs: int, ok: bool) -> None:
-        def stalling(name: str, count: int) -> list[Window]:
-            made = interference(name)
-            made[1].answers.extend([stream(500.0, 2)] * count)
-            return made
-
-        made = measured(*stalling(Name.PULLFILL, mine), *stalling(Name.ROUND_ROBIN, theirs))
-        found = row(made, "(a) time in gaps > 50 ms", Name.ROUND_ROBIN)
-        assert (found.ok, found.target) == (ok, "ratio < 1")
-        assert row(made, "(a) ITL p99", Name.ROUND_ROBIN).value == pytest.approx(12.0)
-
-    @pytest.mark.parametrize(("streams", "ok"), [(4, True), (5, False)])
-    def test_tokens_against_the_best(self, streams: int, ok: bool) -> None:
-        best = interference(Name.AGGREGATED_256, streams=streams)
-        made = measured(
-            *interference(Name.PULLFILL), *best, *interference(Name.AGGREGATED, streams=1)
-        )
-        found = row(made, "(a) tokens/s", "the best aggregated")
-        assert found.peer.startswith(Name.AGGREGATED_256)
-        assert found.ok is ok
-
-    @pytest.mark.parametrize(("ttft", "ok"), [(119.0, True), (121.0, False)])
-    def test_long_prompts_against_one_core_alone(self, ttft: float, ok: bool) -> None:
-        alone = window(Name.ONE_CORE, "interference", ALONE, [long(100.0)])
-        made = measured(*interference(Name.PULLFILL, ttft=ttft), alone)
-        assert row(made, "(a) long TTFT p50", "longs alone").ok is ok
-
     def test_medians_over_windows(self) -> None:
         some = [interference(Name.PULLFILL, longs=longs)[1] for longs in (11.0, 12.0, 90.0)]
         control = interference(Name.PULLFILL)[0]
         assert row(measured(control, *some), "(a) ITL p99", "own control").value == 12.0
 
-    def test_a_peer_that_is_not_there_fails_nothing(self) -> None:
-        found = row(measured(*interference(Name.PULLFILL)), "(a) long TTFT p50", "alone")
-        assert (found.value, found.ok) == (None, True)
-
     def test_a_row_of_a_busy_machine_says_so(self) -> None:
         one, two = interference(Name.PULLFILL)
         two.others = 0.5
         assert row(measured(one, two), "(a) ITL p99", "own control").metric.endswith(BUSY)
-
-    def test_how_many_were_prefilled_remotely(self) -> None:
-        found = row(measured(*interference(Name.PULLFILL)), "prefilled remotely")
-        assert (found.value, found.unit) == (1, "of 1")
-
-
-class TestNixl:
-    @pytest.mark.parametrize("better", [True, False])
-    @pytest.mark.parametrize("rival", [Name.NIXL])
-    def test_everything_must_be_lower(self, rival: str, better: bool) -> None:
-        ours = interference(Name.PULLFILL, longs=12.0, ttft=100.0, cpu_s=1.0)
-        factor = 2.0 if better else 0.5
-        theirs = interference(rival, longs=12.0 * factor, ttft=100.0 * factor, cpu_s=factor)
-        made = measured(*ours, *theirs, idle={Name.PULLFILL: 0.05, rival: 0.5 * factor})
-        rows = [r for r in Verdict(made).rows() if r.peer == rival and r.target]
-        assert len(rows) == 4
-        assert {r.ok for r in rows} == {better}
 
 
 def turn(tokens: int, hit: int, lane: str = "c") -> Answer:
@@ -189,17 +138,3 @@ class TestTrouble:
         made.troubles = [Trouble(Name.NIXL, 0, "start", "first\nno NIXL here\n")]
         found = row(made, "nixl: start failed")
         assert (found.ok, found.unit) == (False, "not measured: no NIXL here")
-
-    def test_what_is_not_installed_is_no_failure(self) -> None:
-        made = measured(*interference(Name.PULLFILL))
-        made.troubles = [Trouble(Name.NIXL, n, "start", "no nixl", skipped=True) for n in (0, 1)]
-        found = row(made, "nixl: everything")
-        assert (found.value, found.ok, found.unit) == (None, True, "not measured: no nixl")
-
-    def test_failed_requests_are_a_row_that_fails(self) -> None:
-        bad = stream(1.0)
-        bad.error = "broke off"
-        made = measured(window("x", "chat", "1", [bad, stream(1.0)]))
-        found = row(made, "x: failed requests, chat")
-        assert (found.value, found.ok) == (1, False)
-        assert "of 2; first: broke off" in found.unit
