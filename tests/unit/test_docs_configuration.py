@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 
 import msgspec
 import prometheus_client
-from click.testing import CliRunner
 
 from pullfill import wire
-from pullfill.deploy import plan
-from pullfill.deploy.cli import app
 from pullfill.frontend import counters as frontend_metrics
 from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.queue.contract import QueueConfig
@@ -74,20 +70,6 @@ def test_defaults_of_flags() -> None:
     assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real
 
 
-def test_help_works_for_what_is_documented() -> None:
-    runner = CliRunner()
-    for command in commands():
-        assert runner.invoke(app, [*shlex.split(command), "--help"]).exit_code == 0
-
-
-def test_flags_that_up_adds() -> None:
-    text = COMMANDS.read_text()
-    assert f"`{' '.join(plan.DEMO_FLAGS)}`" in text
-    (kv,) = plan.CPU_FLAGS[plan.DEMO]
-    assert f"{int(kv.split('=')[1]) >> 20} MiB of KV cache" in text
-    assert f": {plan.GPU_MEMORY_SHARE} of each GPU" in text
-
-
 # ------------------------------------------------------------------ environment, settings, metrics
 
 
@@ -127,14 +109,6 @@ def test_queue_settings_and_their_defaults() -> None:
     assert documented == {
         name: float(getattr(config, name)) for name in wire.QueueSettings.__struct_fields__
     }
-
-
-def test_variables_of_other_programs_that_are_set() -> None:
-    files = ("pullfill/engine/environment.py", "pullfill/engine/front_app.py", "deploy/plan.py")
-    pattern = r"(?:setdefault|put)\(\"([A-Z_0-9]+)\"|environ\[\"([A-Z_0-9]+)\"\] ="
-    found = {a or b for name in files for a, b in re.findall(pattern, text_of(name))}
-    assert {"OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "CUDA_DEVICE_MAX_CONNECTIONS"} < found
-    assert sorted(v for v in found if f"`{v}`" not in COMMANDS.read_text()) == []
 
 
 def metric_rows() -> dict[str, str]:

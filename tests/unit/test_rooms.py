@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.late import READ_WITH_TESTS
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "core"
 ROLE = frozenset({"registry", "engine", "queue", "transfer", "worker"})
@@ -219,26 +221,14 @@ def test_links_are_relative_and_lead_to_the_rooms() -> None:
 @pytest.mark.parametrize(
     ("file", "code", "expected"),
     [
-        ("frontend/a.py", "from pullfill.decode_worker import ledger", "must not import decode_w"),
-        ("decode_worker/a.py", "import pullfill.prefill_worker.side", "must not import prefill"),
         ("decode_worker/a.py", "def f():\n    from pullfill import frontend", "import frontend"),
-        ("queue/a.py", "from pullfill.registry.client import EtcdClient", "import registry"),
         ("queue/a.py", "from ..transfer import contract", "must not import transfer"),
-        ("transfer/a.py", "from pullfill.queue.contract import Delivery", "import queue"),
         ("transfer/contract.py", "import torch", "must not import torch"),
-        ("queue/a.py", "import vllm.config", "must not import vllm"),
-        ("decode_worker/connector.py", "from vllm import LLM", "must not import vllm"),
         ("decode_worker/a.py", "import importlib\nimportlib.import_module('vllm')", "import vllm"),
         ("pullfill/a.py", "from pullfill.registry import keys", "core must not import registry"),
-        ("pullfill/a.py", "from pullfill.deploy.cli import main", "core must not import deploy"),
-        ("pullfill/engine/a.py", "import pullfill.registry", "engine must not import registry"),
-        ("transfer/a.py", "from pullfill.testing.mock_model import x", "must not import testing"),
         ("pullfill/engine/a.py", "from pullfill import testing", "must not import testing"),
-        ("pullfill/testing/a.py", "import pullfill.decode_worker", "must not import decode_worker"),
         ("deploy/a.py", "from pullfill.decode_worker.ledger import Ledger", "import decode_worker"),
         ("deploy/a.py", "from transfer.contract import Owner", "write pullfill.transfer"),
-        ("pullfill/demo/a.py", "import vllm", "demo must not import vllm"),
-        ("deploy/a.py", "from pullfill.demo import llama", "deploy must not import demo"),
         ("decode_worker/a.py", "from pullfill.engine import host", "a side must not import"),
         ("prefill_worker/a.py", "def f(engine): engine.core.step()", "must not use vLLM's core"),
         ("queue/types.py", "", "named like a standard module"),
@@ -254,22 +244,14 @@ def test_a_violation_is_found(tmp_path: Path, file: str, code: str, expected: st
     assert expected in found[0]
 
 
-@pytest.mark.parametrize(
-    ("file", "code"),
-    [
-        ("decode_worker/a.py", "from pullfill.queue.contract import Delivery\nimport queue"),
-        ("pullfill/worker/connector.py", "import torch\nfrom vllm.config import VllmConfig"),
-        ("transfer/cuda_ipc.py", "import torch, cupy"),
-        ("deploy/a.py", "from pullfill.worker.main import run"),
-        ("pullfill/engine/a.py", "import torch, vllm, transformers"),
-        ("queue/a.py", "from pullfill import wire\nfrom . import contract"),
-    ],
-)
-def test_what_is_allowed_is_not_found(tmp_path: Path, file: str, code: str) -> None:
-    for folder, _ in ROOMS.values():
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(code)
-    assert violations(tmp_path) == []
+def test_reading_unit_and_contract_tests_imports_no_large_module(
+    request: pytest.FixtureRequest,
+) -> None:
+    """`make test-fast` would pay for the import before it forks: vLLM takes five seconds."""
+    folders = {item.path.relative_to(ROOT).parts[:2] for item in request.session.items}
+    if folders - {("tests", "unit"), ("tests", "contract"), ("benchmarks", "tests")}:
+        pytest.skip("tests of other folders were read too")
+    assert request.config.stash[READ_WITH_TESTS] == []
 
 
 def test_the_root_does_not_hide_the_standard_library() -> None:

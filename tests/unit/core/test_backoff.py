@@ -10,8 +10,3 @@ def test_pauses_double_up_to_the_longest_until_a_try_succeeds() -> None:
     assert [backoff.next() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     backoff.reset()
     assert [backoff.next(), backoff.pause_s] == [0.5, 1.0]
-
-
-def test_a_first_pause_above_the_longest_stays() -> None:
-    backoff = Backoff(5.0)
-    assert [backoff.next(), backoff.next()] == [5.0, 5.0]

@@ -11,7 +11,6 @@ from pullfill.config import (
     CLUSTER_FILE,
     ClusterFile,
     ClusterRef,
-    ProcessEntry,
     ranks_of,
     read_cluster_file,
 )
@@ -52,11 +51,6 @@ class TestClusterRef:
         ref = ClusterRef.resolve(state_dir=directory, **same)
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
 
-    def test_a_url_may_be_written_in_another_way(self, state_dir: Path) -> None:
-        own = _write(state_dir, etcd_url="http://127.0.0.1:2,http://b:3")
-        ref = ClusterRef.resolve(etcd="http://b:3/, http://localhost:2")
-        assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
-
     def test_nothing_there_says_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"pullfill up.*--state-dir"):
             ClusterRef.resolve(state_dir=tmp_path)
@@ -66,16 +60,6 @@ class TestClusterRef:
         (tmp_path / CLUSTER_FILE).write_bytes(content)
         with pytest.raises(ConfigError, match="pullfill down"):
             read_cluster_file(tmp_path)
-
-    def test_cluster_json_has_the_promised_shape(self, tmp_path: Path) -> None:
-        entry = ProcessEntry(name="etcd", role="etcd", instance_id=None, pid=7, log="/x")
-        shape = msgspec.to_builtins(
-            ClusterFile(
-                namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=[entry]
-            )
-        )
-        assert set(shape) == {"namespace", "nats_url", "etcd_url", "frontend_url", "processes"}
-        assert {"name", "role", "instance_id", "pid", "log"} <= set(shape["processes"][0])
 
 
 def test_ranks_are_counted_from_the_flags() -> None:

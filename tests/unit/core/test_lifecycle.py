@@ -47,14 +47,6 @@ async def test_a_process_that_is_told_to_leave_makes_a_file_for_up(
     assert mark.exists()
 
 
-def test_a_second_signal_ends_a_process_that_listens_to_nothing() -> None:
-    before = "lifecycle.EXIT_S = 0.2; stop = lifecycle.Stop(); stop.install()"
-    with start(before, "await asyncio.sleep(60)") as process:
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 1
-
-
 @pytest.mark.parametrize(
     ("before", "hang", "code"),
     [
@@ -79,14 +71,6 @@ def test_a_process_that_ends_early_leaves_nothing_behind(
             process.send_signal(signal.SIGTERM)
         assert process.wait(20) == code
     assert left.exists()
-
-
-def test_a_process_that_hangs_on_its_way_out_says_so() -> None:
-    """Though its log is slow. What is done last takes no time here."""
-    slow = "lifecycle.logger.error = lambda *_: (time.sleep(0.03), print('told', flush=True))"
-    with start(slow, HANGS) as process:
-        assert process.wait(20) == 3
-        assert process.stdout.readline() == "told\n"
 
 
 async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,9 +91,3 @@ async def test_the_port_asked_for(worker: tuple[Worker, ProbeServer]) -> None:
     await second.start(taken)
     assert second.url == f"http://127.0.0.1:{taken}"
     await second.stop()
-
-
-async def test_jobs_are_told_only_to_who_asks(worker: tuple[Worker, ProbeServer]) -> None:
-    _, server = worker
-    assert await _get(f"{server.url}/status") == (200, '{"state": "ready"}')
-    assert await _get(f"{server.url}/status?jobs") == (200, '{"state": "ready", "jobs": [1]}')

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
-from pullfill.registry.client import EtcdClient, Failure, parse_url, prefix_end
+from pullfill.registry.client import EtcdClient, parse_url, prefix_end
 from pullfill.registry.watch import Follower, Synced, watch_prefix
 
 OLD = "etcdserver: revision of auth store is old"
@@ -156,19 +156,6 @@ async def test_calls_refused_at_once_leave_one_member_only(members: list[Member]
     assert await client.get("key") is None
     assert members[1].calls == 1
     await client.close()
-
-
-@pytest.mark.parametrize(
-    ("failure", "passing", "wants_token"),
-    [
-        (Failure(code=14, message="no leader"), True, False),
-        (Failure(grpc_code=16, message="invalid token"), True, True),
-        (Failure(code=3, message=OLD), True, True),
-        (Failure(code=3, message="bad"), False, False),
-    ],
-)
-def test_what_a_refusal_means(failure: Failure, passing: bool, wants_token: bool) -> None:
-    assert (failure.passing, failure.wants_token) == (passing, wants_token)
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6))

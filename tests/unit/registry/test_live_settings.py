@@ -10,22 +10,6 @@ from pullfill.registry.watch import Put
 from pullfill.wire import QueueSettings, RouterConfig
 
 
-def test_settings_parse() -> None:
-    assert live_settings.parse(b"{}", RouterConfig) == RouterConfig()
-    assert (
-        live_settings.parse(b'{"max_prefill_queue_size":3}', RouterConfig).max_prefill_queue_size
-        == 3
-    )
-    for bad, told in {
-        b'{"policy":"sometimes"}': "policy.*always_local",
-        b'{"remote_timeout_s":0}': "remote_timeout_s.*more than 0",
-        b'{"max_local_prefill_length":"7"}': "max_local_prefill_length.*whole number",
-        b"\xff": "router settings",
-    }.items():
-        with pytest.raises(ConfigError, match=told):
-            live_settings.parse(bad, RouterConfig)
-
-
 def test_what_another_build_has_written_is_kept_and_told(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody can type it: `pullfill config` finds no such setting."""
     stored = b'{"polcy":"conditional","hedge":true}'
