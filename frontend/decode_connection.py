@@ -26,7 +26,6 @@ from pullfill.net import curve
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
 from pullfill.runtime import log
-from pullfill.wire.codec import decoder
 
 if TYPE_CHECKING:
     from pullfill.frontend.decode_pool import WorkerPool
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.decode_connection")
 
-_load_report = decoder(front_wire.LoadReport)
 # Messages read before other callbacks of the loop get their turn.
 _BATCH = 64
 # Messages read after the connection broke. It takes less than the 200 ms until ZMQ connects
@@ -214,7 +212,8 @@ class DecodeConnection:
         if kind == front_wire.PONG:
             return
         if kind == front_wire.LOAD and len(frames) == 1:
-            self.load, self.load_at = _load_report(frames[0].bytes), self.heard_at
+            self.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
+            self.load_at = self.heard_at
             self._pool.on_load(self)
         elif kind == front_wire.HELO:
             self._on_welcome(frames)

@@ -23,10 +23,8 @@ from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.routing.choice import KNOWN, HeldBlocks
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
-from pullfill.wire.codec import decoder
+from pullfill.wire.codec import decode
 from pullfill.wire.prefix import PrefixEvents, PrefixFollow, PrefixPage
-
-_message = decoder(PrefixEvents | PrefixPage)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +130,8 @@ class Prefixes:
         followed = self._followed.get(connection.instance_id)
         if followed is None or followed.connection is not connection:
             return
-        message = _message(payload)
+        message: PrefixEvents | PrefixPage
+        message = decode(payload, PrefixEvents | PrefixPage)  # type: ignore[arg-type]
         try:
             question = followed.replica.take(message, now)
         except ValueError as exc:

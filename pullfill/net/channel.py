@@ -33,7 +33,6 @@ from pullfill.wire import (
     decode,
     encode,
 )
-from pullfill.wire.codec import decoder
 
 logger = log.get("net.channel")
 T = TypeVar("T")
@@ -68,7 +67,7 @@ class Channel(asyncio.Protocol):
         self._arrived = bytearray()
         self._paused = False
         self._more: asyncio.Future[None] | None = None
-        self._decode: Callable[[bytes], Any]
+        self._kind: Any = None
         self._handler: Callable[[Any], object] | None = None
         self._why: Exception | None = None
         self._ended = asyncio.Event()
@@ -123,7 +122,7 @@ class Channel(asyncio.Protocol):
         An error of the handler, or one that `read` would raise, closes the connection. `ended` then
         raises it."""
         # A task that reads would cost two more turns of the loop for each message.
-        self._decode, self._handler = decoder(kind), handler
+        self._kind, self._handler = kind, handler
         if self._paused:
             self._transport.resume_reading()
         self._handle()
@@ -141,7 +140,7 @@ class Channel(asyncio.Protocol):
         assert self._handler is not None
         try:
             while self._why is None and (body := self._cut(MAX_FRAME)) is not None:
-                self._handler(self._decode(body))
+                self._handler(decode(body, self._kind))
         except Exception as exc:
             self._why = self._why or exc
             self.close()

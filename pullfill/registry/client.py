@@ -15,13 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urlsplit
-from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -181,40 +179,15 @@ def prefix_end(prefix: bytes) -> bytes:
 # --------------------------------------------------------------------------- sockets
 
 
-class EtcdConnector(aiohttp.TCPConnector):
-    """As many connections as are asked for, and none left at the end. Its session closes it."""
-
-    # When aiohttp closes an encrypted connection, it tells the server and waits for the answer, up
-    # to half a minute. It forgets such a connection, so closing the session does not end it. So
-    # this connector remembers every socket that it made.
-
-    def __init__(self, tls: ssl.SSLContext | None) -> None:
-        super().__init__(limit=0, socket_factory=self._make, ssl=True if tls is None else tls)
-        self._sockets: WeakSet[socket.socket] = WeakSet()
-
-    async def close(self, *, abort_ssl: bool = False) -> None:
-        """Close all sockets. Takes a few turns of the loop, half a second at most."""
-        await super().close(abort_ssl=abort_ssl)
-        for sock in self.open_sockets():
-            with contextlib.suppress(OSError):  # not connected yet, or just gone
-                sock.shutdown(socket.SHUT_RDWR)  # its transport reads the end and closes it
-        give_up = time.monotonic() + 0.5
-        while self.open_sockets() and time.monotonic() < give_up:  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.001)
-
-    def open_sockets(self) -> list[socket.socket]:
-        return [sock for sock in self._sockets if sock.fileno() >= 0]
-
-    def _make(self, address: Any) -> socket.socket:
-        """Make a socket whose kernel notices a vanished server in about 20 s."""
-        family, kind, proto, _, _ = address
-        sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._sockets.add(sock)
-        return sock
+def _make_socket(address: Any) -> socket.socket:
+    """Make a socket whose kernel notices a vanished server in about 20 s."""
+    family, kind, proto, _, _ = address
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
 
 
 # --------------------------------------------------------------------------- calls
@@ -336,7 +309,13 @@ class EtcdClient:
             )
         give_up, backoff = time.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
-            session = aiohttp.ClientSession(connector=EtcdConnector(tls), read_bufsize=_LINE >> 1)
+            connector = aiohttp.TCPConnector(
+                # 30 connections, etcd3-py's limit, are too few: 31 watches block a put.
+                limit=0,
+                socket_factory=_make_socket,
+                ssl=True if tls is None else tls,
+            )
+            session = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE >> 1)
             try:
                 api = await _construct(session, endpoints[0])
                 rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
@@ -471,7 +450,7 @@ class EtcdClient:
             yield self._lines(response, idle_s)
         finally:
             del self._streams[response]
-            response.close()
+            _abort(response)
 
     async def _lines(self, response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
         # etcd3-py's `ResponseIter` keeps in its buffer what it has returned, and returns the first
@@ -536,7 +515,7 @@ class EtcdClient:
                 # A member that has lost the others, or was stopped, would keep a watch silent.
                 for stream, where in self._streams.items():
                     if where == failed:
-                        stream.close()
+                        _abort(stream)
         return RegistryUnavailable(f"etcd at {failed.host}:{failed.port} does not answer: {why}")
 
     async def close(self) -> None:
@@ -649,10 +628,20 @@ async def _construct(session: aiohttp.ClientSession, endpoint: EtcdMember) -> _A
     if version < OLDEST:
         raise ConfigError(f"etcd {version} is too old: need {OLDEST} or later")
     api = _Api(host=host, port=port, protocol=scheme, server_version=text)
-    # Its own session has 30 connections, so 31 watches block a put, and it checks no certificate.
+    # Its own session has 30 connections, and checks no certificate.
     await api.session.close()
     api.session = session
     return api
+
+
+def _abort(response: aiohttp.ClientResponse) -> None:
+    """End a response and its connection now."""
+    # `close` tells the server of an encrypted connection, and waits up to half a minute for its
+    # answer. Nobody would own the connection meanwhile, and closing the session would not end it.
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
 
 
 def _cause(exc: BaseException) -> str:

@@ -201,7 +201,6 @@ class Membership:
         rank) to publish. The record's `state` is replaced.
     lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
-    on_reregistered: called on the loop with the new incarnation after an outage.
     checking: whether the record says `checking` in place of `ready`. `refresh` follows a change.
     """
 
@@ -213,7 +212,6 @@ class Membership:
         make: Make,
         *,
         clock: Clock = BOOT_CLOCK,
-        on_reregistered: Callable[[str], None] | None = None,
         checking: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
@@ -221,7 +219,6 @@ class Membership:
         self._ttl_s = ttl_s
         self._make = make
         self._clock = clock
-        self._on_reregistered = on_reregistered
         self._checking = checking
         self._state = WorkerState.READY
         self.lease: EtcdLease | None = None
@@ -238,23 +235,21 @@ class Membership:
 
         Raises IncompatibleError (field, both values, who), ConfigError (the instance id is in use),
         RegistryUnavailable. After any of them nothing is registered."""
-        # etcd may go away while a worker loads its model.
-        give_up = self._clock.monotonic() + wait_s
+        incarnation = new_incarnation()
+        record, descriptors = self._make(incarnation)
+        give_up, backoff = self._clock.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
             try:
-                return await self._join()
+                await refuse_if_incompatible(self._client, self._namespace, record)
+                await self._wait_for_free_id(record)
+                await self._register(incarnation, record, descriptors)
+                break
             except RegistryUnavailable as exc:
+                # etcd may go away while a worker loads its model.
                 if self._clock.monotonic() >= give_up:
                     raise
                 _log.warning("not registered yet: %s", exc)
-                await asyncio.sleep(1.0)
-
-    async def _join(self) -> None:
-        incarnation = new_incarnation()
-        record, descriptors = self._make(incarnation)
-        await refuse_if_incompatible(self._client, self._namespace, record)
-        await self._wait_for_free_id(record)
-        await self._register(incarnation, record, descriptors)
+                await asyncio.sleep(backoff.next())
         self._task = asyncio.create_task(self._run(), name="membership")
 
     async def set_state(self, state: WorkerState) -> bool:
@@ -420,7 +415,8 @@ class Membership:
                     incarnation = new_incarnation()
                     made = (incarnation, *self._make(incarnation))
                 await self._register(*made)
-                break
+                _log.warning("registered again as %s", self.incarnation[:8])
+                return
             except (IncompatibleError, ConfigError) as exc:
                 if str(exc) != last:
                     _log.error("cannot register again, serving without a registration: %s", exc)
@@ -430,8 +426,3 @@ class Membership:
             except Exception:
                 _log.exception("registering again failed; retrying")
             await asyncio.sleep(backoff.next())
-        if self._on_reregistered is not None:
-            try:
-                self._on_reregistered(self.incarnation)
-            except Exception:
-                _log.exception("on_reregistered failed")

@@ -256,22 +256,20 @@ class Follower:
         """Begin to watch. Returns once all that is in etcd now was told.
 
         Raises RegistryUnavailable after `timeout_s`."""
-        task = asyncio.create_task(self._run(), name=self._what)
+        task = self._spawn(self._run(), self._what)
         synced = asyncio.create_task(self._synced.wait())
-        either = asyncio.FIRST_COMPLETED
         try:
-            await asyncio.wait({synced, task}, timeout=timeout_s, return_when=either)
-        except BaseException:
-            task.cancel()  # `close` does not know it yet
-            raise
+            await asyncio.wait(
+                {synced, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             synced.cancel()
+            if not self._synced.is_set():
+                task.cancel()
         if not self._synced.is_set():
             if task.done():
-                await task
-            task.cancel()
+                await task  # raises why
             raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
-        self._keep(task)
 
     def write(
         self, work: Callable[[float], Awaitable[object]], name: str, for_s: float = math.inf
@@ -303,12 +301,11 @@ class Follower:
                 _log.debug("%s is not written yet: %s", name, exc)
                 await asyncio.sleep(1.0)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._keep(asyncio.create_task(work, name=name))
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

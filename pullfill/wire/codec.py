@@ -9,7 +9,7 @@ of two hosts are never compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -61,36 +61,21 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
     try:
         return _decoder(kind).decode(data)  # type: ignore[no-any-return, arg-type]
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise _bad(data, str(getattr(kind, "__name__", kind)), exc) from exc
+        raise _bad(data, kind, exc) from exc
 
 
-def _bad(data: bytes | bytearray | memoryview, name: str, exc: Exception) -> BadMessage:
+def _bad(data: bytes | bytearray | memoryview, kind: Any, exc: Exception) -> BadMessage:
     """Return what to raise for bytes that cannot be decoded."""
     try:
         version = _decoder(_Versioned).decode(data).v
     except (msgspec.MsgspecError, ValueError, RecursionError):
         version = WIRE_VERSION
     if version == WIRE_VERSION:
-        return BadMessage(f"not a valid {name}: {exc}")
+        return BadMessage(f"not a valid {getattr(kind, '__name__', kind)}: {exc}")
     return OtherVersion(
         f"wire version {version}, but this pullfill speaks version {WIRE_VERSION}: run the same "
         "release everywhere in a namespace"
     )
-
-
-def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Return `decode` for one kind. Use it where many messages of this kind are decoded.
-
-    It saves `decode`'s search for the decoder of a union, which costs as much as the decoding."""
-    known, name = _decoder(kind), getattr(kind, "__name__", kind)
-
-    def decode_one(data: bytes) -> Any:
-        try:
-            return known.decode(data)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise _bad(data, name, exc) from exc
-
-    return decode_one
 
 
 @cache
@@ -128,8 +113,6 @@ class Compat(Message, frozen=True, kw_only=True):
         """The wire version and 16 hex digits over all fields: `v11-…`.
 
         It names the job stream. So only workers that fit, and can read each other, share one."""
-        import hashlib
-
         digest = hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
         return f"v{version}-{digest}"
 

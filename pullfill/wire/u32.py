@@ -5,28 +5,14 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from itertools import islice
 
 from pullfill.errors import BadMessage
 
 SIZE = 4
-_PIECE = 8192
 
 
 def pack(values: Iterable[int]) -> bytes:
-    """Encode as little-endian u32. Raises OverflowError for a value outside u32.
-
-    Packs in pieces, so that other threads can run: 128k values at once hold the GIL for 4 ms."""
-    if isinstance(values, (list, tuple)) and len(values) <= _PIECE:
-        return _packed(values)
-    rest = iter(values)
-    parts = []
-    while piece := list(islice(rest, _PIECE)):
-        parts.append(_packed(piece))
-    return b"".join(parts)
-
-
-def _packed(values: Iterable[int]) -> bytes:
+    """Encode as little-endian u32. Raises OverflowError for a value outside u32."""
     out = array("I", values)
     if sys.byteorder == "big":
         out.byteswap()

@@ -240,7 +240,6 @@ class WorkerProcess:
             self._cluster.namespace,
             self._options.lease_ttl_s,
             partial(self._describe, role, service),
-            on_reregistered=lambda i: self._log.warning("registered again as %s", i[:8]),
             checking=lambda: bool(service.checking()),
         )
 
