@@ -175,17 +175,7 @@ class Admission:
 
     async def _refuse(self, send: Send, status: int, reason: str, message: str) -> None:
         counters.REFUSED.labels(reason).inc()
-        retry = 1 if status in (429, 503) else None
-        await respond(send, status, message, _KINDS[status], retry_after_s=retry)
-
-
-_KINDS = {
-    400: "BadRequestError",
-    408: "RequestTimeoutError",
-    413: "RequestTooLargeError",
-    429: "RateLimitError",
-    503: "ServiceUnavailableError",
-}
+        await respond(send, status, message)
 
 
 # --------------------------------------------------------------------------- bodies
@@ -351,21 +341,39 @@ def replay(body: list[Message], receive: Receive) -> Receive:
     return read
 
 
+KINDS = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+def error_of(status: int, message: str) -> dict[str, Any]:
+    """Return an error as OpenAI clients expect it, for JSON."""
+    return {"message": message, "type": KINDS[status], "param": None, "code": status}
+
+
 async def respond(
-    send: Send,
-    status: int,
-    message: str,
-    kind: str,
-    *,
-    retry_after_s: int | None = None,
-    headers: Iterable[tuple[bytes, bytes]] = (),
+    send: Send, status: int, message: str, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    """Send an error as OpenAI clients expect it."""
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
+    """Send an error."""
+    retry = [(b"retry-after", b"1")] if status in (429, 503) else []
+    body = json.dumps({"error": error_of(status, message)}).encode()
+    await send_json(send, status, body, [*retry, *headers])
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Send a whole answer."""
     length = b"%d" % len(body)
     head = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
-    if retry_after_s is not None:
-        head.append((b"retry-after", b"%d" % retry_after_s))
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": body})

@@ -48,11 +48,6 @@ class ConnectionState(enum.StrEnum):
     CLOSED = "closed"
 
 
-def process_of(record: wire.WorkerRecord) -> str:
-    """Return a name of the worker's process. It changes if a worker restarts with the same id."""
-    return f"{record.instance_id}@{record.pid}.{record.started_at}"
-
-
 class DecodeConnection:
     """A DEALER socket connected to `record.data`. It sends HELO at once.
 
@@ -118,8 +113,8 @@ class DecodeConnection:
 
     @property
     def process(self) -> str:
-        """See `process_of`."""
-        return process_of(self.record)
+        """A name of the worker's process. It changes if a worker restarts with the same id."""
+        return f"{self.instance_id}@{self.record.pid}.{self.record.started_at}"
 
     @property
     def usable(self) -> bool:

@@ -26,7 +26,7 @@ from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, keep_room, likely
+from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, likely
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of, refused_id
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.suspects import Suspects, guilty
@@ -59,7 +59,7 @@ class Waiting:
         self,
         place: Callable[[Flight, float], None],
         expire: Callable[[Flight], None],
-        turn_s: float = WAITS.turn,
+        turn_s: float,
     ) -> None:
         self._place = place
         self._expire = expire
@@ -104,15 +104,6 @@ class Waiting:
             # Also after an exception: else no request would ever be placed from here again.
             if self._queue:
                 self._loop.call_soon(self._some)
-
-
-def patience_s(flight: Flight, waits: Waits, heard_at: float, lost: bool, now: float) -> float:
-    """Return how long a request that leaves its worker waits for another. Sets `stalled_at`.
-
-    heard_at: the worker's last sign of life. lost: whether it is lost."""
-    if not lost or not flight.stalled_at:
-        flight.stalled_at = heard_at
-    return max(waits.least, min(waits.most, flight.stalled_at + waits.stalled - now))
 
 
 class Dispatcher:
@@ -259,7 +250,7 @@ class Dispatcher:
         if died:
             self.suspects.on_death(worker, flights)
         for flight in sorted(flights, key=likely):  # the innocent first
-            self._try(flight, self._leave, worker, f"was lost ({reason})", True)
+            self._try(flight, self._leave, worker, f"was lost ({reason})")
 
     def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         """Handle a message of a worker. Raises BadMessage if it cannot be read."""
@@ -308,7 +299,6 @@ class Dispatcher:
                 if not out.new_token_ids:
                     continue
             if flight.attempt:
-                flight.stalled_at = 0.0
                 out.request_id = flight.request_id
                 if flight.record.migrated_tokens:
                     out.events = None  # vLLM has those of the first worker: queued, scheduled
@@ -418,9 +408,7 @@ class Dispatcher:
         if flight.record.route_ms is None:
             flight.record.route_ms = (time.monotonic() - flight.record.submitted) * 1000.0
 
-    def _leave(
-        self, flight: Flight, worker: DecodeConnection, how: str, lost: bool = False
-    ) -> None:
+    def _leave(self, flight: Flight, worker: DecodeConnection, how: str) -> None:
         """Send a request to another worker, or fail it. `worker` is lost or has dropped it."""
         self.balancer.left(flight)
         flight.worker = None
@@ -438,12 +426,15 @@ class Dispatcher:
         if flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
-        keep_room(flight, worker)
-        now = self._loop.time()
-        wait = patience_s(flight, self._waits, worker.heard_at, lost, now)
+        if not flight.room and worker.welcome is not None:
+            # The next worker must have room for the same answer.
+            most = worker.welcome.max_model_len
+            flight.room = min(migration.room_for(flight.request), most)
+        waits, now = self._waits, self._loop.time()
+        wait = max(waits.least, min(waits.most, worker.heard_at + waits.stalled - now))
         if guilty(flight):
-            wait += self._waits.sure
-        flight.deadline = now + max(wait, self._waits.restart)
+            wait += waits.sure
+        flight.deadline = now + max(wait, waits.restart)
         flight.failure = f"{reason} and {NO_WORKER}"
         self._waiting.hold(flight)
         self._waiting.soon((flight,))

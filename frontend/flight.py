@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine.migration import fingerprint, room_for
+from pullfill.engine.migration import fingerprint
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.choice import Prompt, Share, WorkerChoice
 from pullfill.runtime import log
@@ -28,8 +28,7 @@ class Waits:
     least: float = 0.8
     most: float = 2.5
     # Between these bounds the wait ends this long after the worker's last sign of life. So an error
-    # comes within 5 s, although it takes time to notice the loss. If several workers are lost
-    # without a token in between, the first one's sign counts.
+    # comes within 5 s, although it takes time to notice the loss.
     stalled: float = 4.5
     # A request whose worker was lost waits at least so long for one that is being started.
     restart: float = 0.0
@@ -60,7 +59,6 @@ class Flight:
     attempt: number of workers that it has left, or that have not taken it.
     avoid: the last worker that gave it back. That worker may live on.
     room: the `max_model_len` that the next worker must have.
-    stalled_at: since when none of its workers has shown life. 0: one does.
     fingerprint: "" until it is needed.
     deaths: the processes that died with it, and how much each counts (`suspects`).
     proven: its worker has sent an output of it.
@@ -81,7 +79,6 @@ class Flight:
     avoid: DecodeConnection | None = None
     room: int = 0
     deadline: float = 0.0
-    stalled_at: float = 0.0
     fingerprint: str = ""
     deaths: dict[str, int] = field(default_factory=dict)
     proven: bool = False
@@ -96,12 +93,6 @@ class Flight:
         if not self.room:
             return workers
         return [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
-
-
-def keep_room(flight: Flight, worker: DecodeConnection) -> None:
-    """The request leaves a worker. The next one must have room for the same answer."""
-    if not flight.room and worker.welcome is not None:
-        flight.room = min(room_for(flight.request), worker.welcome.max_model_len)
 
 
 def name_of(flight: Flight) -> str:

@@ -67,7 +67,6 @@ _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")
 # What a browser says of an address that its user has typed, and of what a page asks of its own.
 _OF_PAGE = frozenset({(b"sec-fetch-site", b"none"), (b"sec-fetch-site", b"same-origin")})
 _LOOPBACK_NAME = re.compile(rb"(?i)(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?")
-_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 _CHALLENGE = ((b"www-authenticate", b'Basic realm="pullfill", charset="UTF-8"'),)
 
 
@@ -142,7 +141,7 @@ class HttpAuth:
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
             challenge = _CHALLENGE if status == 401 and page else ()
-            await respond(send, status, why, _KINDS[status], headers=challenge)
+            await respond(send, status, why, challenge)
 
     def _judge(self, scope: Scope, page: bool) -> tuple[int, str]:
         """Return (0, "") if the request may pass, else the HTTP status and the message."""

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pullfill.frontend.admission import error_of
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
@@ -151,8 +152,7 @@ class Admin:
             f"no record of request {request_id!r}: use the `id` of an answer, or its X-Request-Id; "
             f"each frontend keeps the last {MAX_RECORDS}"
         )
-        error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
-        return JSONResponse({"error": error}, status_code=404)
+        return JSONResponse({"error": error_of(404, message)}, status_code=404)
 
     async def response(self, request: Request) -> Response:
         told = self.stored(request.path_params["request_id"])

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from pullfill.frontend.admission import Send, respond
+from pullfill.frontend.admission import Send, error_of, respond, send_json
 from pullfill.frontend.forward.servers import Server
 
 _ERROR_EVENT = b'data: {"error"'
@@ -31,12 +31,6 @@ _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )
 _END = b"\n\n"
-_KINDS = {
-    400: "BadRequestError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
 
 
 class StageFailed(Exception):
@@ -269,24 +263,18 @@ async def relay(
 async def refuse(failed: StageFailed, send: Send) -> None:
     """Tell the client that it gets no answer. A server's own error is passed on with its status."""
     if failed.body and message_of(failed.body):
-        length = b"%d" % len(failed.body)
-        head = [(b"content-type", b"application/json"), (b"content-length", length)]
-        await send({"type": "http.response.start", "status": failed.status, "headers": head})
-        await send({"type": "http.response.body", "body": failed.body})
-        return
-    status = _status(failed)
-    retry = 1 if status == 503 else None
-    await respond(send, status, failed.why, _KINDS[status], retry_after_s=retry)
+        await send_json(send, failed.status, failed.body)
+    else:
+        await respond(send, _status(failed), failed.why)
 
 
 def _status(failed: StageFailed) -> int:
-    return failed.status if failed.status in _KINDS else 503
+    return failed.status if failed.status in (400, 500, 504) else 503
 
 
 def broken(failed: StageFailed, path: str) -> bytes:
     """Return the end of a stream that cannot go on, as vLLM writes it."""
-    code = _status(failed)
-    error = {"message": failed.why, "type": _KINDS[code], "param": None, "code": code}
+    error = error_of(_status(failed), failed.why)
     if path == "/v1/messages":  # Anthropic's form
         told = {"type": "error", "error": {key: error[key] for key in ("type", "message")}}
         return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"

@@ -179,7 +179,7 @@ class Layer:
         path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
         if path not in PATHS:
             if path in ENGINE_PATHS and not self._has_worker():
-                await _unserved(send, NO_WORKER)
+                await respond(send, 503, NO_WORKER)
             else:
                 await self._app(scope, receive, send)
             return
@@ -197,9 +197,9 @@ class Layer:
             if self._has_worker():
                 await self._app(scope, replay(body, receive), send)
             else:
-                await _unserved(send, NO_WORKER)
+                await respond(send, 503, NO_WORKER)
         elif why := self._stock.trouble():
-            await _unserved(send, why)
+            await respond(send, 503, why)
         else:
             answered_ms = None
             try:
@@ -268,7 +268,3 @@ class Layer:
         self._requests.begin(record).response_id = call.response_id
         self._requests.tell(record, told)
         self._requests.over(record)
-
-
-async def _unserved(send: Send, why: str) -> None:
-    await respond(send, 503, why, "ServiceUnavailableError", retry_after_s=1)

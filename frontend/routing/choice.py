@@ -53,9 +53,6 @@ CROWD = 4
 CROWD_HALF = 8
 # For how many prefixes the prompts are counted.
 MAX_CROWDS = 16_384
-# Of more workers than MANY only those are compared that hold most of the prompt, and SAMPLE others.
-MANY = 64
-SAMPLE = 16
 # Of the workers that hold most of the prompt, only so many are looked up.
 KNOWN = 24
 # Recent work fades with work, not with time: requests that come far apart still take turns.
@@ -234,7 +231,7 @@ class WorkerChoice:
 class Chooser:
     """Decides, and keeps what the policies remember. Owned by one event loop.
 
-    rng: for `random`, and for the workers that are compared when there are many.
+    rng: for `random`.
     peers: number of frontends. Each sees only its share of the prompts that leave a prefix."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -256,8 +253,7 @@ class Chooser:
         if policy is DecodePolicy.RANDOM:
             return _plain(policy, prompt, held, self._rng.choice(views), "random")
         if policy is DecodePolicy.LEAST_LOADED:
-            nothing = HeldBlocks({})
-            return _least(policy, prompt, nothing, self._compared(among, nothing), "load")
+            return _least(policy, prompt, HeldBlocks({}), views, "load")
         if len(views) == 1:
             return _plain(policy, prompt, held, views[0], "only")
         least = _least_blocks(prompt)
@@ -265,11 +261,10 @@ class Chooser:
             two = _hashed(prompt.hashes, views)
             return _least(policy, prompt, held, two, "hashed", least)
         longest = max(held.blocks.values(), default=0)
-        compared = self._compared(among, held)
         if longest < least:
-            return _least(policy, prompt, held, compared, "no_prefix")
+            return _least(policy, prompt, held, views, "no_prefix")
         worth = self._worth(prompt, held, longest)
-        choice = _least(policy, prompt, held, compared, "prefix", least, worth)
+        choice = _least(policy, prompt, held, views, "prefix", least, worth)
         if held.blocks.get(choice.view.instance_id, 0) < longest:
             choice.reason = "balance"
         return choice
@@ -289,14 +284,6 @@ class Chooser:
             return 1.0
         holders = list(held.blocks.values()).count(longest) + held.more
         return 1.0 / (1.0 + max(0.0, seen * self.peers / holders - CROWD) / CROWD_HALF)
-
-    def _compared(self, among: Candidates, held: HeldBlocks) -> Sequence[WorkerView]:
-        """All of them, or of many the holders and some others."""
-        views = list(among.values())
-        if len(views) <= MANY:
-            return views
-        holders = [among[name] for name in held.blocks if name in among]
-        return holders + self._rng.sample(views, SAMPLE)
 
 
 def _least(

@@ -34,7 +34,6 @@ class _Followed:
     connection: DecodeConnection
     replica: Replica
     number: int
-    block_size: int
     asked_at: float
     healed: tuple[int, ...] = ()
 
@@ -121,7 +120,7 @@ class Prefixes:
         number = next(self._numbers)
         replica = Replica(self._index, number, now)
         self._names[number] = name
-        followed = _Followed(connection, replica, number, welcome.prefix_block_size, now)
+        followed = _Followed(connection, replica, number, now)
         self._followed[name] = followed
         self._ask(followed, replica.ask(now), now)
 

@@ -173,20 +173,6 @@ def test_a_cold_index_still_spreads_prompts() -> None:
     assert len(taken) == 8
 
 
-def test_of_many_workers_the_holder_is_found_and_no_one_is_left_out() -> None:
-    names = [f"w{n}" for n in range(500)]
-    among, by = views(*names), chooser()
-    assert kv(by, ask(w444=90), among).view.instance_id == "w444"
-    shared = dict.fromkeys(names, 50)
-    assert kv(by, ask(**{**shared, "w7": 90}), among).view.instance_id == "w7"
-    taken = set()
-    for _ in range(3000):
-        choice = kv(by, ask(), among)
-        choice.view.work += 1600
-        taken.add(choice.view.instance_id)
-    assert len(taken) == 500
-
-
 def test_one_worker_needs_no_choice_and_unknown_blocks_no_match() -> None:
     assert kv(chooser(), ask(), views("a")).reason == "only"
     assert kv(chooser(), (Prompt(100), HeldBlocks({})), views("a", "b")).reason == "no_prefix"

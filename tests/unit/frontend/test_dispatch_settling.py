@@ -148,25 +148,6 @@ async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> N
     assert not desk.sink.failures
 
 
-async def test_one_loss_after_another_is_waited_for_once() -> None:
-    """But a token in between, or a worker that gives up, shows that it goes on."""
-    desk = Desk(request("a"), request("b"), request("c"))
-    a, b, c = desk.workers[0].flights.values()
-    second = Worker("B")
-    desk.lose(second)
-    await until(lambda: len(second.flights) == 3)
-    desk.say("b~1", 1)
-    for flight in (a, c):
-        flight.stalled_at -= 3.0
-    desk.dispatcher.on_message(second, front_wire.BACK, [front_wire.encode_ids(["c~1"])])  # type: ignore[arg-type]
-    now = second.heard_at = asyncio.get_running_loop().time()
-    desk.lose()
-    wait = WAITS.stalled - 3.0
-    assert a.deadline - now == pytest.approx(wait, abs=wait / 2)
-    for flight in (b, c):
-        assert flight.deadline - now > WAITS.most * 0.9
-
-
 async def test_choices_that_fail_together_are_counted_once() -> None:
     """And none of them is sent anywhere once the first has failed."""
     failed = counters.FAILED._value
