@@ -45,6 +45,12 @@ ONE, TWO = "one worker", "two workers"
 KV_FLAG = "--kv-cache-memory-bytes"
 CACHE = 512 << 20
 """KV cache of each of the two workers, in bytes."""
+MOCK = (
+    "--distributed-executor-backend",
+    "pullfill.testing.mock_executor.MockExecutor",
+    "--additional-config",
+    '{"mock": {"step_s": 0.02}}',
+)
 FOLLOW_LIMIT_S = 30.0
 CONFIG = RouterConfig()
 SLO = stats.Slo(CONFIG.ttft_ms / 1e3, CONFIG.itl_ms / 1e3)
@@ -89,6 +95,7 @@ class Campaign:
                 flags = [flag for flag in FLAGS if not flag.startswith(KV_FLAG)]
                 flags.append(f"{KV_FLAG}={CACHE * 2 // workers}")
                 flags += ["--frontends", str(self._options.frontends)]
+                flags += MOCK if self._options.mock else ()
                 self.quiet.look(2.0)
                 folder = self._base / f"{number}-{workers}"
                 folder.mkdir()
@@ -203,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, default=DEFAULT, help="JSON lines, Mooncake's format")
     parser.add_argument("--speed", type=float, default=4.0, help="times the trace's own")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--mock", action="store_true", help="compute nothing: no time is real then")
     parser.add_argument("--frontends", type=int, default=1, help="at one port, of both clusters")
     title = "A trace on two decode workers, by the choice of the decode worker"
     return command.main("decode-policy", title, parser.parse_args(argv), run)
