@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pullfill.wire import DecodePolicy
-from tests.support.forward_rig import PATIENCE_S, ForwardRig, forwarding, until
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, forwarding, until
 
 
 async def stock_of(rig: ForwardRig, requests: int) -> int:

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from pullfill.frontend import counters
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
-from tests.support.forward_rig import ForwardRig, forwarding, until
+from tests.support.frontend_rig import ForwardRig, forwarding, until
 
 
 def beat(rig: ForwardRig, role: str) -> bytes:

@@ -12,8 +12,7 @@ from aiohttp import web
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import ServerFile
-from tests.support.fake_stock import FakeStock
-from tests.support.forward_rig import ForwardRig, forwarding, until
+from tests.support.frontend_rig import ForwardRig, forwarding, until
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -49,7 +48,7 @@ async def trouble(rig: ForwardRig) -> str:
 
 async def test_another_model_under_one_name_is_refused() -> None:
     async with forwarding(known=False) as rig:
-        rig.decode[0].root = "/models/other"
+        rig.decode[0].models = [{"id": "m", "root": "/models/other"}]
         register(rig, "decode", "")
         assert "serves /models/other as m, and this frontend serves /m under that" in (
             await trouble(rig)
@@ -58,19 +57,12 @@ async def test_another_model_under_one_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [5, None, "m", [5], [{"id": ["m"]}]])
-async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(
-    data: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = data
-
-    async def models(*_: Any) -> web.Response:
-        return web.json_response({"data": told})
-
-    monkeypatch.setattr(FakeStock, "_models", models)
+async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(data: Any) -> None:
     async with forwarding(known=False) as rig:
+        good, rig.decode[0].models = rig.decode[0].models, data
         register(rig, "decode", "")
         assert "its /v1/models lists no models as vLLM does" in await trouble(rig)
-        told = [{"id": "m", "root": "/m"}]
+        rig.decode[0].models = good
         await rig.states(ready=1)
 
 

@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from pullfill.wire import DecodePolicy
-from tests.support.fake_stock import events
-from tests.support.forward_rig import ForwardRig, Got, forwarding, until
+from tests.support.frontend_rig import Got, events, forwarding, until
 
 STOCK = [
     ("staged", "nixl", None),
@@ -20,7 +19,7 @@ STOCK = [
     ("batch", "p2p", "serial"),
     ("batch", "p2p", "parallel"),
 ]
-ALL = [*STOCK, ("batch", "p2p", "single"), ("pull", "nixl", None)]
+ALL = [*STOCK, ("batch", "p2p", "single")]
 ALONE = [how for how in STOCK if how[1] != "p2p"]
 """Those whose decode servers can serve a request without a prefill."""
 each = pytest.mark.parametrize("how", ALL, ids=lambda how: "-".join(filter(None, how)))
@@ -29,14 +28,7 @@ each_stock = pytest.mark.parametrize("how", STOCK, ids=lambda how: "-".join(filt
 
 
 def of(how: Any, **options: Any) -> Any:
-    name, protocol, dispatch = how
-    if name != "pull":
-        return forwarding(name, protocol, dispatch, **options)
-    return forwarding(known=False, **options)
-
-
-def ready(rig: ForwardRig, how: Any) -> None:
-    rig.workers = how[0] == "pull"
+    return forwarding(*how, **options)
 
 
 def streamed(request_id: str = "r1", **fields: Any) -> bytes:
@@ -49,7 +41,6 @@ ID = [(b"x-request-id", b"r1")]
 @each
 async def test_an_answer_comes_whole_and_a_stream_unchanged(how: Any) -> None:
     async with of(how) as rig:
-        ready(rig, how)
         got = await rig.ask(headers=ID)
         assert (got.status, got.ended) == (200, True)
         assert got.json["choices"][0]["text"] == " 0é 1é 2é 3é"
@@ -67,13 +58,11 @@ async def test_an_answer_comes_whole_and_a_stream_unchanged(how: Any) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: bool) -> None:
     async with of(how) as rig:
-        ready(rig, how)
-        rig.app.stalls = asyncio.Event()
         for fake in rig.all:
             fake.stalls = asyncio.Event()
         leave = asyncio.Event()
         asking = asyncio.create_task(rig.ask(stream=stream, leave=leave))
-        await until(lambda: any(f.open for f in rig.all) or rig.app.open)
+        await until(lambda: any(f.open for f in rig.all))
         leave.set()
         got = await asking
         assert not got.parts

@@ -14,13 +14,12 @@ import msgspec
 import pytest
 
 from pullfill.wire import WorkerRecord
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
-from tests.support.frontend_rig import Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig, until
 
 WORKER = """
 import time
-from tests.support.fake_decode import FakeDecode
+from tests.support.frontend_rig import FakeDecode
 fake = FakeDecode("decode-1", step_s=0.02).start()
 print(fake.record.data, flush=True)
 time.sleep(600)

@@ -18,9 +18,8 @@ from pullfill.registry.client import EtcdClient, KeyValue
 from pullfill.registry.suspect_records import SuspectBoard, posted
 from pullfill.wire import SuspectRecord, encode
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import PATIENCE_S, Rig, rig, until
+from tests.support.frontend_rig import PATIENCE_S, FakeDecode, Rig, rig, until
 
 FATAL = 666
 """A token that ends every worker it reaches."""

@@ -11,15 +11,13 @@ import httpx
 
 from pullfill.registry import keys
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode
-from tests.support.fake_stock import FakeStock, World, events
 from tests.support.frontend_http import (
     NAMESPACE,
     PATIENCE_S,
     frontend,
-    until,
     workers,
 )
+from tests.support.frontend_rig import FakeDecode, FakeStock, World, events, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 3}
 

@@ -13,9 +13,9 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import operate
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Output, Outputs
-from tests.support.frontend_http import PAGE, PATIENCE_S, Served, expected, until, workers
+from tests.support.frontend_http import PAGE, PATIENCE_S, Served, expected, workers
+from tests.support.frontend_rig import FakeDecode, until
 from tests.support.late import Late
 
 openai: Any = Late("openai")

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import Served, expected, generated, taken, until, workers
+from tests.support.frontend_http import Served, expected, generated, taken, workers
+from tests.support.frontend_rig import FakeDecode, until
 
 TOKENS = 40
 HELD = 5

@@ -12,8 +12,8 @@ import pytest
 
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import NAMESPACE, Served, expected, serve, until, workers
+from tests.support.frontend_http import NAMESPACE, Served, expected, serve, workers
+from tests.support.frontend_rig import FakeDecode, until
 
 
 @pytest.fixture

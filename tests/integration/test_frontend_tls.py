@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_http import Served, expected, frontend, until, workers
+from tests.support.frontend_http import Served, expected, frontend, workers
+from tests.support.frontend_rig import FakeDecode, until
 
 
 def put(new: Certificates, into: Path) -> None:

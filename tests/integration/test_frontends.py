@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from tests.support.etcd import EtcdServer, free_ports
-from tests.support.fake_decode import FakeDecode
 from tests.support.frontend_http import (
     PATIENCE_S,
     Served,
     frontend,
     workers,
 )
+from tests.support.frontend_rig import FakeDecode
 
 Pair = tuple[str, Served, Served]
 PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}

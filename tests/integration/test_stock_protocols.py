@@ -16,7 +16,7 @@ import pytest
 from pullfill.frontend.forward.protocols import Stages, protocol_of
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats, make
-from tests.support.forward_rig import until
+from tests.support.frontend_rig import until
 
 moriio = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_common",

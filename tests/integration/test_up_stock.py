@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from tests.support.command_line import cluster, run
-from tests.support.fake_stock import FakeStock, World
-from tests.support.forward_rig import until
+from tests.support.frontend_rig import FakeStock, World, until
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 3}
 

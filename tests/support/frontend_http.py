@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +25,8 @@ from pullfill.registry.directory import Directory
 from pullfill.wire import WorkerRecord
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer
+from tests.support.frontend_rig import FakeDecode
 from tests.support.zygote import Forked, zygote
 
 if TYPE_CHECKING:
@@ -113,12 +113,6 @@ async def registered(etcd: EtcdServer, process: Forked, log: Path) -> WorkerReco
     finally:
         await directory.close()
         await client.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

@@ -19,9 +19,8 @@ from pullfill import wire
 from pullfill.engine import check, front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import rig, until
+from tests.support.frontend_rig import FakeDecode, rig, until
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.listening import listening
 

@@ -14,9 +14,8 @@ from pullfill.frontend.decode_pool import refuse_other_models
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.flight import Waits
 from pullfill.wire import MAX_TEXT, DecodePolicy, WorkerState
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Output, Outputs, answer, request
-from tests.support.frontend_rig import PATIENCE_S, rig, until
+from tests.support.frontend_rig import PATIENCE_S, FakeDecode, rig, until
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

@@ -13,9 +13,8 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.frontend import dispatch
 from pullfill.frontend.flight import Waits
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import ABORT, LENGTH, Output, Outputs, answer, request
-from tests.support.frontend_rig import Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig, until
 
 PROMPT = [5, 6, 7]
 SOME = 20

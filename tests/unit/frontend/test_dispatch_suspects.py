@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from pullfill.frontend.flight import Waits
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import answer, request
-from tests.support.frontend_rig import Alone, Rig, rig, until
+from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig, until
 
 FATAL = 666
 

@@ -14,9 +14,8 @@ from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.wire import ExplainRecord
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import rig, until
+from tests.support.frontend_rig import FakeDecode, rig, until
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 

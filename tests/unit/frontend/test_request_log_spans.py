@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from pullfill.runtime import tracing
-from tests.support.fake_decode import FakeDecode
 from tests.support.fake_vllm import Request, request
-from tests.support.frontend_rig import rig, until
+from tests.support.frontend_rig import FakeDecode, rig, until
 from tests.support.otlp import Receiver
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -13,8 +13,7 @@ from pullfill.engine import front_wire
 from pullfill.frontend.routes import Admin
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.snapshot import Cluster, WorkerRow
-from tests.support.fake_decode import FakeDecode
-from tests.support.frontend_rig import Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig, until
 
 LOAD = front_wire.LoadReport(
     running=1, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
