@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +13,10 @@ from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
 from pullfill.net import peer_link
-from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
+from pullfill.net.channel import FIRST_FRAME
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker import decode_links as links_module
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
-from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.wire import Hello, WorkerRecord, WorkerState, encode
 from tests.support.control_rig import Decode, FakeDirectory, until
@@ -81,54 +78,6 @@ async def test_the_memory_of_many_ranks_fits_a_greeting(tmp_path: Path) -> None:
         await decode.server.stop()
 
 
-async def test_a_greeting_that_nobody_takes_is_told_to_people(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hello = replace(greeting(tmp_path, 1), computes="x" * HELLO_FRAME)
-    decode = Decode()
-    await decode.server.start("127.0.0.1")
-    link = link_to(decode.record(), hello)
-    try:
-        await until(lambda: "our Hello has" in caplog.text)
-        assert caplog.records[-1].levelno == logging.WARNING
-        assert not link.connected
-    finally:
-        await link.close()
-        await decode.server.stop()
-
-
-async def test_a_new_welcome_forgives_and_the_end_closes_what_there_is(tmp_path: Path) -> None:
-    closed: list[int] = []
-    failing = True
-
-    async def opened(_: Any) -> Any:
-        if failing:
-            raise PeerUnavailable("its KV port does not answer")
-        return SimpleNamespace(close=lambda: closed.append(1), transport="fake", why_not_better=())
-
-    decode = Decode()
-    await decode.server.start("127.0.0.1")
-    lost: list[int] = []
-    link = link_to(decode.record(), greeting(tmp_path, 1), open_transfer_worker=opened)
-    link.jobs["j"] = SimpleNamespace(link_lost=lambda: lost.append(1))  # type: ignore[assignment]
-    try:
-        await link.wait_up(10)
-        with pytest.raises(OutOfReach, match="does not answer"):
-            await link.transfer.get()
-        failing = False
-        with pytest.raises(OutOfReach, match="does not answer"):
-            await link.transfer.get()
-        for peer in list(decode.server.peers.values()):
-            peer.channel.close()
-        await until(lambda: lost)
-        await link.wait_up(10)
-        await link.transfer.get()
-    finally:
-        await link.close()
-        await decode.server.stop()
-    assert closed == [1]
-
-
 @asynccontextmanager
 async def following(
     tmp_path: Path, **more: float
@@ -149,17 +98,6 @@ async def following(
         await decode.server.stop()
 
 
-async def test_a_record_without_an_address_waits_for_one(tmp_path: Path) -> None:
-    """It fits but cannot be connected: nothing differs, and nothing may fail here. What it says
-    next counts."""
-    async with following(tmp_path) as (links, directory, decode):
-        whole = replace(decode.record(), compat=COMPAT)
-        directory.put(replace(whole, control=""))
-        assert not links.knows("decode-1")
-        directory.put(whole)
-        await until(lambda: links.connected == ["decode-1"])
-
-
 async def test_a_worker_that_is_both_does_not_connect_to_itself(tmp_path: Path) -> None:
     async with following(tmp_path) as (links, directory, decode):
         own = replace(decode.record(), instance_id="prefill-1", compat=COMPAT)
@@ -167,15 +105,6 @@ async def test_a_worker_that_is_both_does_not_connect_to_itself(tmp_path: Path) 
         directory.put(replace(decode.record(), compat=COMPAT))
         await until(lambda: links.connected == ["decode-1"])
         assert not links.knows("prefill-1")
-
-
-async def test_a_closed_one_follows_the_directory_no_more(tmp_path: Path) -> None:
-    """A prefill side begins and ends many times in one process."""
-    async with following(tmp_path) as (links, directory, decode):
-        await links.close()
-        directory.put(replace(decode.record(), compat=COMPAT))
-        assert directory._callbacks == []
-        assert not links.knows("decode-1")
 
 
 async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_path: Path) -> None:
@@ -345,29 +274,6 @@ async def test_a_job_brings_its_connection_and_leaves_none(tmp_path: Path, quick
             await until(lambda: len(decode.control.peers) == 1)
             await until(lambda: decode.name not in prefill.links.links)
         assert (prefill.budget.completed, prefill.budget.failed) == (3, 0)
-        await cluster.check_clean()
-
-
-async def test_no_job_fails_though_links_are_closed_all_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.001)
-    async with far_apart(tmp_path) as (cluster, decode, prefill):
-        prefill.links.idle_s = 0.0
-        made: list[DecodeLink] = []
-        connect = prefill.links._open
-        monkeypatch.setattr(
-            prefill.links, "_open", lambda *args: made.append(connect(*args)) or made[-1]
-        )
-        for seed in range(40):
-            both = [decode.send(prompt(20, seed=seed)), decode.send(prompt(20, seed=seed + 50))]
-            await settled(*both)
-            assert all(decode.right(served) for served in both)
-            for served in both:
-                decode.abort(served)
-            await asyncio.sleep(seed % 4 * 0.001)
-        assert len(made) > 5
-        assert prefill.budget.failed == 0
         await cluster.check_clean()
 
 

@@ -176,17 +176,6 @@ async def test_gone_are_the_jobs_whose_message_was_removed(bench: Bench) -> None
     assert await gone() == [acked.job_id, "c"], "not one in flight, nor one that waits"
 
 
-async def test_cancel_in_flight_and_its_late_ack(hasty: Bench) -> None:
-    receipt = await hasty.producer.publish("a", b"", 1)
-    job = await hasty.consumer.pull(SOON_S)
-    assert await hasty.producer.cancel(receipt)
-    await job.in_progress()
-    await job.ack()
-    await hasty.depth_is(0, in_flight=0)
-    await hasty.advance(1.5 * ACK_WAIT_S)
-    assert await hasty.consumer.pull(0.05) is None
-
-
 async def test_nak_gives_back_at_once_or_later(bench: Bench) -> None:
     await bench.producer.publish("a", b"", 1)
     job = await bench.consumer.pull(SOON_S)
@@ -287,13 +276,6 @@ async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:
     assert bench.producer.depth().depth_tokens == round_up_tokens(2000) + round_up_tokens(3000)
 
 
-async def test_depth_knows_the_oldest_age(bench: Bench) -> None:
-    assert bench.producer.depth().oldest_age_s == 0
-    await bench.producer.publish("a", b"", 1)
-    await bench.advance(0.5)
-    assert 0.1 < bench.producer.depth().oldest_age_s < SOON_S
-
-
 @pytest.mark.essential
 async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
     workers = [bench.consumer, await bench.add_consumer(), await bench.add_consumer()]
@@ -336,17 +318,6 @@ async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench
     await again.ack()
 
 
-async def test_a_stale_ack_settles_the_redelivered_job(hasty: Bench) -> None:
-    await hasty.producer.publish("a", b"", 1)
-    first = await hasty.consumer.pull(SOON_S)
-    await hasty.advance(1.5 * ACK_WAIT_S)
-    second = await hasty.consumer.pull(SOON_S)
-    await first.ack()
-    await hasty.depth_is(0)
-    await second.ack()
-    assert await hasty.consumer.pull(0.05) is None
-
-
 # ------------------------------------------------------------------ order
 
 
@@ -372,16 +343,6 @@ async def test_urgent_jobs_come_first(bench: Bench) -> None:
         ("t2", 100, TIGHT),
     )  # fmt: skip
     assert await handed_out(bench, 5) == ["t", "t2", "n", "n2", "l"]
-
-
-async def test_no_urgency_is_left_out(bench: Bench) -> None:
-    """Sixteen urgent jobs of 1000 tokens: after each nine (their share), the others' turn."""
-    for number in range(16):
-        await publish(bench, *((f"{u.label[0]}{number}", 1000, u) for u in Urgency))
-    order = "".join(name[0] for name in await handed_out(bench, 48))
-    # A round is 9, 5 and 3 jobs: each ends with the job that uses its credit up, and the next one
-    # is as much shorter.
-    assert order.startswith("tttttttttnnnnnlllttttttt"), order
 
 
 async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(bench: Bench) -> None:

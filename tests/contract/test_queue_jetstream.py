@@ -22,7 +22,6 @@ from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, 
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import Names, consumer_of
-from pullfill.runtime.health import UP
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, dead_letters, until
 
@@ -140,30 +139,6 @@ async def test_nobody_there_ends_with_advice(
     assert "secret" not in line + str(caught.value)
 
 
-@pytest.mark.parametrize("how", ["pause", "kill"])
-async def test_both_ends_say_that_nats_is_away_and_since_when(
-    server: NatsServer, config: QueueConfig, hasty: None, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    login = server.url.replace("nats://", "nats://somebody:secret@")
-    producer = await JetStreamProducer.connect(login, config, wait_s=HANG_S)
-    consumer = await JetStreamConsumer.connect(login, config, wait_s=HANG_S)
-    getattr(server, how)()
-    await until(lambda: not (producer.health.up or consumer.health.up), HANG_S)
-    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
-    assert not producer.available, "nothing is published, so nothing waits for an answer"
-    status = producer.health.status()
-    assert server.url.removeprefix("nats://") in str(status.error)
-    assert "secret" not in str(status.error)
-    assert UP.labels("nats")._value.get() == 0
-    await asyncio.sleep(0.05)
-    assert producer.health.status().since_s > status.since_s
-    server.resume() if how == "pause" else await server.start()
-    await until(lambda: producer.available and consumer.health.up, HANG_S)
-    assert UP.labels("nats")._value.get() == 1
-    assert producer.health.status().error is None
-    await asyncio.gather(producer.close(), consumer.close())
-
-
 async def test_a_process_that_stood_still_does_not_blame_the_server(
     lasting: Pair, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,27 +226,6 @@ async def test_a_deleted_stream_or_consumer_is_made_again(
         await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{what}")
     await publish_when_available(producer, "new")
     await (await pulled(consumer)).ack()
-
-
-async def test_a_consumer_without_a_leader_holds_no_job_of_another_urgency(
-    lasting: Pair, names: Names, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does a dead-letter stream without one."""
-    producer, consumer = lasting
-    with monkeypatch.context() as patch:
-        asked = silence(consumer, patch, TIGHT, names.dead_stream)
-        await reconnected(consumer)
-        await producer.connection.api(f"CONSUMER.DELETE.{names.stream}.{TIGHT}")
-        await producer.publish("normal", b"", 7)
-        await producer.publish("tight", b"", 7, Urgency.TIGHT)
-        job = await pulled(consumer)
-        assert job.job_id == "normal"
-        await until(lambda: bool(asked))
-        assert consumer.health.up
-        await job.ack()
-    job = await pulled(consumer)
-    assert job.job_id == "tight"
-    await job.ack()
 
 
 async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_worker(
@@ -384,43 +338,6 @@ async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> No
     assert producer.available
 
 
-async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The task that asks for the depth must survive such an answer: it also closes the breaker."""
-    producer = lasting[0]
-
-    async def api(*asked: object) -> object:
-        return {"what": "is this"}
-
-    with monkeypatch.context() as odd:
-        odd.setattr(producer.connection, "api", api)
-        await until(lambda: not producer.available)
-    await until(lambda: producer.available)
-
-
-async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All jobs that wait are cancelled when the last prefill worker is lost."""
-    producer, _ = lasting
-    receipts = [await producer.publish(f"j{number}", b"", 10) for number in range(200)]
-    now, most, real = 0, 0, producer.connection.api
-
-    async def api(*args: Any) -> Any:
-        nonlocal now, most
-        now, most = now + 1, max(most, now + 1)
-        try:
-            return await real(*args)
-        finally:
-            now -= 1
-
-    monkeypatch.setattr(producer.connection, "api", api)
-    assert all(await asyncio.gather(*map(producer.cancel, receipts)))
-    assert most < 80, "the others wait here, where no timeout runs"
-    assert producer.available
-
-
 # ------------------------------------------------------------------ the streams and their settings
 
 
@@ -513,14 +430,3 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}
     assert (await producer.publish("still works", b"", 1)).seq == 1
     await asyncio.gather(producer.close(), consumer.close())
-
-
-async def test_workers_that_start_at_the_same_time_agree(
-    nats: NatsServer, config: QueueConfig, names: Names
-) -> None:
-    settings = QueueSettings(max_jobs=9, ack_wait_s=7.0)
-    pairs = await asyncio.gather(*(both(nats, config, settings) for _ in range(4)))
-    jobs, consumer = await configs(pairs[0][1].connection, names)
-    assert (jobs["max_msgs"], consumer["ack_wait"]) == (9, 7 * 10**9)
-    assert len({worker.streams.stream_id for pair in pairs for worker in pair}) == 1
-    await asyncio.gather(*(worker.close() for pair in pairs for worker in pair))

@@ -20,7 +20,7 @@ from pullfill.ids import job_digest
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.engine import NoAdapter
-from pullfill.prefill_worker.handoff import Handoff, patience
+from pullfill.prefill_worker.handoff import patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.read_grants import ReadGrants
@@ -289,24 +289,6 @@ async def test_a_connection_that_was_lost_and_made_again_while_the_job_was_held_
 # ------------------------------------------------------------------ waiting for the transfer worker
 
 
-async def test_memory_that_is_refused_at_once_and_a_revoke_end_the_attempt_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    worker, delivery = Worker(raising(OutOfReach("it was tried lately"))), Delivered()
-    real = worker.link.claim
-
-    async def claim(*asked: Any) -> Grant:
-        worker.revoke()
-        return await real(*asked)
-
-    worker.link.claim = claim
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    await asyncio.sleep(0)
-    assert delivery.verbs == []
-    assert not [r for r in caplog.records if r.name == "asyncio"]
-
-
 @pytest.mark.parametrize("end", ["revoke", "lost", "deadline", "revoke and lost"])
 async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: str) -> None:
     worker = Worker(never, deadline_s=0.05 if end == "deadline" else 60)
@@ -322,24 +304,6 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
     assert delivery.verbs == (["nak"] if end == "deadline" else [])
     assert (worker.sent == []) if end == "lost" else back(worker).retry
     assert not worker.tasks
-
-
-async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_worker_is_there() -> (
-    None
-):
-    worker, delivery = Worker(never), Delivered()
-    worker.link.transfer.current = await some_transfer_worker()
-    real = worker.link.claim
-
-    async def claim(*asked: Any) -> Grant:
-        worker.revoke()
-        return await real(*asked)
-
-    worker.link.claim = claim
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert not worker.tasks
-    assert delivery.verbs == []
 
 
 # ------------------------------------------------------------------ revoked
@@ -378,17 +342,6 @@ async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> 
     assert worker.budget.completed == (not reason)
 
 
-async def test_who_stops_before_a_job_began_keeps_nothing_of_it() -> None:
-    """Its task was never entered, so nothing in it can say that it is over."""
-    worker, delivered = Worker(some_transfer_worker), Delivered()
-    worker.puller.begin(delivered)
-    assert worker.puller.in_flight == 1
-    async with asyncio.timeout(10):
-        await worker.puller.abandon()
-    assert worker.puller.idle.is_set()
-    assert (worker.puller.in_flight, worker.budget.tokens) == (0, 0)
-
-
 async def test_a_job_whose_connection_broke_under_its_claim_is_kept_for_others() -> None:
     """The decode worker may have left the directory because it drains. Others are connected."""
     worker, delivery = Worker(some_transfer_worker), Delivered(number=2)
@@ -417,21 +370,6 @@ async def test_the_newest_delivery_is_settled_and_kept_alive() -> None:
     task.end(None)
     await worker.over()
     assert (first.verbs, second.verbs) == ([], ["in_progress", "ack"])
-
-
-async def test_a_delivery_that_its_run_did_not_settle_runs_again() -> None:
-    """A newer delivery that came while its run ended without settling it, or after a nak."""
-    puller: Any = None
-    first, second, third = Delivered(), Delivered(), Delivered()
-    job = Handoff(puller, first)  # type: ignore[arg-type]
-    assert job.left_over is None, "left to somebody else"
-    job.latest = second  # type: ignore[assignment]
-    assert job.left_over is second
-    job = Handoff(puller, second)  # type: ignore[arg-type]
-    await job.settle("nak")
-    job.latest = third  # type: ignore[assignment]
-    assert job.left_over is third
-    assert third.verbs == []
 
 
 @given(st.floats(0.01, 3600), st.integers(2, 12))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.errors import ClaimRefused, QueueUnavailable
-from pullfill.prefill_worker.puller import Budget, Puller, budget_of
+from pullfill.errors import ClaimRefused
+from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import QueueConfig, Urgency
@@ -17,10 +17,8 @@ from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import PrefillJob, RefuseReason, encode, u32
-from tests.support.loopback import LoopbackFences
 from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import until
-from tests.unit.prefill_worker.test_read_grants import TransferWorker, kept_task
 
 
 class Worker:
@@ -140,11 +138,6 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     assert worker.asked == [0, 1, 2], "then the budget is used up"
 
 
-@pytest.mark.parametrize(("step", "budget"), [(1024, 4096), (2048, 4096), (8192, 16384)])
-def test_the_budget_is_two_steps_but_not_of_small_ones(step: int, budget: int) -> None:
-    assert budget_of(step) == budget
-
-
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
     """Of any length. KV that travels does not count, up to the most jobs at once."""
     worker = Worker(Budget(1, concurrency=1, claim_s=60.0), max_jobs=4)
@@ -164,31 +157,6 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
     await asyncio.sleep(0.05)
     await worker.runs("j0", "j1", "j2", "j3")  # and no more: it has four
     await worker.puller.close()
-
-
-async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
-    worker = Worker()
-    worker.puller.start()
-    await until(lambda: bool(worker.waits))
-    for _ in range(2):
-        worker.puller.leave_to_others(60.0)
-    await until(lambda: len(worker.waits) > 3)
-    await worker.publish("j")
-    await worker.runs("j")
-    assert worker.waits[0] > 0
-    assert not any(worker.waits[1:])
-    await worker.puller.close()
-
-
-async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
-    worker = Worker()
-    worker.puller.pause("check", "it was not compared")
-    worker.puller.start()
-    for body in (b"nonsense", job_of("trial")):
-        worker.puller.links.trials.put_nowait(SimpleNamespace(job=body))  # type: ignore[arg-type]
-    await worker.runs("trial")
-    await worker.puller.close()
-    assert worker.asked == []
 
 
 # ------------------------------------------------------------------ why nothing is pulled
@@ -231,25 +199,6 @@ async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
     await worker.puller.close()
     worker.nats.failed("closed")
     assert len(worker.told) == 5
-
-
-async def test_a_pull_that_fails_is_tried_again_also_after_a_pause() -> None:
-    worker, failed = Worker(), asyncio.Event()
-
-    async def fails_once(*args: Any, **how: Any) -> Any:
-        if not failed.is_set():
-            failed.set()
-            raise QueueUnavailable("NATS is away")
-        return await Worker.pull(worker, *args, **how)
-
-    worker.puller._consumer.pull = fails_once  # type: ignore[method-assign]
-    worker.puller.start()
-    await failed.wait()
-    worker.puller.pause("engine", "stuck")
-    worker.puller.pause("engine", "")
-    await worker.publish("j")
-    await worker.runs("j")
-    await worker.puller.close()
 
 
 async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
@@ -318,24 +267,6 @@ async def test_a_job_of_this_process_is_not_run(
     worker.puller.begin(own)  # type: ignore[arg-type]
     await asyncio.wait_for(worker.puller.idle.wait(), 5)
     assert (own.told, worker.puller.in_flight) == (told, 0)
-
-
-async def test_blocks_that_are_still_read_come_back_after_the_jobs_were_abandoned() -> None:
-    """The engine of an elastic worker stays."""
-    worker, fences, transfer_worker = Worker(), LoopbackFences(16, 2), TransferWorker()
-    readers, task = ReadGrants(fences), kept_task(transfer_worker)
-    slot = fences.valid(readers.open(task))
-    slot.holders += 1
-    worker.puller.begin(Delivered("a"))  # type: ignore[arg-type]
-    worker.puller.keep(readers.let_go(task))
-    await asyncio.wait_for(worker.puller.abandon(), 5)
-    await asyncio.sleep(0.02)
-    assert (worker.puller.no_jobs.is_set(), worker.puller.idle.is_set()) == (True, False)
-    assert (worker.puller.in_flight, fences.in_use) == (0, 1)
-    slot.holders -= 1
-    await asyncio.wait_for(worker.puller.idle.wait(), 5)
-    assert transfer_worker.let_go_of == [task]
-    assert fences.in_use == 0
 
 
 async def test_a_claim_counts_until_its_answer_is_late_and_again_from_the_grant() -> None:

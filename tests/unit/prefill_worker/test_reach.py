@@ -103,17 +103,6 @@ async def test_each_failure_is_remembered_longer_until_something_changes(
     assert await port.shared.get() is port.shared.current
 
 
-async def test_who_stops_waiting_does_not_end_the_attempt_of_others(port: Port) -> None:
-    port.go.clear()
-    impatient, patient = await port.ask(2)
-    impatient.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await impatient
-    port.go.set()
-    assert await patient is port.shared.current
-    assert port.attempts == 1
-
-
 async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port) -> None:
     port.go.clear()
     (asked,) = await port.ask(1)
@@ -128,40 +117,3 @@ async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port)
 
 
 # ------------------------------------------------------------------ idle
-
-
-@pytest.fixture
-def short(port: Port) -> Port:
-    port.shared = SharedTransferWorker(port._open, "decode-1", port.clock, idle_s=0.01)
-    return port
-
-
-async def closed(port: Port, times: int) -> None:
-    async with asyncio.timeout(10):
-        while port.closed < times:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
-async def test_what_nobody_uses_is_closed_and_made_anew(short: Port) -> None:
-    with short.shared.held():
-        first = await short.shared.get()
-        await asyncio.sleep(0.05)
-        assert (short.shared.current, short.closed) == (first, 0), "a job has it"
-    assert short.shared.current is first
-    await closed(short, 1)
-    assert short.shared.current is None
-    assert short.shared.route == {"transport": "tcp", "why_not_better": ["shm: another host"]}
-    with short.shared.held():
-        assert await short.shared.get() is not first
-    await closed(short, 2)
-    assert short.attempts == 2
-
-
-async def test_what_still_moves_is_not_closed(short: Port) -> None:
-    with short.shared.held():
-        transfer_worker = await short.shared.get()
-        transfer_worker.busy = True
-    await asyncio.sleep(0.05)
-    assert (short.shared.current, short.closed) == (transfer_worker, 0)
-    transfer_worker.busy = False
-    await closed(short, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import numpy as np
 import pytest
 
 from pullfill.decode_worker.kv_reader import reach_for
-from pullfill.errors import ConfigError, Fenced, HandoffError, IncompatibleError
+from pullfill.errors import Fenced, HandoffError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.transfer import connect
 from pullfill.transfer.owners import MappedRank
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.wire import FenceToken, KvMode
+from pullfill.wire import KvMode
 from pullfill.worker import memory
 from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
@@ -42,25 +40,6 @@ def kept_task(transfer_worker: Any) -> PrefillTask:
     task = prefill_task(transfer_worker, hit=4, blocks=[5, 6, 7], mode=KvMode.PULL)
     task.kept = {6: 11, 7: 3}
     return task
-
-
-async def test_a_fence_that_cannot_be_looked_at_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fences, transfer_worker = LoopbackFences(16, 2), TransferWorker()
-    readers, task = ReadGrants(fences), kept_task(transfer_worker)
-    readers.open(task)
-    real, refused = fences.try_revoke, [OSError(37, "no locks available")]
-
-    def try_revoke(fence: FenceToken) -> bool:
-        if refused:
-            raise refused.pop()
-        return real(fence)
-
-    monkeypatch.setattr(fences, "try_revoke", try_revoke)
-    await asyncio.wait_for(readers.let_go(task), 10)
-    assert transfer_worker.let_go_of == [task]
-    assert readers.kept_blocks == 0
 
 
 async def test_blocks_come_back_when_nobody_reads() -> None:
@@ -142,25 +121,6 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_transport_that_does_not_work_here_keeps_nobody_from_starting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def why_not(name: str, device: int | None) -> str | None:
-        return "MPS runs here" if name == "shm" else None
-
-    monkeypatch.setattr(connect, "_why_not", why_not)
-    prefill = Prefill(tmp_path, frozenset({"tcp"}))
-    ours = [memory_over(random_bytes(extent(DENSE), seed=6), DENSE)]
-    reach = reach_for(ours, PULL, None)
-    assert reach is not None
-    session = reach(prefill.regions)()
-    assert session.transport == "tcp"
-    session.close()
-    memory.close(prefill.context)
-    with pytest.raises(ConfigError, match="--transports shm: MPS runs here"):
-        reach_for(ours, replace(PULL, transports=frozenset({"shm"})), None)
-
-
 def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
     """Behind a firewall or a forwarded port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -172,17 +132,3 @@ def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
     told.append(prefill.regions[0].endpoints["tcp"])
     memory.close(prefill.context)
     assert told == [f"tcp://127.0.0.1:{port}", "tcp://outside:7"]
-
-
-def test_a_worker_that_cannot_be_read_is_told_apart_before_it_computes(tmp_path: Path) -> None:
-    data = random_bytes(extent(DENSE), seed=7)
-    reach = reach_for([memory_over(data, DENSE)], PULL, None)
-    assert reach is not None
-    with pytest.raises(IncompatibleError):
-        reach([])
-    prefill = Prefill(tmp_path, frozenset({"shm"}))
-    memory.close(prefill.context)
-    with pytest.raises(IncompatibleError, match="shm"):
-        reach(prefill.regions)
-    nobody = PrefillContext("prefill-2", scheduler=PrefillScheduler(lambda: None))
-    assert () == open_region(nobody, COMPAT, host="127.0.0.1", transports=None, key=None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import Fenced, HandoffError, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
@@ -69,47 +67,6 @@ class Engine:
         return [b - REMOTE for verb, _, remote in log if verb == "write" for b in remote]
 
 
-@pytest.mark.parametrize("tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 3])
-@pytest.mark.parametrize("chunk", [1, 3, BLOCK, 2 * BLOCK + 1, 1000])
-def test_every_block_goes_out_once_in_order(tokens: int, chunk: int) -> None:
-    engine = Engine(tokens)
-    assert engine.admit() == 0
-    done = writes = 0
-    while done < tokens:
-        done += (now := min(chunk, tokens - done))
-        plan = engine.run(now)
-        writes += len(plan.writes)
-        last = [w.last for w in plan.writes]
-        assert last == ([True] if done == tokens else [False] * len(last))
-    engine.transfer_worker.flush()
-    assert engine.written == list(range(engine.total))
-    assert engine.task.written_blocks == engine.total
-    assert engine.ends == [None], "ends once, well"
-    assert writes == len(engine.transfer_worker.log)
-
-
-@pytest.mark.parametrize("local_hit", [0, BLOCK])
-def test_the_missing_part_of_the_hit_is_read(local_hit: int) -> None:
-    engine = Engine(4 * BLOCK, hit=2 * BLOCK, local_hit=local_hit)
-    assert engine.admit() == 2 * BLOCK - local_hit
-    assert engine.side.matched(engine.request, local_hit) == (0, False), "asked once"
-    first = local_hit // BLOCK
-    copy = engine.transfer_worker.finish()
-    assert copy.read
-    assert copy.remote == [REMOTE + i for i in range(first, 2)]
-    assert copy.local == [LOCAL + i for i in range(first, 2)]
-    assert engine.wakes == 1
-    assert engine.side.has_work
-    plan = engine.run(0)
-    assert (plan.report.loaded, plan.report.failed) == ({"j.1"}, set())
-    assert not engine.side.has_work
-    engine.request.num_computed_tokens = 2 * BLOCK
-    engine.run(2 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == [2, 3]
-    assert engine.ends == [None]
-
-
 def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
@@ -120,24 +77,6 @@ def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine.run(4 * BLOCK)
     engine.transfer_worker.flush()
     assert engine.written == [2, 3]
-
-
-def test_preemption_flushes_and_starts_over() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(2 * BLOCK)
-    assert engine.transfer_worker.queue, "still being copied"
-    engine.request.num_computed_tokens = 0
-    engine.run(0, preempted=["j.1"])
-    assert engine.transfer_worker.flushes == 1
-    assert not engine.transfer_worker.queue, "nothing reads the blocks that are given away"
-    assert engine.task.written_blocks == 0
-    engine.manager.tables["j.1"] = [LOCAL + i for i in range(4)]
-    engine.run(4 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == [0, 1, 0, 1, 2, 3]
-    assert engine.task.written_blocks == 4, "what the commit counts"
-    assert engine.ends == [None]
 
 
 def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
@@ -236,17 +175,6 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished("j.1") is True
     assert engine.run(0).report.sent == {"j.1"}
-
-
-def test_the_engine_ending_early_ends_the_task() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(BLOCK)
-    engine.transfer_worker.flush()
-    engine.side.finished("j.1")
-    assert len(engine.ends) == 1
-    assert engine.ends[0] is not None
-    assert engine.task.cancelled
 
 
 def test_requests_of_others_are_left_alone() -> None:
@@ -348,13 +276,6 @@ def engine_with(found: int | None) -> tuple[Engine, FakeTier]:
     return engine, tier
 
 
-def test_what_it_has_whole_is_not_read_from_the_decode_worker() -> None:
-    engine, tier = engine_with(None)
-    assert engine.side.matched(engine.request, BLOCK) == (None, False), "vLLM asks again"
-    tier.found = 3 * BLOCK
-    assert engine.side.matched(engine.request, BLOCK) == (0, False), "vLLM asks the tier next"
-
-
 def test_a_read_begins_after_the_step_that_ends_copies_from_its_blocks() -> None:
     engine, tier = engine_with(2 * BLOCK)
     assert engine.admit() == 3 * BLOCK
@@ -404,24 +325,3 @@ def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None
     assert plan.writes == []
     (failure,) = engine.ends
     assert isinstance(failure, HandoffError)
-
-
-def test_a_state_in_one_block_is_written_after_the_last_token() -> None:
-    """Without a prefix cache vLLM has one block for it, whatever the position."""
-    engine = with_window(Engine(5 * BLOCK + 1), read_from=0)
-    engine.side.bind(
-        engine.manager,
-        lambda tokens: (0, (tokens - 1) // BLOCK),
-        lambda tables: [tables[0], [*tables[1]] * 6],
-    )
-    engine.manager.windows["j.1"] = [LOCAL + 100]
-    engine.task.written = BlockOrder((0, 5))
-    engine.task.remote_blocks = [*range(REMOTE, REMOTE + 6), REMOTE + 100]
-    assert engine.admit() == 0
-    engine.run(3 * BLOCK)
-    engine.transfer_worker.flush()
-    assert engine.written == [0, 1, 2]
-    engine.run(2 * BLOCK + 1)
-    engine.transfer_worker.flush()
-    assert engine.written == [0, 1, 2, 3, 4, 5, 100]
-    assert engine.ends == [None]

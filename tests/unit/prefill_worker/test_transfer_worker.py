@@ -92,19 +92,6 @@ def transfer_worker(session: Session, credits: Credits) -> Iterator[TransferWork
     assert session.interrupted >= 1
 
 
-def test_in_order_and_counted(transfer_worker: TransferWorker, session: Session) -> None:
-    calls = Calls(transfer_worker)
-    transfer_worker.read(calls.task, [5], [0], calls.done)
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert session.done == [("read", [5], [0]), ("write", [1], [6]), ("write", [2], [7])]
-    assert (calls.callbacks, calls.ends) == ([None] * 3, [None])
-    task = calls.task
-    assert (task.written_blocks, task.seconds("write")) == (2, 0.002)
-    assert task.outstanding == 0
-
-
 def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
@@ -136,17 +123,6 @@ def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(
     assert isinstance(calls.ends[0], Fenced)
     assert len(calls.ends) == 1
     assert calls.task.written_blocks == 0
-
-
-def test_a_failed_read_does_not_end_the_task(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = Calls(transfer_worker)
-    session.fenced = True
-    transfer_worker.read(calls.task, [5], [0], calls.done)
-    wait_for(lambda: calls.callbacks)
-    assert transfer_worker.flush(calls.task)
-    assert calls.ends == []
 
 
 def held_in_the_first_of_two(transfer_worker: TransferWorker, session: Session) -> Calls:
@@ -190,25 +166,6 @@ def test_flush_waits_for_no_other_task(transfer_worker: TransferWorker, session:
     session.gate.set()
     assert transfer_worker.flush(calls.task) is True
     assert calls.callbacks == [None, None]
-
-
-def test_quiet_is_told_once_after_the_last_copy_of_the_task(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls, told = Calls(transfer_worker), []
-    calls.task.when_quiet(lambda: told.append("idle"))
-    assert told == ["idle"], "nothing was submitted"
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    assert session.entered.wait(10)
-    calls.task.when_quiet(lambda: told.append(len(calls.callbacks)))
-    assert told == ["idle"]
-    session.gate.set()
-    wait_for(lambda: len(told) == 2)
-    assert told == ["idle", 2]
-    assert transfer_worker.flush(calls.task)
-    assert len(told) == 2
 
 
 def test_a_callback_that_fails_leaves_nobody_waiting(transfer_worker: TransferWorker) -> None:
@@ -272,25 +229,6 @@ def test_without_a_thread_for_it_an_operation_is_answered(
 # ------------------------------------------------------------------ modes
 
 
-def test_push_returns_when_the_blocks_are_there(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = Calls(transfer_worker, KvMode.PUSH)
-    session.gate.clear()
-    engine = threading.Thread(
-        target=transfer_worker.write, args=(calls.task, [1], [6], True, calls.done)
-    )
-    engine.start()
-    assert session.entered.wait(10)
-    engine.join(0.02)
-    assert engine.is_alive(), "the step waits"
-    session.gate.set()
-    engine.join(10)
-    assert not engine.is_alive()
-    assert session.done == [("write", [1], [6])]
-    assert calls.callbacks == [None]
-
-
 def test_pull_keeps_the_blocks_until_they_are_let_go(
     transfer_worker: TransferWorker, session: Session, credits: Credits
 ) -> None:
@@ -347,59 +285,6 @@ def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits
 def used(credits: Credits) -> int:
     """Blocks that are charged to the decode worker."""
     return credits.used.get("decode-1", 0) // LAYOUT.block_bytes
-
-
-def test_a_write_is_charged_until_it_ended(
-    transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker)
-    flying = metrics.KV_IN_FLIGHT.labels("write")._value
-    before = flying.get()
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1, 2], [5, 6], False, calls.done)
-    transfer_worker.write(calls.task, [3], [7], True, calls.done)
-    assert used(credits) == 3
-    assert flying.get() - before == 3 * LAYOUT.block_bytes
-    session.gate.set()
-    wait_for(lambda: calls.ends)
-    assert used(credits) == 0
-    assert flying.get() == before
-
-
-@pytest.mark.parametrize("how", ["fenced", "cancelled"])
-def test_what_is_not_written_is_given_back_too(
-    how: str, transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker)
-    if how == "fenced":
-        session.fenced = True
-    else:
-        calls.task.cancel()
-    transfer_worker.write(calls.task, [1, 2], [5, 6], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert used(credits) == 0
-
-
-def test_a_closed_transfer_worker_writes_off_what_is_stuck(
-    transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.write(calls.task, [1, 2, 3], [5, 6, 7], True, calls.done)
-    assert session.entered.wait(10)
-    assert credits.gone == ["decode-1"]
-    transfer_worker.close()
-    assert (credits.used, credits.gone) == ({}, [])
-
-
-def test_a_read_costs_no_credit(
-    transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.read(calls.task, [5, 6, 7], [1, 2, 3], calls.done)
-    assert session.entered.wait(10)
-    assert used(credits) == 0
 
 
 def test_there_is_room_once_nobody_is_at_the_limit() -> None:

@@ -50,21 +50,6 @@ def test_shares_are_by_tokens_whatever_the_lengths(lengths: tuple[int, int, int]
     assert max(rounds) - min(rounds) <= most, "one job and one round each"
 
 
-def test_nobody_saves_up_more_than_a_round() -> None:
-    turns = Turns()
-    served(turns, {LOOSE: 1000}, 500)
-    first = served(turns, {LOOSE: 1000, TIGHT: 1000}, 20)
-    assert first[:8] == [TIGHT] * 8, "the other has saved nothing"
-    assert 1 <= first.count(LOOSE) <= 4, "and itself one round: then it is the other's turn"
-
-
-def test_of_what_was_taken_while_nobody_waited_only_the_last_job_is_owed() -> None:
-    turns = Turns()
-    for _ in range(100):
-        turns.took(TIGHT, 10_000)
-    assert served(turns, {NORMAL: 1000, TIGHT: 1000}, 14).count(TIGHT) >= 4
-
-
 def test_a_job_that_costs_many_rounds_is_charged_for_them_at_once() -> None:
     turns = Turns()
     turns.took(LOOSE, 5_000_000 * QUANTUM)

@@ -45,20 +45,6 @@ def test_own_publishes_are_counted_until_a_snapshot_reaches_them() -> None:
     assert depth(cache) == (4, 60)
 
 
-def test_own_jobs_that_end_count_no_more() -> None:
-    cache = DepthCache(FakeClock())
-    cache.store(snapshot(2, 20, 5), 99.0)
-    cache.published(5, 10)
-    cache.ended(5)
-    cache.ended(5)
-    assert depth(cache) == (1, 10)
-    cache.published(6, 8)
-    cache.ended(6)
-    assert depth(cache) == (1, 10)
-    cache.store(snapshot(1, 10, 6), 101.0)
-    assert depth(cache) == (1, 10)
-
-
 def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
     """Until the next snapshot 64 claimed jobs counted as waiting, and prompts were `queue_full`."""
     cache = DepthCache(FakeClock())
@@ -76,17 +62,6 @@ def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
     for seq in range(1, 65):
         cache.ended(seq)
     assert (cache.status().depth_jobs, cache.status().in_flight) == (4, 2)
-
-
-def test_a_job_that_was_delivered_and_not_claimed_is_in_flight() -> None:
-    cache = DepthCache(FakeClock())
-    cache.store(snapshot(1, 10, 1, in_flight=1), 99.0)
-    cache.published(1, 10)
-    assert cache.status().in_flight == 1
-    cache.claimed(1)
-    assert cache.status().in_flight == 1, "no more than there are"
-    cache.ended(1)
-    assert cache.status().in_flight == 0
 
 
 def test_what_has_ended_unnoticed_is_forgotten() -> None:
@@ -113,19 +88,6 @@ def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
     cache.ended(1)
     assert depth(cache) == (0, 0)
     assert cache.status().in_flight == 0
-
-
-def test_the_oldest_job_grows_older() -> None:
-    clock = FakeClock()
-    cache = DepthCache(clock)
-    assert cache.status().oldest_age_s == 0
-    cache.published(1, 10)
-    clock.now = 103.0
-    assert cache.status().oldest_age_s == 3.0
-    cache.store(snapshot(2, 20, 1), 103.0)
-    clock.now = 104.0
-    assert cache.status().oldest_age_s == 2.0
-    assert cache.status().age_s == 1.0
 
 
 def test_a_snapshot_is_read_from_the_answers_of_the_server() -> None:
