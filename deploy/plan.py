@@ -153,11 +153,9 @@ def _check_gpus(options: UpOptions) -> None:
     """Refuse too few GPUs. Workers may share a GPU only if none of them needs several."""
     if why := accelerator.why_not_mig():
         raise ConfigError(why)
-    ranks = ranks_by_role(options)
-    for pool in pools(options):
-        needed = _ranks_in(pool, options, ranks)
-        here = len(pool.gpus)
-        if here and max(needed, default=1) > 1 and sum(needed) > here:
+    for pool in pools(options) if accelerator.gpu_count() else ():
+        needed, here = _ranks_in(pool, options), len(pool.devices)
+        if max(needed, default=1) > 1 and sum(needed) > here:
             each = " + ".join(map(str, needed))
             raise ConfigError(
                 f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: "
@@ -259,11 +257,6 @@ def served_name(options: UpOptions) -> str:
     return name
 
 
-def ranks_by_role(options: UpOptions) -> dict[str, int]:
-    """Return TP x PP of a decode worker and of a prefill worker."""
-    return {role: ranks_of(worker_arguments(options, role)) for role in ROLES}
-
-
 def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOptions) -> list[str]:
     """Return the command line of one worker or frontend, without vLLM flags."""
     where = ClusterOptions(
@@ -278,21 +271,9 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
     return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
 
 
-def placements(options: UpOptions) -> list[Place]:
-    """Return where each worker runs: first the decode workers, then the prefill workers."""
-    found, ranks = [], ranks_by_role(options)
-    for pool in pools(options):
-        # Cores that flags have chosen are all used, also without --pin.
-        pin = pool.given or (options.workers.pin and len(pool.cores) > 1)
-        cores, one_core = pool.cores * pin, options.model == DEMO and not pool.given
-        found += place(
-            _ranks_in(pool, options, ranks), cores=cores, gpus=pool.gpus, one_core=one_core
-        )
-    return found
-
-
-def _ranks_in(pool: Pool, options: UpOptions, ranks: Mapping[str, int]) -> list[int]:
-    """Return TP x PP of each worker of the pool. ranks: by role."""
+def _ranks_in(pool: Pool, options: UpOptions) -> list[int]:
+    """Return TP x PP of each worker of the pool."""
+    ranks = {role: ranks_of(worker_arguments(options, role)) for role in pool.roles}
     return [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
 
 
@@ -303,16 +284,6 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
     fresh = new_instance_id(spec.role)
     argv = [fresh if part == spec.instance_id else part for part in spec.argv]
     return replace(spec, argv=argv, instance_id=fresh)
-
-
-def _turns(options: UpOptions, places: Sequence[Place]) -> list[int | None]:
-    """As `starts_after`. No worker waits if all were given the size of their KV cache."""
-    told = [
-        KV_BYTES in map(vllm_flags.flag_name, worker_arguments(options, role))
-        for role in ("decode", "prefill")
-        if getattr(options, role)
-    ]
-    return [None] * len(places) if all(told) else starts_after(places)
 
 
 def worker_spec(
@@ -418,43 +389,34 @@ def usable_cores() -> list[int]:
 class Pool:
     """Devices that the workers of these roles share.
 
-    cores: CPU cores.
-    gpus: indices among the GPUs that this process may use. Empty: workers run on cores.
+    devices: indices among the GPUs that this process may use, or CPU cores if there is no GPU.
     given: whether the flags have chosen them."""
 
     roles: tuple[str, ...]
-    cores: tuple[int, ...]
-    gpus: tuple[int, ...]
-    given: bool = False
+    devices: tuple[int, ...]
+    given: bool
 
 
 def pools(options: UpOptions) -> list[Pool]:
     """Return the pools, that of decode workers first."""
-    cores, gpus = tuple(usable_cores()), tuple(range(accelerator.gpu_count()))
-    named = {role: named_of(options, role) for role in ROLES}
-    if not any(named.values()):
-        return [Pool(ROLES, cores, gpus)]
-    if gpus and set(gpus) in map(set, named.values()):
-        return [Pool(ROLES, cores, gpus, given=True)]
-    every, found = gpus or cores, []
+    gpus = tuple(range(accelerator.gpu_count()))
+    every = gpus or tuple(usable_cores())
+    named = {role: getattr(options, f"{role}_devices") for role in ROLES}
+    chosen = any(named.values())
+    if not chosen or (gpus and set(gpus) in map(set, named.values())):
+        return [Pool(ROLES, every, chosen)]
+    found = []
     for role, other in zip(ROLES, reversed(ROLES), strict=True):
-        rest = tuple(device for device in every if device not in named[other])
-        own = named[role] or rest or every
-        given = bool(named[role] or rest)
-        found.append(Pool((role,), cores, own, given) if gpus else Pool((role,), own, (), given))
+        own = named[role] or tuple(device for device in every if device not in named[other])
+        found.append(Pool((role,), own or every, bool(own)))
     return found
-
-
-def named_of(options: UpOptions, role: str) -> tuple[int, ...]:
-    """Return the devices that the user has named for the role. Empty: none."""
-    named: tuple[int, ...] = getattr(options, f"{role}_devices")
-    return named
 
 
 def most_on_a_gpu(options: UpOptions) -> tuple[int, int]:
     """Return numbers of workers and of GPUs: those of the pool whose GPUs have most to share."""
     workers = {role: getattr(options, role) for role in ROLES}
-    counts = [(sum(workers[role] for role in p.roles), len(p.gpus)) for p in pools(options)]
+    gpus = accelerator.gpu_count() > 0
+    counts = [(sum(workers[r] for r in p.roles), len(p.devices) * gpus) for p in pools(options)]
     return max(counts, key=lambda count: math.ceil(count[0] / max(1, count[1])))
 
 
@@ -464,7 +426,7 @@ def check_devices(options: UpOptions) -> None:
     here = list(range(gpus)) if gpus else usable_cores()
     what = "GPU" if gpus else "core"
     for role in ROLES:
-        if missing := sorted(set(named_of(options, role)) - set(here)):
+        if missing := sorted(set(getattr(options, f"{role}_devices")) - set(here)):
             raise ConfigError(
                 f"--{role}-devices: there is no {what} {missing[0]} here: there are "
                 f"{', '.join(map(str, here))}"
@@ -491,27 +453,31 @@ class Place:
     gpus: tuple[int, ...] = ()
 
 
-def place(
-    ranks: Sequence[int], *, cores: Sequence[int], gpus: Sequence[int], one_core: bool
-) -> list[Place]:
-    """Return a placement for each worker.
+def placements(options: UpOptions) -> list[Place]:
+    """Return where each worker runs: first the decode workers, then the prefill workers.
 
     On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
-    On CPU each worker gets cores of its own.
+    On CPU each worker gets cores of its own."""
+    found: list[Place] = []
+    for pool in pools(options):
+        ranks, devices = _ranks_in(pool, options), pool.devices
+        if accelerator.gpu_count():
+            for count, end in zip(ranks, accumulate(ranks), strict=True):
+                own = tuple(devices[i % len(devices)] for i in range(end - count, end))
+                found.append(Place(gpus=own))
+        # Cores that flags have chosen are all used, also without --pin.
+        elif pool.given or (options.workers.pin and len(devices) > 1):
+            small = options.model == DEMO and not pool.given
+            found += _on_cores(ranks, devices, share=1 if small else None)
+        else:
+            found += [Place() for _ in ranks]
+    return found
 
-    ranks: TP x PP of each worker. cores: to pin workers to. Empty: workers are not pinned.
-    one_core: give each rank one core only, for a small model.
-    """
-    if gpus:
-        ends = list(accumulate(ranks))
-        return [
-            Place(gpus=tuple(gpus[i % len(gpus)] for i in range(end - count, end)))
-            for count, end in zip(ranks, ends, strict=True)
-        ]
-    if not cores:
-        return [Place() for _ in ranks]
+
+def _on_cores(ranks: Sequence[int], cores: Sequence[int], share: int | None) -> list[Place]:
+    """Return a placement for each worker. share: cores of each rank. None: as many as there are."""
     # To share cores with another worker costs more than more threads bring.
-    share = 1 if one_core else max(1, len(cores) // max(1, sum(ranks)))
+    share = share or max(1, len(cores) // max(1, sum(ranks)))
     places: list[Place] = []
     start = 0
     for count in ranks:
@@ -523,12 +489,19 @@ def place(
     return places
 
 
-def starts_after(places: Sequence[Place]) -> list[int | None]:
+def _turns(options: UpOptions, places: Sequence[Place]) -> list[int | None]:
     """For each worker, return the index of the worker that must be ready before it starts, or None.
 
-    vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two workers
-    that load on one GPU at the same time, each would count the other's memory as its own.
-    """
+    No worker waits if all were given the size of their KV cache."""
+    told = [
+        KV_BYTES in map(flag_name, worker_arguments(options, role))
+        for role in ROLES
+        if getattr(options, role)
+    ]
+    if all(told):
+        return [None] * len(places)
+    # vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two
+    # workers that load on one GPU at the same time, each would count the other's memory as its own.
     last: dict[int, int] = {}
     before: list[int | None] = []
     for index, place in enumerate(places):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import urllib.request
 from pathlib import Path
@@ -29,9 +28,10 @@ REMOTE = Explained(
 
 
 def _text(record: Explained) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=100).print(trace(record))
-    return stream.getvalue()
+    console = Console(width=100)
+    with console.capture() as said:
+        console.print(trace(record))
+    return said.get()
 
 
 def test_the_trace_of_a_remote_prefill() -> None:
@@ -136,24 +136,16 @@ class TestAsking:
         ):
             explain(_cluster(tmp_path, url), "x", as_json=False)
 
-    @pytest.mark.parametrize(
-        ("why", "advice"),
-        [
-            ("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate", "SSL_CERT_FILE"),
-            ("Connection refused", "pullfill doctor"),
-        ],
-    )
-    def test_why_no_frontend_answers(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, advice: str
-    ) -> None:
+    def test_why_no_frontend_answers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        why = "[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate"
+
         def refuse(*_: object, **__: object) -> None:
             raise OSError(why)
 
         monkeypatch.setattr(urllib.request.OpenerDirector, "open", refuse)
-        with pytest.raises(UnavailableError) as caught:
+        with pytest.raises(UnavailableError, match="SSL_CERT_FILE") as caught:
             explain(_cluster(tmp_path, "https://h:1"), "x", as_json=False)
         assert f"https://h:1/pullfill/requests/x: {why}" in str(caught.value)
-        assert advice in str(caught.value)
 
 
 def _cluster(directory: Path, *urls: str) -> ClusterRef:

@@ -32,12 +32,6 @@ def test_the_last_lines(state: StateDir, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out.split()[:3] == ["==>", str(state.log_of("decode-0")), "<=="]
 
 
-def test_a_machine_without_tail(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/none")
-    with pytest.raises(ConfigError, match=f"coreutils, or read the files in {state.logs}"):
-        logs.show(state)
-
-
 def test_a_role_or_an_instance_id_names_processes(state: StateDir) -> None:
     assert names(state, "decode") == ["decode-0", "decode-1"]
     assert names(state, "nats") == ["nats"]

