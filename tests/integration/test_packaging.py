@@ -143,48 +143,19 @@ def test_the_wheel_has_the_extra(wheel: Path, extra: str) -> None:
         assert f'; extra == "{extra}"' in archive.read(name).decode()
 
 
-def serve_one_request(venv: Path, cwd: Path) -> None:
-    """`pullfill up` with the demo model, a prompt that is prefilled remotely, `pullfill down`."""
-    up = ("pullfill", "up", "--detach", "--port", "0")
-    run(venv, *up, cwd=cwd, timeout=240)
-    try:
-        url = read_cluster_file(cwd / ".pullfill").frontend_url
-        body = {"model": "demo", "prompt": "word " * 600, "max_tokens": 4}
-        with httpx.Client(trust_env=False, timeout=120) as client:
-            answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
-        assert answer["usage"]["completion_tokens"] == 4
-        told = run(venv, "pullfill", "explain", answer["id"], "--json", cwd=cwd)
-        assert json.loads(told)["path"] == "remote"
-    finally:
-        run(venv, "python", "-m", "pullfill", "down", cwd=cwd, timeout=120)
-
-
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> None:
-    serve_one_request(venv, tmp_path)
-
-
-@pytest.mark.engine
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_pip_installs_everything_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """Downloads more than a GB. torchvision may come as a build for CUDA, which `up` refuses."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
-    wanted = f"pullfill[cpu,otel] @ {wheel.as_uri()}"
-    run(venv, "python", "-m", "pip", "install", "-q", wanted, cwd=tmp_path, timeout=1500)
-    path = f"{venv}/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
-    up = subprocess.run(
-        [f"{venv}/bin/pullfill", "up", "--detach", "--port", "0"],
-        cwd=tmp_path, env={**environment(venv), "PATH": path}, capture_output=True, text=True,
-        timeout=240,
-    )  # fmt: skip
-    if up.returncode:
-        advice = up.stderr.rpartition(". ")[2].split()
-        assert advice[1:4] == ["-m", "pip", "uninstall"], up.stdout + up.stderr
-        run(venv, *advice, cwd=tmp_path)
-    else:
-        run(venv, "pullfill", "down", cwd=tmp_path)
-    serve_one_request(venv, tmp_path)
+    """`pullfill up` with the demo model, a prompt that is prefilled remotely, `pullfill down`."""
+    run(venv, "pullfill", "up", "--detach", "--port", "0", cwd=tmp_path, timeout=240)
+    try:
+        url = read_cluster_file(tmp_path / ".pullfill").frontend_url
+        body = {"model": "demo", "prompt": "word " * 600, "max_tokens": 4}
+        with httpx.Client(trust_env=False, timeout=120) as client:
+            answer = client.post(f"{url}/v1/completions", json=body).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 4
+        told = run(venv, "pullfill", "explain", answer["id"], "--json", cwd=tmp_path)
+        assert json.loads(told)["path"] == "remote"
+    finally:
+        run(venv, "python", "-m", "pullfill", "down", cwd=tmp_path, timeout=120)

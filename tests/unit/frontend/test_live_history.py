@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.frontend.live.history import MAX_MARKS, Marks, Series, TokenMeter, percentiles
+from pullfill.frontend.live.history import MAX_MARKS, Marks, Series, TokenMeter
 from pullfill.snapshot import HISTORY_S, STEP_S, Cluster, Ended, WorkerPoint, WorkerRow
 from pullfill.wire import ServerStatus, WorkerRecord, WorkerState
 from tests.support.workers import record
@@ -17,14 +17,6 @@ NOW = 10_000.0
 
 def ended(at: float | None = NOW, **fields: Any) -> Ended:
     return Ended(**({"id": "r", "at": at, "path": "remote", "reason": "long"} | fields))
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([], None), ([3.0], (3.0, 3.0)), ([5.0, 1.0, 3.0], (3.0, 5.0)), (range(101), (50, 95))],
-)
-def test_percentiles_are_by_nearest_rank(values: Any, expected: Any) -> None:
-    assert percentiles(list(values)) == expected
 
 
 def test_requests_count_in_the_step_in_which_they_ended() -> None:
@@ -40,7 +32,7 @@ def test_requests_count_in_the_step_in_which_they_ended() -> None:
     assert (before.backlog_s, before.tokens_per_s) == (None, None), "nobody looked"
 
 
-def test_what_was_seen_is_in_its_step() -> None:
+def test_what_was_seen_is_in_its_step_until_it_is_older_than_the_history() -> None:
     series = Series()
     for second in range(1, 5):
         series.sampled(NOW + second, 1.0, 7.0, 0.5, {"d": WorkerPoint(0.25, 3, 1, 7.0)})
@@ -48,12 +40,6 @@ def test_what_was_seen_is_in_its_step() -> None:
     assert point.tokens_per_s == pytest.approx(7.0)
     assert point.backlog_s == 0.5
     assert point.workers == {"d": WorkerPoint(0.25, 3, 1, 7.0)}
-
-
-def test_what_is_older_than_the_history_is_forgotten() -> None:
-    series = Series()
-    series.ended(ended(NOW))
-    assert len(series.points(NOW)) == 1
     assert series.points(NOW + HISTORY_S + STEP_S) == ()
     assert series.points(NOW) == (), "not only left out"
 
@@ -140,24 +126,18 @@ def test_an_outage_lasts_until_the_server_answers() -> None:
     assert marks.marks()[0].text == "nats://h:1: refused"
 
 
-def test_a_worker_that_is_ready_again_drains_no_more() -> None:
-    """As one whose engine was stuck."""
+def test_a_drain_or_a_loss_may_end() -> None:
+    """As of a worker whose engine was stuck."""
     clock = Clock()
     marks = Marks(clock)
     draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
     marks.on_change(READY, draining)
-    clock.now += 3
-    marks.on_change(draining, READY)
-    assert told(marks) == [("drain", "decode-1", 1000.0, 1003.0)]
-
-
-def test_a_worker_that_does_not_answer_is_lost_until_it_does() -> None:
-    clock = Clock()
-    marks = Marks(clock)
     marks.seen(seen(LOST))
     clock.now += 3
+    marks.on_change(draining, READY)
     marks.seen(seen(READY))
-    assert told(marks) == [("lost", "decode-1", 1000.0, 1003.0)]
+    times = ("decode-1", 1000.0, 1003.0)
+    assert told(marks) == [("drain", *times), ("lost", *times)]
 
 
 def test_a_report_that_is_late_marks_nobody_who_has_left() -> None:

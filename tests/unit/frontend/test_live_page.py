@@ -85,13 +85,9 @@ async def test_other_files_are_not_served(name: str) -> None:
         assert (await http.get(f"/pullfill/ui/{name}")).status_code == 404
 
 
-async def test_the_page_with_a_slash_leads_to_the_page() -> None:
+async def test_a_slash_leads_to_the_page_and_requests_are_told_below_it() -> None:
     async with client(Live()) as http:
         assert (await http.get("/pullfill/ui/")).headers["location"] == "../ui"
-
-
-async def test_requests_are_told_below_the_page_too() -> None:
-    async with client(Live()) as http:
         told = await http.get("/pullfill/ui/requests/cmpl-1")
     assert told.json() == {"request_id": "cmpl-1"}
 

@@ -154,25 +154,19 @@ async def test_a_report_that_fails_ends_nothing(view: View) -> None:
     await stream.aclose()
 
 
-async def test_close_ends_all_viewers_and_later_ones(view: View) -> None:
-    live = live_of(view)
-    stream: Any = live.watch()
-    await next_of(stream)
-    live.close()
-    assert await anext(stream, None) is None
-    assert await anext(live.watch(), None) is None
-    assert live.viewers == 0
-
-
-async def test_viewers_are_bounded(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_are_bounded_and_close_ends_them(
+    view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page, "MAX_VIEWERS", 1)
     live = live_of(view)
     stream: Any = live.watch()
     await next_of(stream)
     with pytest.raises(OverloadedError, match="close another page"):
         live.watch()
-    await stream.aclose()
-    live.watch()
+    live.close()
+    assert await anext(stream, None) is None
+    assert await anext(live.watch(), None) is None
+    assert live.viewers == 0
 
 
 async def test_a_request_that_moves_on_while_the_others_are_read_hides_none(
