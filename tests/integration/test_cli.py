@@ -128,30 +128,22 @@ async def _register(etcd_url: str, pid: int) -> None:
     await client.close()
 
 
-def test_foreground_ends_in_order_on_a_signal(state: Path) -> None:
-    up = start(state, "up", *SERVERS_ONLY)
-    read_until(up, "ready (no frontend)")
-    running = recorded(state)
-    up.send_signal(signal.SIGINT)
-    output, _ = up.communicate(timeout=30)
-    assert up.returncode == 0, output
-    assert output.rstrip().endswith("stopped")
-    assert not any(is_alive(process) for process in running)
-    assert not (state / "cluster.json").exists()
-
-
-def test_foreground_reports_a_server_that_dies_and_goes_on(state: Path) -> None:
+def test_foreground_reports_a_server_that_dies_and_ends_in_order_on_a_signal(state: Path) -> None:
     up = start(state, "up", "--no-restart", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")
+    running = recorded(state)
     by_name = {entry["name"]: entry["pid"] for entry in cluster(state)["processes"]}
     os.kill(by_name["nats"], signal.SIGKILL)
     seen = read_until(up, "nats died")
     assert "SIGKILL" in seen
     assert up.poll() is None
     assert local_servers.etcd_ready(cluster(state)["etcd_url"]) is None
-    up.terminate()
-    up.communicate(timeout=30)
-    assert up.returncode == 0
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert output.rstrip().endswith("stopped")
+    assert not any(is_alive(process) for process in running)
+    assert not (state / "cluster.json").exists()
 
 
 @pytest.mark.essential

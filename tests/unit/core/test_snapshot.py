@@ -63,23 +63,22 @@ def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
     assert cluster_of(reports, ETCD).servers["nats"].up is True
 
 
-def test_a_prefill_worker_without_a_link_is_named() -> None:
-    reports = [decode(said(load={"prefill_workers": []})), prefill(said())]
-    assert cluster_of(reports, ETCD).reasons() == [f"prefill-1: {NOT_LINKED}"]
-    silent = [decode(said(load={"prefill_workers": []})), prefill(None)]
-    assert cluster_of(silent, ETCD).reasons() == [f"prefill-1: {LOST}"], "cut off from us, too"
-    stopped = [decode(said(load=LINKED)), prefill(None)]
-    assert cluster_of(stopped, ETCD).reasons() == [], "a decode worker reaches it"
-    nobody_tells = [decode(None), prefill(said())]
-    assert cluster_of(nobody_tells, ETCD).reasons() == [], "nobody knows"
-
-
-def test_a_decode_worker_whose_jobs_nobody_claims_is_named() -> None:
-    stalled = {"prefill_workers": ["prefill-1"], "claims_stalled": True}
-    reports = [decode(said(load=stalled)), prefill(said())]
-    assert cluster_of(reports, ETCD).reasons() == [f"decode-1: {NOT_CLAIMED}"]
-    reports = [decode(said(load=stalled | {"claims_stalled": False})), prefill(said())]
-    assert cluster_of(reports, ETCD).reasons() == []
+@pytest.mark.parametrize(
+    ("linked", "told", "reason"),
+    [
+        ({"prefill_workers": []}, said(), f"prefill-1: {NOT_LINKED}"),
+        ({"prefill_workers": []}, None, f"prefill-1: {LOST}"),  # cut off from us, too
+        (LINKED, None, ""),  # a decode worker reaches it
+        (None, said(), ""),  # nobody knows
+        (LINKED | {"claims_stalled": True}, said(), f"decode-1: {NOT_CLAIMED}"),
+        (LINKED | {"claims_stalled": False}, said(), ""),
+    ],
+)
+def test_workers_that_are_cut_off_are_named(
+    linked: dict[str, Any] | None, told: Report | None, reason: str
+) -> None:
+    reports = [decode(None if linked is None else said(load=linked)), prefill(told)]
+    assert cluster_of(reports, ETCD).reasons() == [*filter(None, [reason])]
 
 
 def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_each() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import asyncio
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,38 +26,23 @@ from pullfill.deploy.state import (
 from pullfill.deploy.view import ProcessView
 
 
-@pytest.fixture
-def cluster_id() -> str:
-    return new_cluster_id()
-
-
-@pytest.fixture
-def straggler(cluster_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the cluster that no record names."""
-    with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}) as process:
-        yield process
-        process.kill()
-
-
-async def test_a_straggler_that_dies_slowly_is_waited_for(
-    tmp_path: Path,
-    cluster_id: str,
-    straggler: subprocess.Popen[bytes],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_straggler_that_dies_slowly_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process of the cluster that no record names."""
+    cluster_id, state = new_cluster_id(), StateDir(tmp_path / "state")
+
     def slow(process: ProcessId, sig: int) -> bool:
         threading.Timer(0.3, send, (process, sig)).start()
         return True
 
     monkeypatch.setattr(down, "send", slow)
-    state = StateDir(tmp_path / "state")
-    view = ProcessView(Console(file=io.StringIO()), "stopping")
-    with state.locked():
-        state.write_launch(
-            Launch(cluster_id=cluster_id, model="m", supervisor=ProcessId(os.getpid(), 0))
-        )
-        assert [process.pid for process in tagged(cluster_id)] == [straggler.pid]
-        assert await down.take_down(state, [], view, drain_s=1.0, force=lambda: False) == []
+    view = ProcessView(Console(quiet=True), "stopping")
+    with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}), state.locked():
+        own = ProcessId(os.getpid(), 0)
+        state.write_launch(Launch(cluster_id=cluster_id, model="m", supervisor=own))
+        stop = down.take_down(state, [], view, drain_s=1.0, force=lambda: False)
+        assert asyncio.run(stop) == []
         assert tagged(cluster_id) == []
 
 
@@ -71,16 +55,6 @@ while :; do sleep 0.02; done
 that time, its exit code is 9."""
 
 
-@pytest.fixture
-def slow() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sh", "-c", SLOW_TO_END], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # it has set its trap
-        threading.Thread(target=process.wait).start()  # or its pid would stay
-        yield process
-        process.kill()
-
-
 @pytest.mark.parametrize(
     ("role", "given", "started_with", "code"),
     [
@@ -90,26 +64,21 @@ def slow() -> Iterator[subprocess.Popen[bytes]]:
         ("frontend", None, 0.2, 9),
     ],
 )
-async def test_frontends_have_as_long_as_workers_and_servers_have_not(
-    slow: subprocess.Popen[bytes],
-    role: str,
-    given: float | None,
-    started_with: float,
-    code: int,
+def test_frontends_have_as_long_as_workers_and_servers_have_not(
+    role: str, given: float | None, started_with: float, code: int
 ) -> None:
     """When all workers have ended, a frontend may still have streams of stock servers.
 
     given: what `down --timeout` says. Without it each has what `up` has started it with."""
-    started = start_time(slow.pid) or 0
-    entry = ProcessEntry(
-        name=role,
-        role=role,
-        instance_id=None,
-        pid=slow.pid,
-        log="",
-        started=started,
-        drain_s=started_with,
-    )
-    view = ProcessView(Console(file=io.StringIO()), "stopping")
-    assert await down.stop_in_order([entry], view, given, lambda: False, 0.2) == []
-    assert slow.wait() == code
+    view = ProcessView(Console(quiet=True), "stopping")
+    with subprocess.Popen(["sh", "-c", SLOW_TO_END], stdout=subprocess.PIPE) as slow:
+        assert slow.stdout is not None
+        slow.stdout.readline()  # it has set its trap
+        threading.Thread(target=slow.wait).start()  # or its pid would stay
+        entry = ProcessEntry(
+            name=role, role=role, instance_id=None, pid=slow.pid, log="",
+            started=start_time(slow.pid) or 0, drain_s=started_with,
+        )  # fmt: skip
+        stop = down.stop_in_order([entry], view, given, lambda: False, 0.2)
+        assert asyncio.run(stop) == []
+        assert slow.wait() == code

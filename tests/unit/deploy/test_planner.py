@@ -63,33 +63,22 @@ def seen(
 
 @pytest.mark.parametrize(
     ("prefills", "long", "right"),
-    [
-        (0, 0.0, 0),
-        (0, 0.001, 1),
-        (0, 0.1, 1),
-        (1, 0.0, 0),
-        (1, 0.001, 1),
-        (1, 0.69, 1),
-        (1, 0.71, 2),
-        (1, 2.9, 5),
-        (2, 0.69, 2),  # one would do, with nothing to spare
-        (2, 0.5, 1),
-        (5, 0.5, 1),
-    ],
-)
+    [(0, 0.0, 0), (0, 0.001, 1), (1, 0.0, 0), (1, 0.001, 1), (1, 0.69, 1), (1, 0.71, 2),
+     (1, 2.9, 5), (2, 0.5, 1), (2, 0.69, 2)],  # for the last one, one has nothing to spare
+)  # fmt: skip
 def test_prefill_workers_for_an_autoscaler(prefills: int, long: float, right: int) -> None:
     assert plan(seen(prefills, 1, long=long), PlanState(), NOW).prefill.right == right
 
 
 def test_a_backlog_asks_for_more_until_it_is_gone() -> None:
-    assert plan(seen(1, 1, long=0.6, backlog_s=5.0), PlanState(), NOW).prefill.right == 1
-    assert plan(seen(1, 1, long=0.6, backlog_s=35.0), PlanState(), NOW).prefill.right == 2
+    for backlog_s, right in ((5.0, 1), (35.0, 2)):
+        found = plan(seen(1, 1, long=0.6, backlog_s=backlog_s), PlanState(), NOW)
+        assert found.prefill.right == right
 
 
 @pytest.mark.parametrize(("decodes", "streams", "right"), [(1, 0.0, 1), (2, 2.0, 3), (3, 0.5, 1)])
 def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, right: int) -> None:
-    found = plan(seen(1, decodes, streams=streams), PlanState(), NOW)
-    assert found.decode.right == right
+    assert plan(seen(1, decodes, streams=streams), PlanState(), NOW).decode.right == right
 
 
 def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
