@@ -84,8 +84,8 @@ COMMANDS = {
         "`suspects clear` allows one again at all frontends, or --all.",
     ),
 }
+# Commands whose other flags go to vLLM.
 FOR_VLLM = ("up", "decode", "prefill", "frontend")
-"""Commands whose other flags go to vLLM."""
 
 # --------------------------------------------------------------------------- its flags
 

@@ -26,8 +26,8 @@ from pullfill.deploy import vllm_flags
 from pullfill.errors import ConfigError
 from pullfill.registry import live_settings
 
+# Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values.
 VLLM_KEYS = ("vllm-args", "decode-args", "prefill-args")
-"""Keys that hold flags for vLLM: a text, a list, or a mapping of flags and values."""
 NOT_IN_FILES = frozenset({"file", "help"})
 
 

@@ -26,8 +26,8 @@ from pullfill.registry import self_checks
 from pullfill.wire import SelfCheck, WorkerRecord
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+# Print at most this many pairs of workers.
 _PAIRS = 32
-"""Print at most this many pairs of workers."""
 
 
 def run(options: ClusterOptions) -> int:

@@ -28,8 +28,8 @@ from pullfill.options import Flag
 WORKERS = ("decode", "prefill")
 SERVERS = ("etcd", "nats")
 PHASES: tuple[tuple[str, ...], ...] = (WORKERS, ("frontend",), SERVERS)
+# How long a process may take to end after a second SIGTERM, and its kernel after a SIGKILL.
 GRACE_S = 3.0
-"""How long a process may take to end after a second SIGTERM, and its kernel after a SIGKILL."""
 
 
 _LONGEST = (

@@ -22,8 +22,8 @@ from pullfill import redact
 from pullfill.config import split_urls
 from pullfill.errors import ConfigError, NotNow
 
+# Bytes per NATS message: a prompt of 1.5 million tokens as raw u32, with room to spare.
 MAX_PAYLOAD = 8 * 1024 * 1024
-"""Bytes per NATS message: a prompt of 1.5 million tokens as raw u32, with room to spare."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

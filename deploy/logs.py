@@ -1,13 +1,17 @@
-"""`pullfill logs`: prints the logs of a local cluster with `tail`, and follows them.
+"""`pullfill logs`: prints the logs of a local cluster, and follows them.
 
 `up` appends the output of each process to `STATE/logs/NAME.log`. So logs are there also when the
-cluster runs no more. A new `up` puts another file in the place of one: `tail -F` turns to that.
+cluster runs no more. A new `up` puts another file in the place of one.
 """
 
 from __future__ import annotations
 
 import difflib
-import subprocess
+import os
+import sys
+import time
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -27,15 +31,31 @@ def show(
     """Print the last lines of the logs. Return the exit code.
 
     name: of a process, like `decode-0`; a role, for all of it; or an instance id. None: all."""
-    command = ["tail", "-n", str(lines), *["-F"] * follow, "--"]
-    try:
-        return subprocess.run([*command, *chosen(state, name)]).returncode
-    except FileNotFoundError:
-        raise ConfigError(
-            f"no `tail` on this machine: install coreutils, or read the files in {state.logs}"
-        ) from None
-    except KeyboardInterrupt:
-        return 0  # how a user ends --follow
+    files = chosen(state, name)
+    read: dict[Path, tuple[int, int]] = {}  # inode, and how much of the file was printed
+    last, tail = files[0] if len(files) == 1 else None, lines
+    with suppress(KeyboardInterrupt):  # how a user ends --follow
+        while True:
+            for path in files:
+                # A new `up` takes the files away for a moment.
+                with suppress(FileNotFoundError), path.open("rb") as file:
+                    inode = os.fstat(file.fileno()).st_ino
+                    old, offset = read.get(path, (inode, 0))
+                    file.seek(offset if inode == old else 0)
+                    text = b"".join(deque(file, maxlen=tail))
+                    read[path] = inode, file.tell()
+                    if text and path != last:
+                        print(f"==> {path} <==", flush=True)
+                        last = path
+                    sys.stdout.buffer.write(text)
+            sys.stdout.flush()
+            if not follow:
+                break
+            time.sleep(0.3)
+            tail = sys.maxsize  # of what is new, all lines
+            with suppress(ConfigError):
+                files = chosen(state, name)  # a process may have been started
+    return 0
 
 
 def chosen(state: StateDir, name: str | None) -> list[Path]:

@@ -59,20 +59,19 @@ CPU_FLAGS = {
     "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
 }
 
+# Tokens in one step of a prefill worker on CPU, unless the user says. Larger steps compute no
+# faster there. But prompts that wait together share a step: the first would end with the last.
 PREFILL_CHUNK = 1024
-"""Tokens in one step of a prefill worker on CPU, unless the user says."""
-# Larger steps compute no faster there. But prompts that wait together share a step, so the first
-# would end with the last.
 
+# vLLM flags that choose the size of a step, or leave it to vLLM. Then we do not choose it.
 _DECIDE_STEPS = frozenset(
     """
     config enable-chunked-prefill max-num-batched-tokens max-num-seqs performance-mode
     """.split()
 )
-"""vLLM flags that choose the size of a step, or leave it to vLLM. Then we do not choose it."""
 
+# Share of a GPU's memory that vLLM takes, divided by the workers on that GPU.
 GPU_MEMORY_SHARE = 0.88
-"""Share of a GPU's memory that vLLM takes, divided by the workers on that GPU."""
 
 KV_BYTES = "kv-cache-memory-bytes"
 

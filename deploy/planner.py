@@ -40,8 +40,8 @@ from pullfill.wire import RoleMove, WorkerRole
 
 PREFILL, DECODE = "prefill", "decode"
 OTHER = {PREFILL: DECODE, DECODE: PREFILL}
+# For a smaller need, no decode worker becomes a prefill worker.
 _TRACE = 0.01
-"""For a smaller need, no decode worker becomes a prefill worker."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ from pullfill.net.this_host import is_own_space, pid_space
 
 # --------------------------------------------------------------------------- processes
 
+# Set in every child of `pullfill up`, to find those that are not recorded.
 CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
-"""Set in every child of `pullfill up`, to find those that are not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +345,8 @@ def _replace(path: Path, content: msgspec.Struct) -> None:
 
 # --------------------------------------------------------------------------- its disk
 
+# Bytes. The disk counts as full when less than this is free, until twice as much is.
 LOW_DISK = 16 << 20
-"""Bytes. The disk counts as full when less than this is free, until twice as much is."""
 
 
 def is_full(path: Path, least: int = LOW_DISK) -> bool:

@@ -53,11 +53,11 @@ from pullfill.registry.live_settings import store as store_setting
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from pullfill.wire import WorkerState
 
+# A process that dies this often within WINDOW_S is given up.
 MAX_DEATHS = 5
-"""A process that dies this often within WINDOW_S is given up."""
 WINDOW_S = 60.0
+# How long NATS and etcd may take to answer. Longer than this takes to start them again.
 SERVER_S = 30.0
-"""How long NATS and etcd may take to answer. Longer than this takes to start them again."""
 POLL_S = 0.1
 
 # --------------------------------------------------------------------------- children

@@ -14,11 +14,13 @@ from pullfill.options import ClusterOptions, FrontendOptions, UpOptions, WorkerO
 _DATA_PARALLEL = re.compile(r"data-parallel\b|dp[a-z]?\Z|dp-supervisor\b")
 _SIZE = ("data-parallel-size", "dp")
 _FEW = 4
+# Flags that are no fields of an options class.
 _OF_UP = frozenset(
     ("--file", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set", "--help")
 )
-"""Flags that are no fields of an options class."""
 
+# Flags of vLLM's API server. Workers do not have one.
+# A test compares them with vLLM's parsers (`tests/integration/test_vllm_names.py`).
 FRONTEND_ONLY = frozenset(
     """
     allow-credentials allowed-headers allowed-methods allowed-origins
@@ -37,9 +39,7 @@ FRONTEND_ONLY = frozenset(
     trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
     """.split()
 )
-"""Flags of vLLM's API server. Workers do not have one.
-
-A test compares them with vLLM's parsers (`tests/integration/test_vllm_names.py`)."""
+# Flags of vLLM's API server that our frontend has no use for, and what to know instead.
 _NOT_SERVED = {
     "api-server-count": "--frontends N starts several of them",
     "asc": "--frontends N starts several of them",
@@ -51,7 +51,6 @@ _NOT_SERVED = {
     "headless": "decode workers have no API server anyway",
     "uds": "it listens at --host and --port",
 }
-"""Flags of vLLM's API server that our frontend has no use for, and what to know instead."""
 _ROLE_ARGS = ("decode-args", "prefill-args")
 _SPECULATION = ("speculative-config", "sc", "spec-method", "spec-model", "spec-tokens")
 
@@ -196,9 +195,10 @@ def of_role(option: str, text: str | None) -> list[str]:
 # To read them from vLLM would take seconds: it must be imported. A test compares them with the
 # installed release (tests/integration/test_vllm_names.py). All supported releases are here.
 
+# What older supported releases know, and the newest does not.
 GONE = frozenset({"enable-mamba-fine-grained-prefix-cache"})
-"""What older supported releases know, and the newest does not."""
 
+# Without `--`, and without `--no-`, which turns off what can be turned off.
 LONG = GONE | frozenset(
     """
     additional-config aggregate-engine-logging all2all-backend allow-credentials
@@ -279,9 +279,8 @@ LONG = GONE | frozenset(
     worker-cls worker-extension-cls
     """.split()
 )
-"""Without `--`, and without `--no-`, which turns off what can be turned off."""
 
+# Without `-`. Also -O, which is followed by a number or a key at once.
 SHORT = frozenset(
     "ac asc cc dc dcp dp dpa dpb dpe dph dpl dpm dpn dpp dpr ep h n pcp pp q r sc tp".split()
 )
-"""Without `-`. Also -O, which is followed by a number or a key at once."""

@@ -32,6 +32,33 @@ def test_the_last_lines(state: StateDir, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out.split()[:3] == ["==>", str(state.log_of("decode-0")), "<=="]
 
 
+def test_new_lines_and_files_are_followed(
+    state: StateDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def later(_: float) -> None:
+        match steps.pop(0):
+            case "line":
+                with state.log_of("decode-0").open("a") as file:
+                    file.write("next\n")
+            case "another up":
+                for log in list(state.logs.glob("*.log")):
+                    log.replace(log.with_suffix(".log.1"))
+            case "its worker":
+                state.log_of("decode-0").write_text("begins\n")
+            case "another worker":
+                state.log_of("decode-2").write_text("first\n")
+            case "Ctrl-C":
+                raise KeyboardInterrupt
+
+    steps = ["line", "another up", "its worker", "another worker", "Ctrl-C"]
+    monkeypatch.setattr(logs.time, "sleep", later)
+    assert logs.show(state, "decode", follow=True, lines=0) == 0
+    assert [line for line in capfd.readouterr().out.splitlines() if line] == [
+        f"==> {state.log_of('decode-0')} <==", "next", "begins",
+        f"==> {state.log_of('decode-2')} <==", "first",
+    ]  # fmt: skip
+
+
 def test_a_role_or_an_instance_id_names_processes(state: StateDir) -> None:
     assert names(state, "decode") == ["decode-0", "decode-1"]
     assert names(state, "nats") == ["nats"]
