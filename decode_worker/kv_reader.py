@@ -11,7 +11,6 @@ when this process ends. Our KV memory must live until `close` has returned.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,7 +18,6 @@ from pullfill.errors import HandoffError, IncompatibleError, PullfillError, Tran
 from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over, survey
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
@@ -45,7 +43,6 @@ class KvReader:
         self,
         instance_id: str,
         open_session: Open,
-        idle_s: float = IDLE_S,
         otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
         self._instance_id = instance_id
@@ -57,7 +54,6 @@ class KvReader:
         # Of this worker alone, so a slow one delays only its own jobs.
         self._thread = SerialExecutor()
         self._left = False
-        self._idle = IdleTimer(self._rest, idle_s)
 
     @property
     def moved_bytes(self) -> int:
@@ -85,11 +81,9 @@ class KvReader:
 
         wanted: called when its thread gets to this read, and again once the session is open. False:
         do not read."""
-        loop = asyncio.get_running_loop()
-        with self._idle.used():
-            return await loop.run_in_executor(
-                self._thread, self._read, fence, list(source), list(target), wanted
-            )
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._read, fence, list(source), list(target), wanted
+        )
 
     def interrupt(self) -> None:
         """End a read that waits for the worker: it raises TransferFailed soon. Never blocks."""
@@ -121,14 +115,6 @@ class KvReader:
             session.interrupt()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._let_go()
-
-    def _rest(self) -> bool:
-        """Close the unused session, on its thread. The next read opens it again."""
-        if not self._left and self._session is not None:
-            logger.debug("closing the idle session to %s", self._instance_id)
-            with contextlib.suppress(RuntimeError):  # no thread can be started: next time
-                self._thread.put(self._let_go)
-        return True
 
     def _read(
         self,

@@ -348,17 +348,13 @@ class RequestServer:
         for frontend in list(self._frontends.values()):
             self._send(frontend, *parts)
 
-    def _send_blocks(
-        self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None
-    ) -> None:
+    def _send_blocks(self, payload: bytes, to: bytes | None) -> None:
         """See `Send`. Any thread."""
 
         def send() -> None:
             for frontend in list(self._frontends.values()):
                 if frontend.follows and to in (None, frontend.identity):
                     self._send(frontend, front_wire.BLKS, payload)
-            if sent is not None:
-                sent()
 
         self._loop.submit(send)
 

@@ -57,8 +57,6 @@ LONGEST_S = 30.0
 """A comparison that takes longer is repeated. A decode worker waits for no more than this time to
 be compared: then it serves, and prefills every prompt itself."""
 
-_MEASURES = ("kv_difference", "kv_tolerance", "logprob_difference", "logprob_tolerance")
-
 
 @dataclass(frozen=True, slots=True)
 class Ours:
@@ -189,7 +187,6 @@ class Checks:
                     "advice": None
                     if result is None or result.passed
                     else result.advice(peer.instance_id, self._ours.instance_id),
-                    **{name: getattr(result, name, None) for name in _MEASURES},
                 }
                 for peer, pair in self._peers.values()
                 for result in [self._kept.current.get(pair)]

@@ -30,11 +30,8 @@ logger = log.get("decode_worker.kv_events")
 RING_EVENTS = 1 << 16
 # Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
-# Messages of one answer that may wait for the engine thread, between two of its steps.
-_WINDOW = 16
-
-# (payload, identity of a frontend or None for all that follow, called when it is sent).
-Send = Callable[[bytes, bytes | None, Callable[[], None] | None], None]
+# (payload, identity of a frontend or None for all that follow).
+Send = Callable[[bytes, bytes | None], None]
 
 
 class Held:
@@ -193,17 +190,11 @@ class BlockEvents:
             return
         # Where the ring no longer has all of them, frontends notice a gap and ask.
         for message in ring.since(ring.epoch, told) or ring.since(ring.epoch, ring.next) or ():
-            self._send(wire.encode(message), None, None)
+            self._send(wire.encode(message), None)
 
     async def _answer(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
-        window = asyncio.Semaphore(_WINDOW)
-
-        def sent() -> None:
-            self._loop.call_soon_threadsafe(window.release)
-
         for answer in self._ring.answer(message):
-            await window.acquire()
-            send(wire.encode(answer), identity, sent)
+            send(wire.encode(answer), identity)
             await asyncio.sleep(0)  # other callbacks of the loop get their turn
 
     def _answered(self, identity: bytes, task: asyncio.Task[None]) -> None:

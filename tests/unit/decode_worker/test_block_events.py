@@ -144,29 +144,22 @@ class Follower:
 
 
 class Rig:
-    """Block events whose messages reach followers while `open`."""
+    """Block events, and those who follow them."""
 
     def __init__(self) -> None:
-        self.open = True
         self.sent: list[bytes] = []
-        self.waiting: list[Callable[[], None]] = []
         self.followers: dict[bytes, Follower] = {}
         view: Any = FakeView()
         self.blocks = BlockEvents(asyncio.get_running_loop(), view, KvEvents(), flush_s=0.01)
         self.take = view.take
 
-    def send(self, payload: bytes, to: bytes | None, sent: Callable[[], None] | None) -> None:
+    def send(self, payload: bytes, to: bytes | None) -> None:
         def deliver() -> None:
             self.sent.append(payload)
             for follower in [f for n, f in self.followers.items() if to in (None, n)]:
                 follower.take(payload)
-            if sent is not None:
-                sent()
 
-        if self.open:
-            asyncio.get_running_loop().call_soon(deliver)
-        else:
-            self.waiting.append(deliver)
+        asyncio.get_running_loop().call_soon(deliver)
 
     def follower(self, name: bytes = b"f") -> Follower:
         self.followers[name] = Follower(self, name)
@@ -208,28 +201,6 @@ async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
         rig.take([stored(prompt)])
     await until(lambda: follower.index.blocks(1) == 50)
     assert len(follower.messages) == 1
-
-
-async def test_an_answer_waits_for_the_engine_thread(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine in a long step must not find a whole snapshot in its queue."""
-    monkeypatch.setattr(block_events, "_WINDOW", 2)
-    pages = [
-        PrefixPage(epoch=1, at=0, upto=0, page=number, last=number == 9, hashes=bytes(8))
-        for number in range(10)
-    ]
-    monkeypatch.setattr(rig.blocks._ring, "answer", lambda follow: iter(pages))
-    rig.open = False
-    follower = rig.follower()
-    await until(lambda: len(rig.waiting) == 2)
-    await asyncio.sleep(0.05)
-    assert len(rig.waiting) == 2
-    rig.open = True
-    for deliver in rig.waiting:
-        deliver()
-    await until(lambda: follower.replica.healing.snapshots > 0)
-    assert follower.messages[:10] == pages
 
 
 async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
