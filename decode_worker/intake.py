@@ -4,20 +4,15 @@ The engine thread receives messages and puts the expensive ones here: decoding, 
 vLLM's block hashes of a prompt of 128k tokens take 50 ms. Results come back in the order in which
 the messages were put, as work for the engine thread.
 
-A small message is prepared at once, on the engine thread, if nothing waits before it: two wake-ups
-of threads cost more than it does. The engine thread does so for one message each turn of its loop.
-
-Lifecycle: `start` once, `put` from the engine thread, `close` at the end. The thread is a daemon:
-nobody waits for a preparation under way.
+Nobody waits for a preparation under way when the process ends: the thread is a daemon.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 
 from pullfill.runtime import log
+from pullfill.runtime.serial_executor import SerialExecutor
 
 logger = log.get("decode_worker.intake")
 
@@ -35,63 +30,41 @@ Preparation = Callable[[], Work | None]
 
 
 class Intake:
-    """A queue of preparations and the thread that runs them one after another.
+    """Runs preparations one after another. Call it on the engine thread.
 
     submit: `EngineThread.submit` (worker/ports.py).
-    busy: returns whether the engine takes steps now.
-    """
+    stepping: returns whether the engine takes steps now."""
 
-    def __init__(self, submit: Callable[..., None], busy: Callable[[], bool]) -> None:
+    def __init__(self, submit: Callable[..., None], stepping: Callable[[], bool]) -> None:
         self._submit = submit
-        self._busy = busy
-        self._waiting: queue.SimpleQueue[tuple[Preparation, int] | None] = queue.SimpleQueue()
+        self._stepping = stepping
+        self.thread = SerialExecutor()
+        # Bytes so far. Two sums, because each is changed by another thread.
         self._put = self._done = 0
-        self._given = self._taken = 0
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="intake", daemon=True).start()
-
-    def close(self) -> None:
-        self._waiting.put(None)
 
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
         """Queue a preparation. Returns False, and drops it, if too much waits already.
 
-        size: bytes of the message.
-        here: the caller is the engine thread, and the preparation may run at once inside `put`."""
-        small = SMALL_BYTES if self._busy() else SMALL_AT_REST_BYTES
-        if here and size <= small and self._given == self._taken:
-            self._prepare(preparation, here=True)
+        size: bytes of the message. here: the preparation may run at once, inside `put`."""
+        # A small message that nothing waits before: two wake-ups of threads cost more than it does.
+        small = SMALL_BYTES if self._stepping() else SMALL_AT_REST_BYTES
+        if here and size <= small and not self.thread.busy:
+            self._prepare(preparation, wake=False)
             return True
         if self._put - self._done + size > MAX_BYTES:
             return False
         self._put += size
-        self._given += 1
-        self._waiting.put((preparation, size))
+
+        def run() -> None:
+            self._prepare(preparation, wake=True)
+            self._done += size
+
+        self.thread.put(run)
         return True
 
-    @property
-    def idle(self) -> bool:
-        """Whether no preparation waits."""
-        return self._waiting.empty()
-
-    def _run(self) -> None:
-        while self.work():
-            pass
-
-    def work(self) -> bool:
-        """Wait for the next preparation and run it. Returns False after `close`."""
-        if (taken := self._waiting.get()) is None:
-            return False
-        preparation, size = taken
-        self._prepare(preparation)
-        self._done += size
-        self._taken += 1
-        return True
-
-    def _prepare(self, preparation: Preparation, here: bool = False) -> None:
+    def _prepare(self, preparation: Preparation, wake: bool) -> None:
         try:
             if (work := preparation()) is not None:
-                self._submit(work, wake=not here)
+                self._submit(work, wake=wake)
         except Exception:
             logger.exception("a frontend's message failed; it is ignored")

@@ -101,10 +101,9 @@ class RequestServer:
         self._loop.register(self._socket, self.receive)
         for socket in self._gate.sockets:
             self._loop.register(socket, self._gate.look)
-        self.intake.start()
 
     def close(self) -> None:
-        self.intake.close()
+        self.intake.thread.shutdown(wait=False)
         if self._gate is not None:
             self._gate.close()
             self._gate = None

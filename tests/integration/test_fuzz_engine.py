@@ -165,8 +165,7 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
             frames = [zmq.Frame(part) for part in payload]
             with contextlib.suppress(BadMessage):
                 request_server._dispatch(identity, kind, frames)
-            while not request_server.intake.idle:
-                request_server.intake.work()
+            request_server.intake.thread.wait()
 
     identity = st.sampled_from([b"a", b"b"])
     kind = st.one_of(st.sampled_from(KINDS), st.binary(max_size=5))

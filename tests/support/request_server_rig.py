@@ -21,7 +21,7 @@ from pullfill.engine import front_wire
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
 from pullfill.worker.own_loop import OwnLoop
-from tests.support.fakes import FakeClock, wait_for
+from tests.support.fakes import FakeClock
 
 LIMIT = 100
 
@@ -145,7 +145,7 @@ class Rig:
         while not last:
             self.todo.get(timeout=5)()
         # Its thread notes a moment later that it is idle.
-        wait_for(lambda: intake._given == intake._taken)
+        intake.thread.wait()
 
     def hold_intake(self) -> threading.Event:
         """The intake thread does nothing until the event is set."""
