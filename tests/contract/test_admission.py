@@ -108,18 +108,3 @@ async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
         )
         assert told.write_s > 0
         await cluster.check_clean()
-
-
-async def test_a_slow_link_counts_while_its_worker_is_connected(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
-        decode.look()
-        prefill.puller.pause("check", "paused")
-        await reported(decode, prefill, Load(tokens_per_s=TOKENS))
-        for link, seconds in ((prefill.name, 0.1), ("prefill-gone", 1000.0)):
-            for _ in range(3):
-                decode.model.workers.wrote(link, 10, seconds)
-        assert remote(decode, 1), "the slow one has left"
-        for _ in range(8):  # as many as are remembered
-            decode.model.workers.wrote(prefill.name, 10, 1000.0)
-        assert not remote(decode, 2)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.ledger import Settle
 from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
 from pullfill.runtime import metrics
 from pullfill.wire import (
     WIRE_VERSION,
     Claim,
     DrainAck,
-    Draining,
     GiveUp,
     Goodbye,
     Grant,
@@ -185,36 +182,6 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert release.job_id == "j"
 
 
-async def test_a_job_nobody_claims_is_given_up_at_its_deadline(
-    decode: Decode, connect: Any
-) -> None:
-    """Also when the timer had nothing to wait for before."""
-    await connect()
-    await asyncio.sleep(0.05)
-    decode.open(timeout_s=0.05)
-    await until(lambda: decode.ledger.has_events)
-    (settle,) = decode.settled()
-    assert (settle.loaded, settle.outcome) == (False, Outcome.CLAIM_TIMEOUT)
-
-
-async def test_the_timer_survives_a_failure(
-    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await connect()
-    real, calls = decode.ledger.tick, 0
-
-    def tick() -> float | None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise RuntimeError("once")
-        return real()
-
-    monkeypatch.setattr(decode.ledger, "tick", tick)
-    decode.open(timeout_s=0.05)
-    await until(lambda: decode.ledger.open_jobs == 0)
-
-
 async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:
@@ -290,25 +257,3 @@ async def test_proof_is_asked_for_when_the_writer_is_lost(decode: Decode) -> Non
     slot.holders = 0
     writer.writer.close()
     await until(lambda: decode.ledger.open_jobs == 0)
-
-
-@PATIENT
-async def test_what_is_proved_quiet_while_nobody_pulls_is_not_held_first(decode: Decode) -> None:
-    """Handed back by the last worker, which still wrote then, and has ended when the timer looks:
-    served here at once, and its blocks are free."""
-    last = await greeted(decode)
-    slot = await writing(decode, last)
-    real, asked = decode.fences.try_revoke, []
-
-    def try_revoke(token: Any) -> bool:
-        asked.append(real(token))
-        slot.holders = 0
-        return bool(asked[-1])
-
-    fences: Any = SimpleNamespace(try_revoke=try_revoke)
-    decode.ledger._fences = fences
-    last.say(Draining())
-    last.say(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
-    await until(lambda: decode.ledger.open_jobs == 0)
-    assert asked == [False, True]
-    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]

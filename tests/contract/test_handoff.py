@@ -42,22 +42,6 @@ async def test_every_length_around_the_block_boundaries(tmp_path: Path, transpor
         assert prefill.engine.computed_tokens == sum(lengths) - len(lengths)
 
 
-@pytest.mark.parametrize(("decode_hit", "prefill_hit"), [(0, 2), (1, 0), (3, 2), (3, 5)])
-async def test_hits_on_either_side(tmp_path: Path, decode_hit: int, prefill_hit: int) -> None:
-    tokens = prompt(6 * BLOCK + 2)
-    async with Cluster(tmp_path, "shm") as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        hit = decode.cache(tokens[: decode_hit * BLOCK])
-        if prefill_hit:
-            prefill.engine.cache(tokens[: prefill_hit * BLOCK])
-        served = decode.send(tokens, hit)
-        await settled(served)
-        assert decode.right(served)
-        known = max(decode_hit, prefill_hit) * BLOCK
-        assert prefill.engine.computed_tokens == len(tokens) - 1 - known, "nothing twice"
-        await cluster.check_clean()
-
-
 @settings(max_examples=40, deadline=None, database=None)
 @given(st.data())
 def test_any_mixture(data: st.DataObject) -> None:
@@ -92,10 +76,6 @@ def test_any_mixture(data: st.DataObject) -> None:
 # ------------------------------------------------------------------ prefill workers that fail
 
 
-async def nothing(*_: object, **__: object) -> None:
-    """What a dead process does."""
-
-
 async def test_a_worker_that_is_stopped_in_a_write_hands_its_job_on(tmp_path: Path) -> None:
     async with Cluster(tmp_path, clock=FakeClock()) as cluster:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
@@ -112,66 +92,6 @@ async def test_a_worker_that_is_stopped_in_a_write_hands_its_job_on(tmp_path: Pa
         assert decode.right(served)
         await cluster.check_clean()
         assert (first.budget.completed, second.budget.completed) == (0, 1)
-
-
-async def test_a_worker_that_dies_in_a_write_loses_its_job_to_another(tmp_path: Path) -> None:
-    """No word from it: the connection closes and its batch ends as the kernel ends it."""
-    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
-        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode, after=1)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        second = await cluster.prefill()
-        await first.puller.stop()
-        for job in first.puller._jobs.values():
-            job.settle = nothing  # type: ignore[method-assign]
-        await first.links.close()
-        await asyncio.to_thread(faults.kill)
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-        assert second.budget.completed == 1
-
-
-async def test_a_stopped_writer_keeps_its_blocks_and_nothing_else(tmp_path: Path) -> None:
-    """Deadline passed, request served locally, others go on; the late bytes land in blocks that
-    are still held, and the late commit is refused."""
-    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
-        decode, zombie = await cluster.decode(), await cluster.prefill(chunk=100)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        await zombie.puller.stop()
-        decode.pass_time(25.0)
-        await settled(served)
-        assert served.loaded is False
-        assert not set(served.table) & decode.pool.free
-        others = [decode.cache(prompt(n, seed=n)) for n in (40, 80)]
-        before = [decode.pages[:, t].copy() for t in others]
-        faults.resume()
-        await until(lambda: decode.ledger.open_jobs == 0)
-        assert all((decode.pages[:, t] == b).all() for t, b in zip(others, before, strict=True))
-        await cluster.check_clean()
-
-
-async def test_abort_in_a_write(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode, after=1)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        decode.abort(served)
-        await settled(served)
-        assert not set(served.table) & decode.pool.free, "held"
-        await until(lambda: prefill.budget.tokens == 0)
-        assert not prefill.puller.idle.is_set(), "a copy still runs"
-        faults.resume()
-        await until(lambda: set(served.table) <= decode.pool.free)
-        await cluster.check_clean()
-        assert prefill.budget.completed == 0
-        again = decode.send(prompt(30))
-        await settled(again)
-        assert decode.right(again)
 
 
 # ------------------------------------------------------------------ bad messages

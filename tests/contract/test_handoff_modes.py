@@ -28,7 +28,6 @@ from tests.support.handoff_rig import (
     stuck_in_a_write,
     until,
 )
-from tests.support.kv_engine import BLOCK
 
 PULL = KvMode.PULL
 TRANSPORTS = ["loopback", "shm", "tcp"]
@@ -82,35 +81,6 @@ async def test_every_mode_brings_the_right_bytes(
         assert stage_count("tail") - tails == len(served)
         assert (moved["read"] > 0) == (mode is PULL)
         assert (moved["written"] > 0) == (mode is not PULL)
-
-
-async def test_pull_with_hits_on_both_sides(tmp_path: Path) -> None:
-    """Blocks that were a hit on the prefill side are read like those it computed."""
-    tokens = prompt(6 * BLOCK + 2)
-    async with Cluster(tmp_path, "shm", kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        hit = decode.cache(tokens[: 2 * BLOCK])
-        prefill.engine.cache(tokens[: 3 * BLOCK])
-        served = decode.send(tokens, hit)
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-
-
-async def test_who_cannot_be_read_writes(tmp_path: Path) -> None:
-    """It says no regions: its grants say push, and nothing is lost."""
-    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
-        (peer,) = decode.control.peers.values()
-        decode.control._readers.discard(peer.reader)  # type: ignore[arg-type]
-        peer.reader = None
-        written = counter(metrics.KV_WRITE_BYTES, "loopback")
-        prefill.puller.start()
-        served = decode.send(prompt(30))
-        await settled(served)
-        assert decode.right(served)
-        assert counter(metrics.KV_WRITE_BYTES, "loopback") > written
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ when something ends it

@@ -16,10 +16,10 @@ from pullfill.wire import KvMode
 from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled
 from tests.support.kv_engine import BLOCK, LAYOUT
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 0.8
 """`remote_timeout_s`. It is also the whole deadline, because the link is not measured yet."""
 BLOCKS = 16
-BATCH_S = 0.3
+BATCH_S = 0.17
 LONG = prompt(BLOCKS * BLOCK + 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -213,24 +212,6 @@ async def serve(decode: DecodeHalf, seed: int) -> None:
     await settled(served)
     assert decode.right(served)
     decode.abort(served)
-
-
-async def test_an_idle_connection_is_closed_and_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with Cluster(tmp_path, "tcp") as cluster:
-        decode = await cluster.decode()
-        prefill = await cluster.prefill(chunk=5)
-        shared = idle_after(prefill, decode, 0.02)
-        owner: Any = decode.region.owner
-        for seed in (1, 2):
-            await serve(decode, seed)
-            await until(lambda: shared.current is None)
-            await until(lambda: owner.connections == 0)
-            assert prefill.links.routes[decode.name]["transport"] == "tcp"
-        assert prefill.budget.failed == 0
-        await cluster.check_clean()
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 async def test_no_job_fails_though_sessions_are_closed_all_the_time(tmp_path: Path) -> None:

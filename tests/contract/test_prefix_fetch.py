@@ -124,16 +124,6 @@ async def test_a_prefix_is_read(pair: Pair) -> None:
     assert told.timings_ms.fetch
 
 
-async def test_only_what_this_worker_lacks_is_read(pair: Pair) -> None:
-    """And the last token is computed here."""
-    tokens = prompt(PREFIX)
-    pair.holder.cache(tokens)
-    pair.asker.cache(tokens[: 3 * BLOCK])
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert served.loaded
-    assert (told.prefix_hit_tokens, told.fetched_tokens) == (3 * BLOCK, PREFIX - 4 * BLOCK)
-
-
 async def test_the_local_hit_may_change_while_the_holder_is_asked(pair: Pair) -> None:
     tokens = prompt(PREFIX + 1)
     pair.holder.cache(tokens)
@@ -159,15 +149,6 @@ async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair, held: int
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     fetched = held if held >= LEAST else 0
     assert (told.fetch, told.fetched_tokens) == ("fetched" if fetched else "not_held", fetched)
-
-
-async def test_another_salt_is_another_prompt(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens, salt="theirs")
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="ours")
-    assert (served.loaded, told.fetch) == (False, "not_held")
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="theirs")
-    assert (served.loaded, told.fetch) == (True, "fetched")
 
 
 async def test_workers_that_round_differently_read_nothing(
@@ -211,16 +192,6 @@ async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, ga
     gate.open.set()
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetch) == (False, "expired")
-
-
-async def test_a_holder_that_is_lost_confirms_nothing(pair: Pair, gate: Gate) -> None:
-    served = await pair.reading(gate)
-    pair.holder.leases.renew()
-    await until(lambda: not pair.holder.leases._askers)
-    gate.open.set()
-    told = await pair.asker.end(served)
-    assert (served.loaded, told.fetched_tokens) == (False, 0)
-    assert told.fetch in ("lost", "expired")
 
 
 async def test_a_cancelled_request_keeps_its_blocks_until_the_reader_is_quiet(
@@ -282,16 +253,6 @@ async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
     pair.holder.cache(tokens)
     _, told = await pair.asker.ask(tokens, pair.holder.holds(len(tokens)))
     assert told.fetched_tokens == NUM_BLOCKS // read_leases.SHARE * BLOCK
-
-
-async def test_a_lease_that_vllm_has_no_blocks_for_is_given_back(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(read_leases, "LEASE_S", 0.1)
-    request = await pair.leased()
-    await until(lambda: not pair.asker.fetches._running)
-    assert pair.asker.side.decide(request, 0) == (0, False)
-    pair.asker.side.request_finished(request.request_id)
 
 
 async def test_a_lease_that_ends_as_vllm_allocates(
@@ -406,17 +367,6 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     gate.open.set()
     assert (await pair.asker.end(one)).fetch == "fetched"
     assert (await pair.asker.end(two)).fetch == "busy"
-
-
-async def test_a_read_that_is_too_slow_is_interrupted(
-    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
-    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
-    assert (await pair.asker.end(served)).fetch == "lost"
 
 
 async def test_no_prompt_waits_for_a_session_that_does_not_open(

@@ -17,7 +17,7 @@ from pullfill.deploy import local_servers
 from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
-from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.certificates import Certificates, make_certificates
@@ -71,30 +71,6 @@ def nats_toml(tls: Certificates, ca: Path | None = None, user: str = "pullfill")
         f'[nats]\nuser = "{user}"\npassword_file = "password"\n'
         f'ca = "{ca or tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
     )
-
-
-async def test_a_job_goes_through_a_server_with_a_password_and_tls(
-    tmp_path: Path, locked_nats: NatsServer, certificates: Certificates
-) -> None:
-    security = write(tmp_path, nats_toml(certificates), password=PASSWORD)
-    options = security.nats.options()
-    producer = await JetStreamProducer.connect(
-        locked_nats.url, QUEUE, wait_s=HANG_S, connect_options=options
-    )
-    consumer = await JetStreamConsumer.connect(
-        locked_nats.url, QUEUE, wait_s=HANG_S, connect_options=options
-    )
-    try:
-        await producer.publish("job", b"body", 7)
-        delivery = await consumer.pull(HANG_S)
-        assert delivery.body == b"body"
-        await delivery.ack()
-        # Our own redial logs in again.
-        await locked_nats.restart()
-        await until(lambda: producer.available)
-        await producer.publish("again", b"body 2", 7)
-    finally:
-        await asyncio.gather(producer.close(), consumer.close())
 
 
 @pytest.mark.parametrize(

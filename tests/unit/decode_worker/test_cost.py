@@ -129,17 +129,6 @@ def test_an_idle_engine_takes_what_would_wait_in_the_queue(rig: Rig) -> None:
     assert chosen == {True, False}
 
 
-def test_a_prompt_beside_streams_goes_away_or_into_chunks(rig: Rig) -> None:
-    rig.streams(4)
-    assert rig.ask(2000)[2] == Choice.REMOTE
-    assert {rig.ask(2000)[2] for _ in range(8)} == {Choice.REMOTE, Choice.CHUNKED}
-
-
-def test_a_prompt_that_must_stay_keeps_its_reason_and_spares_the_streams(rig: Rig) -> None:
-    rig.streams(4)
-    assert rig.ask(2000, **STAY)[1:] == (Decision(False, "queue_full"), Choice.CHUNKED)
-
-
 def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
     there = [
         rig.model.predict(Queue(("p",), 1), Targets(2.0, 0.05), 0, 2000, waited_s).there
@@ -270,13 +259,6 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
 
 
-def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
-    before = rig.model.rates.base(1)
-    for _ in range(20):
-        rig.step(9.0, unknown=500)
-    assert rig.model.rates.base(1) == before
-
-
 def test_nothing_is_left_of_requests_that_are_over() -> None:
     rig, fresh = Rig(), Rig()
     names = [*rig.streams(3), *(rig.ask(100 + 7 * n, ttft_s=0.1 * n + 1)[0] for n in range(40))]
@@ -291,6 +273,3 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     ]
     assert told == [NOTHING, NOTHING]
     assert rig.model.chunk() == (0, 0)
-
-
-# ------------------------------------------------------------------ its price

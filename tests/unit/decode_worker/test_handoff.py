@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from pullfill.decode_worker.handoff import Handoff, OpenedJob
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.engine import features
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
 from pullfill.wire import Progress
@@ -71,22 +69,6 @@ class Rig:
         self.handoff.publish(replace(job, **changes))
 
 
-async def test_jobs_of_one_step_wake_the_loop_once_and_are_all_published(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig, woken = Rig(), list[str]()
-    real = rig.handoff._publish_opened
-    monkeypatch.setattr(rig.handoff, "_publish_opened", lambda: (woken.append(""), real()))
-    for number in range(2):
-        names = [f"j{number}.{index}" for index in range(3)]
-        thread = threading.Thread(target=lambda names=names: [*map(rig.send, names)])
-        thread.start()
-        thread.join()  # the loop did not run meanwhile
-        await until(lambda number=number: len(rig.stored) == 3 * (number + 1))  # type: ignore[misc]
-    assert len(woken) == 2
-    assert [name for name, _ in rig.stored] == [f"j{n}.{i}" for n in range(2) for i in range(3)]
-
-
 async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:
     """Otherwise the queue would believe that the job waits."""
     rig = Rig()
@@ -131,29 +113,6 @@ async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
     await until(lambda: rig.ledger.has_events)
     assert [e.outcome for e in rig.ledger.take_events() if isinstance(e, Settle)] == [outcome]
     assert len(caplog.records) == (not retryable)
-
-
-async def test_inputs_are_encoded_once_and_not_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, bool]] = []
-
-    def seen(name: str, result: Any) -> Any:
-        def call(_: Any) -> Any:
-            calls.append((name, threading.current_thread() is threading.main_thread()))
-            return result
-
-        return call
-
-    monkeypatch.setattr(features, "encode", seen("encode", b"inputs"))
-    monkeypatch.setattr(features, "digest", seen("digest", "of inputs"))
-    rig = Rig()
-    rig.send("j", features=["an image"])
-    await until(lambda: rig.stored)
-    for attempt, writer in enumerate("ab", 1):
-        grant = said.grant(rig.ledger, "j", "i", writer).grant
-        assert grant is not None
-        assert grant.features == b"inputs"
-        said.gave_up(rig.ledger, "j", attempt, "i", writer)
-    assert calls == [("encode", False), ("digest", False)]
 
 
 async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(

@@ -213,18 +213,6 @@ def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(
     decode.prompt()
 
 
-@pytest.mark.parametrize("how", ["cancelled", "publish_failed"])
-def test_a_trial_without_a_verdict_leaves_its_place_to_the_next(
-    half_open: Decode, how: str
-) -> None:
-    trial = half_open.prompt()
-    if how == "cancelled":
-        half_open.ledger.give_up(trial, Outcome.CANCELLED)
-    else:
-        half_open.ledger.give_up(trial, Outcome.PUBLISH_FAILED)
-    half_open.prompt()
-
-
 def test_a_prefill_worker_that_becomes_free_ends_the_pause(decode: Decode) -> None:
     decode.stall()
     decode.ledger.prefill_free()

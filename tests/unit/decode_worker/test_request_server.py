@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -69,24 +69,6 @@ def test_what_does_not_fit_ends_with_an_error_and_never_reaches_the_engine(
     assert (kind, payload) == (front_wire.OUT, b"error " + name + b" request")
     assert rig.core.added == []
     assert rig.request_server.active_requests == 0
-
-
-def test_an_adapter_has_its_identity_before_vllm_hashes_the_prompt(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-    adapters = SimpleNamespace(
-        named=lambda asked: f"{asked}@digest",
-        admit=lambda core, request: seen.append(f"admitted {request.lora_request}"),
-    )
-    hashed = rig.core.preprocess_add_request
-    monkeypatch.setattr(rig.loop, "adapters", adapters)
-    monkeypatch.setattr(rig.request_server._codec, "lora_request", "red")
-    monkeypatch.setattr(
-        rig.core, "preprocess_add_request", lambda r: [seen.append(r.lora_request), hashed(r)][1]
-    )
-    rig.add("a")
-    assert seen == ["red@digest", "admitted red@digest"]
 
 
 @pytest.mark.essential

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.forecast import Forecast
 from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
-from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
+from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
 from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
-from tests.support.features import stand_in
 from tests.support.handoff_model import BLOCK, HandoffModel
 from tests.support.loopback import LoopbackFences
 
@@ -184,53 +182,6 @@ def test_vllm_may_overrule() -> None:
     assert (record.path, record.reason) == ("local", "engine_declined")
 
 
-def test_a_job_carries_the_adapter_if_it_can_be_told() -> None:
-    rig = Rig()
-    request = FakeRequest("first", list(range(20)), lora_request=object())
-    assert rig.side.decide(request, 0) == (0, False)
-    rig.told["adapter"] = told = Adapter(name="red", path="/red", content="c")
-    rig.send(20, lora_request=object())
-    assert rig.published[0].adapter == told
-
-
-def test_a_job_names_the_features_that_a_prefill_worker_takes() -> None:
-    rig = Rig()
-    made = [stand_in(2, 5)]
-    assert rig.side.decide(FakeRequest("r", list(range(20)), mm_features=made), 0) == (0, False)
-    rig.told["takes_features"] = True
-    rig.send(20, mm_features=made)
-    assert rig.published[0].features == made
-    late = [stand_in(16, 4)]  # the last token is computed here, and belongs to it
-    assert rig.side.decide(FakeRequest("l", list(range(20)), mm_features=late), 0) == (0, False)
-    rig.told["adapter"] = Adapter(name="red", path="/red", content="c")
-    both = FakeRequest("b", list(range(20)), mm_features=made, lora_request=object())
-    assert rig.side.decide(both, 0) == (0, False)
-
-
-def test_explain_shows_what_the_decision_was_made_on() -> None:
-    rig = Rig()
-    told = Forecast(wait_s=4.0, prefill_s=2.0, write_s=3.0, commit_within_s=50.0)
-    rig.told["forecast"] = told
-    rig.send(20)
-    record = rig.traces.finish("r")
-    assert record is not None
-    expected = Expected(queue=4.0, prefill=2.0, kv_write=3.0, claim_timeout=10.0, timeout=50.0)
-    assert record.expected_s == expected
-    for request_id, changes, shown in (
-        ("waits", {"wait_s": 11.0}, True),
-        ("links", {"write_s": 7.0}, True),
-        ("pooling", {}, False),
-    ):  # fmt: skip
-        rig.told["forecast"] = told = replace(told, **changes)
-        request = FakeRequest(request_id, list(range(20)))
-        request.pooling_params = None if shown else object()
-        assert rig.side.decide(request, 0) == (0, False)
-        rig.side.enqueue(request, [list(range(5))], 0)
-        record = rig.traces.finish(request_id)
-        assert record is not None
-        assert (record.expected_s is not None) is shown, record.reason
-
-
 # ------------------------------------------------------------------ what comes back
 
 
@@ -293,20 +244,6 @@ def test_finished_before_it_was_allocated_leaves_nothing() -> None:
     rig.side.enqueue(FakeRequest("r", list(range(20))), [[1, 2, 3, 4, 5]], 19)
     assert rig.ledger.open_jobs == 0
     assert rig.side.collect() == ([], [])
-
-
-def test_a_loaded_request_tells_its_trace() -> None:
-    rig = Rig()
-    rig.send(20, hit=8)
-    rig.side.step_done()
-    job = rig.published[0]
-    said.grant(rig.ledger, job.job_id, "i", "a")
-    said.commit(rig.ledger, job.job_id, 1, "i", "a", 3)
-    assert rig.side.collect() == (["r"], [])
-    record = rig.traces.finish("r")
-    assert record is not None
-    assert (record.path, record.prefix_hit_tokens, record.remote_tokens) == ("remote", 8, 11)
-    assert rig.traces.finish("r") is None
 
 
 def test_vllm_reserves_no_blocks_for_a_request_whose_fetch_has_failed() -> None:
