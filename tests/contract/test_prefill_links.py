@@ -13,12 +13,8 @@ from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
 from pullfill.net import peer_link
-from pullfill.net.channel import FIRST_FRAME
-from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker import decode_links as links_module
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
-from pullfill.transfer.shm.files import ShmEndpoint
-from pullfill.wire import Hello, WorkerRecord, WorkerState, encode
+from pullfill.wire import Hello, WorkerRecord, WorkerState
 from tests.support.control_rig import Decode, FakeDirectory, until
 from tests.support.handoff_rig import (
     COMPATIBLE,
@@ -30,25 +26,7 @@ from tests.support.handoff_rig import (
     settled,
     stuck_in_a_write,
 )
-from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
-
-
-def greeting(tmp_path: Path, ranks: int) -> Hello:
-    """What a prefill worker of so many ranks says, with paths and names as long as real ones."""
-    region = shm_rig(tmp_path).region(DENSE)
-    region.owner.close()
-    kv = f"/dev/shm/pullfill-{'x' * 32}"
-    shm = ShmEndpoint(
-        kv=f"{kv}.kv", kv_inode=(25, 1 << 40), fence=f"{kv}.fence", fence_inode=(25, 1 << 40),
-        nbytes=1 << 40,
-    )  # fmt: skip
-    endpoints = {"shm": shm.encode(), "tcp": "tcp://192.168.100.100:45678"}
-    of_rank = replace(region.descriptor, world_size=ranks, endpoints=endpoints)
-    return Hello(
-        prefill_instance="prefill-1",
-        compat=COMPAT.hash(),
-        regions=tuple(replace(of_rank, rank=rank) for rank in range(ranks)),
-    )
+from tests.support.transfer_rigs import COMPAT
 
 
 async def no_transfer_worker(_: Any) -> Any:
@@ -64,30 +42,14 @@ def link_to(record: WorkerRecord, hello: Hello, **more: Any) -> DecodeLink:
     return links.links[record.instance_id]
 
 
-async def test_the_memory_of_many_ranks_fits_a_greeting(tmp_path: Path) -> None:
-    key = ClusterKey(b"k" * 32)
-    hello = greeting(tmp_path, 512)
-    assert len(encode(hello)) > 2 * FIRST_FRAME
-    decode = Decode(key=key)
-    await decode.server.start("127.0.0.1")
-    link = link_to(decode.record(), hello, key=key)
-    try:
-        await link.wait_up(10)
-    finally:
-        await link.close()
-        await decode.server.stop()
-
-
 @asynccontextmanager
-async def following(
-    tmp_path: Path, **more: float
-) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
+async def following(**more: float) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
     """DecodeLinks that follow a directory, and a decode worker that listens."""
     decode, directory = Decode(), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
     links = DecodeLinks(
-        seen, greeting(tmp_path, 1), COMPAT, no_transfer_worker,
+        seen, Hello(prefill_instance="prefill-1", compat=COMPAT.hash()), COMPAT, no_transfer_worker,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
     links.start()
@@ -98,8 +60,8 @@ async def following(
         await decode.server.stop()
 
 
-async def test_a_worker_that_is_both_does_not_connect_to_itself(tmp_path: Path) -> None:
-    async with following(tmp_path) as (links, directory, decode):
+async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
+    async with following() as (links, directory, decode):
         own = replace(decode.record(), instance_id="prefill-1", compat=COMPAT)
         directory.put(own)
         directory.put(replace(decode.record(), compat=COMPAT))
@@ -107,8 +69,8 @@ async def test_a_worker_that_is_both_does_not_connect_to_itself(tmp_path: Path) 
         assert not links.knows("prefill-1")
 
 
-async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_path: Path) -> None:
-    async with following(tmp_path) as (links, directory, decode):
+async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> None:
+    async with following() as (links, directory, decode):
         record = replace(decode.record(), compat=COMPAT)
         directory.put(record)
         await until(lambda: links.connected == ["decode-1"])
@@ -119,9 +81,9 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one(tmp_pat
         await until(lambda: links.connected == ["decode-1"])
 
 
-async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for(tmp_path: Path) -> None:
+async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
     """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
-    async with following(tmp_path, appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):
+    async with following(appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):
         nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
         directory.put(nobody)
         async with asyncio.timeout(10):
@@ -217,26 +179,6 @@ async def test_connections_follow_who_comes_and_goes(quick: None) -> None:
         await until(lambda: workers.settled)
         now = {name: links.connected for name, links in workers.prefill.items()}
         assert now == {name: links for name, links in before.items() if name != "prefill-2"}
-
-
-async def test_a_decode_worker_that_left_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode worker may drain while workers that are not connected to it pull its last jobs. If
-    it is dead, no job waits for it a second time."""
-    async with fleet(8, 6, most=1) as workers:
-        await until(lambda: workers.settled)
-        links = workers.prefill["prefill-0"]
-        drains, dead = [d for d in workers.decode if d.name not in links.connected][:2]
-        workers.directory.remove(drains.name)
-        assert not links.knows(drains.name)
-        assert (await links.find(drains.name)).connected
-        await dead.server.stop()
-        workers.directory.remove(dead.name)
-        with pytest.raises(PeerUnavailable, match="does not answer"):
-            await links.find(dead.name)
-        await until(lambda: dead.name not in links.links)
-        monkeypatch.setattr(links_module, "DecodeLink", None)
-        with pytest.raises(PeerUnavailable, match="left the directory"):
-            await links.find(dead.name)
 
 
 # --------------------------------------------------------------------------- with jobs

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from msgspec.structs import replace
 from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.transfer.contract import KvLayout, LocalMemory
+from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState
@@ -39,44 +36,13 @@ class Registry:
         return self._descriptors[rank]
 
 
-@contextlib.contextmanager
-def serving(
-    directory: Path, layout: KvLayout, ours: KvLayout
-) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
-    """A prefill worker's memory, and a decode worker's that is served over tcp."""
-    rig = tcp_rig(directory)
-    region = rig.region(layout)
-    rank: Any = rig.local(ours)
-    yield [rank.memory], region.descriptor
-    region.owner.close()
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
-    with serving(tmp_path, DENSE, DENSE) as made:
-        yield made
-
-
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """Something else listens at the address: an HTTP server."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection, contextlib.suppress(OSError):
-                    connection.recv(65536)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4)
-                    connection.recv(1)
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(10)
+    """A prefill worker's memory, and a decode worker's that is served over tcp."""
+    rig = tcp_rig(tmp_path)
+    region, rank = rig.region(DENSE), rig.local(DENSE)
+    yield [rank.memory], region.descriptor
+    region.owner.close()
 
 
 async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
@@ -95,14 +61,6 @@ async def test_what_is_right_is_reached(served: tuple[list[LocalMemory], RegionD
     assert transfer_worker.join(10)
 
 
-async def test_somebody_else_at_its_address(
-    served: tuple[list[LocalMemory], RegionDescriptor], stranger: str
-) -> None:
-    memories, descriptor = served
-    with pytest.raises(PeerUnavailable):
-        await opened(memories, replace(descriptor, endpoints={"tcp": stranger}))
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": MAX_RANKS + 1}],
@@ -114,13 +72,3 @@ async def test_a_descriptor_that_contradicts_itself_or_its_worker(
     memories, descriptor = served
     with pytest.raises(PeerUnavailable):
         await opened(memories, replace(descriptor, **wrong))
-
-
-async def test_ranks_that_do_not_belong_together(
-    served: tuple[list[LocalMemory], RegionDescriptor],
-) -> None:
-    memories, descriptor = served
-    first = replace(descriptor, world_size=2)
-    other = replace(first, rank=1, incarnation="before")
-    with pytest.raises(PeerUnavailable):
-        await opened(memories, first, other)

@@ -9,7 +9,6 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -160,33 +159,6 @@ async def test_a_process_that_stood_still_does_not_blame_the_server(
     assert turns == []
 
 
-async def test_a_hung_server_costs_one_timeout_then_nothing(
-    server: NatsServer, config: QueueConfig
-) -> None:
-    timeout_s = 0.3
-    producer, consumer = await both(server, replace(config, publish_timeout_s=timeout_s))
-    server.pause()
-    started = time.monotonic()
-    results = await asyncio.gather(
-        *(producer.publish(f"j{i}", b"x" * 400_000, 10) for i in range(5)), return_exceptions=True
-    )
-    assert all(isinstance(result, QueueUnavailable) for result in results)
-    assert not producer.available
-    for i in range(100):
-        with pytest.raises(QueueUnavailable):
-            await producer.publish(f"k{i}", b"", 10)
-    assert time.monotonic() - started < 10 * timeout_s, "an open breaker waits for nobody"
-    with pytest.raises(QueueUnavailable):
-        await consumer.pull(0.1)
-    server.resume()
-    await publish_when_available(producer, "after")
-    names = set[str]()
-    while "after" not in names:  # the others, if they were stored, are refused at their claim
-        names.add((job := await pulled(consumer)).job_id)
-        await job.ack()
-    await asyncio.gather(producer.close(), consumer.close())
-
-
 @pytest.mark.essential
 async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     server: NatsServer, pair: Pair
@@ -312,21 +284,6 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
     assert [letter.job_id for letter in letters] == ["seq-1"]
 
 
-async def test_room_is_noticed_by_one_that_publishes_nothing_for_want_of_it(
-    nats: NatsServer, config: QueueConfig, lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While all it knows is that the queue is full it does not use the queue. It must look all the
-    same, also when a thread says so that has no loop."""
-    monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", 3600.0)
-    producer, consumer = lasting
-    await producer.publish("job", b"", 10)
-    await (await pulled(consumer)).ack()
-    await asyncio.sleep(0.3)
-    assert producer.depth().depth_jobs == 1, "it was not told"
-    await asyncio.to_thread(producer.look_again)
-    await until(lambda: producer.depth().depth_jobs == 0)
-
-
 async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> None:
     producer, _ = lasting
     assert producer.max_body < 8 << 20
@@ -336,6 +293,41 @@ async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> No
         assert not caught.value.retryable
     await producer.publish("large", bytes(producer.max_body), 10)
     assert producer.available
+
+
+async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
+    lasting: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that asks for the depth must survive such an answer: it also closes the breaker."""
+    producer = lasting[0]
+
+    async def api(*asked: object) -> object:
+        return {"what": "is this"}
+
+    with monkeypatch.context() as odd:
+        odd.setattr(producer.connection, "api", api)
+        await until(lambda: not producer.available)
+    await until(lambda: producer.available)
+
+
+async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
+    lasting: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All jobs that wait are cancelled when the last prefill worker is lost."""
+    producer, now, most = lasting[0], 0, 0
+
+    async def api(*_: object) -> object:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return {}
+
+    receipts = [Receipt(f"j{n}", n, stream_id=producer.streams.stream_id) for n in range(200)]
+    with monkeypatch.context() as slow:
+        slow.setattr(producer.connection, "api", api)
+        assert all(await asyncio.gather(*map(producer.cancel, receipts)))
+    assert most < 80, "the others wait here, where no timeout runs"
 
 
 # ------------------------------------------------------------------ the streams and their settings

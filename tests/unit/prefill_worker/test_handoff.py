@@ -53,12 +53,14 @@ Reach = Callable[[], Coroutine[Any, Any, Any]]
 
 
 class Delivered:
-    """A `Delivery`; `verbs`: how it was settled."""
+    """A `Delivery`; `verbs`: how it was settled. error: how it answers heartbeats and naks."""
 
-    job_id, body, tokens, ack_subject = "j", BODY, 4, ""
+    tokens, ack_subject = 4, ""
 
-    def __init__(self, number: int = 1) -> None:
-        self.number = number
+    def __init__(
+        self, number: int = 1, job: PrefillJob = JOB, error: Exception | None = None
+    ) -> None:
+        self.job_id, self.body, self.number, self._error = job.job_id, encode(job), number, error
         self.verbs: list[str] = []
         self.delay_s = 0.0
 
@@ -68,12 +70,16 @@ class Delivered:
     async def nak(self, delay_s: float = 0.0) -> None:
         self.verbs.append("nak")
         self.delay_s = delay_s
+        if self._error:
+            raise self._error
 
     async def term(self, reason: str) -> None:
         self.verbs.append("term")
 
     async def in_progress(self) -> None:
         self.verbs.append("in_progress")
+        if self._error:
+            raise self._error
 
 
 class Worker:
@@ -304,6 +310,24 @@ async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: 
     assert delivery.verbs == (["nak"] if end == "deadline" else [])
     assert (worker.sent == []) if end == "lost" else back(worker).retry
     assert not worker.tasks
+
+
+async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_worker_is_there() -> (
+    None
+):
+    worker, delivery = Worker(never), Delivered()
+    worker.link.transfer.current = await some_transfer_worker()
+    real = worker.link.claim
+
+    async def claim(*asked: Any) -> Grant:
+        worker.revoke()
+        return await real(*asked)
+
+    worker.link.claim = claim
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert not worker.tasks
+    assert delivery.verbs == []
 
 
 # ------------------------------------------------------------------ revoked

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.errors import ClaimRefused
 from pullfill.prefill_worker.puller import Budget, Puller
@@ -16,9 +17,10 @@ from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.runtime.health import ServerHealth
-from pullfill.wire import PrefillJob, RefuseReason, encode, u32
+from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import until
+from tests.unit.prefill_worker.test_handoff import JOB, Delivered
 
 
 class Worker:
@@ -69,7 +71,7 @@ class Worker:
             self.budget.granted(name)
 
     async def publish(self, name: str, tokens: int = 10, urgency: Urgency = Urgency.NORMAL) -> None:
-        await self.producer.publish(name, job_of(name), tokens, urgency)
+        await self.producer.publish(name, encode(job_of(name)), tokens, urgency)
 
     async def runs(self, *names: str) -> None:
         """Until these run, and until what would start another had time for it."""
@@ -86,43 +88,8 @@ class Worker:
         await until(lambda: not any(name in self.puller._jobs for name in names))
 
 
-def job_of(name: str) -> bytes:
-    return encode(
-        PrefillJob(
-            job_id=name,
-            incarnation="i",
-            decode_instance=name,
-            request_id="r",
-            compat="c",
-            token_ids=u32.pack([1, 2, 3, 4]),
-            hit_tokens=0,
-            block_ids=u32.pack([0]),
-            timeout_s=60.0,
-        )
-    )
-
-
-class Delivered:
-    """A `Delivery`; `told`: how often it was kept alive, and how it was settled."""
-
-    tokens, ack_subject = 4, ""
-
-    def __init__(self, job_id: str, number: int = 1, error: Exception | None = None) -> None:
-        self.job_id, self.body, self.number, self._error = job_id, job_of(job_id), number, error
-        self.told: list[Any] = []
-
-    async def in_progress(self) -> None:
-        self.told.append("alive")
-        if self._error:
-            raise self._error
-
-    async def ack(self) -> None:
-        self.told.append("ack")
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        self.told.append(("nak", delay_s))
-        if self._error:
-            raise self._error
+def job_of(name: str) -> PrefillJob:
+    return replace(JOB, job_id=name, decode_instance=name)
 
 
 # ------------------------------------------------------------------ how much is pulled
@@ -231,15 +198,15 @@ async def test_the_queue_is_told_of_all_jobs_as_long_as_they_run(
     worker = Worker(ack_wait_s=0.06)
     worker.puller.pause("engine", "only what the test begins runs")
     worker.puller.start()
-    bad, good = Delivered("bad", error=failure), Delivered("good")
+    bad, good = Delivered(job=job_of("bad"), error=failure), Delivered(job=job_of("good"))
     for delivery in (bad, good):
         worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await until(lambda: len(good.told) > 1)
-    assert len(bad.told) > 1, "one that cannot be told of does not keep the others from it"
+    await until(lambda: len(good.verbs) > 1)
+    assert len(bad.verbs) > 1, "one that cannot be told of does not keep the others from it"
     monkeypatch.setattr(failpoints, "_active", failpoints.parse("prefill.heartbeat=error"))
-    told = len(good.told)
+    told = len(good.verbs)
     await until(lambda: failpoints._active["prefill.heartbeat"].hits >= 4)
-    assert len(good.told) <= told + 1, "the failpoint keeps the queue from hearing"
+    assert len(good.verbs) <= told + 1, "the failpoint keeps the queue from hearing"
     monkeypatch.setattr(failpoints, "_active", {})
     await worker.end("bad", "good")
     await worker.puller.close()
@@ -248,11 +215,11 @@ async def test_the_queue_is_told_of_all_jobs_as_long_as_they_run(
 @pytest.mark.parametrize(
     ("refused", "number", "told"),
     [
-        (None, 1, ["ack"]),
-        (RefuseReason.IN_PROGRESS, 1, []),  # nobody would hear of it again if that worker failed
-        (RefuseReason.IN_PROGRESS, 5, ["ack"]),  # it would become a dead letter
-        (RefuseReason.HELD, 1, [("nak", pytest.approx(0.2))]),  # no worker has it
-        (RefuseReason.HELD, 2, [("nak", pytest.approx(0.8))]),
+        (None, 1, ["ack", 0.0]),
+        (RefuseReason.IN_PROGRESS, 1, [0.0]),  # nobody would hear of it again if that worker failed
+        (RefuseReason.IN_PROGRESS, 5, ["ack", 0.0]),  # it would become a dead letter
+        (RefuseReason.HELD, 1, ["nak", pytest.approx(0.2)]),  # no worker has it
+        (RefuseReason.HELD, 2, ["nak", pytest.approx(0.8)]),
     ],
 )
 async def test_a_job_of_this_process_is_not_run(
@@ -263,10 +230,10 @@ async def test_a_job_of_this_process_is_not_run(
             raise ClaimRefused("another worker has it", reason=refused)
         return True
 
-    worker, own = Worker(take_back=take_back), Delivered("own", number)
+    worker, own = Worker(take_back=take_back), Delivered(number)
     worker.puller.begin(own)  # type: ignore[arg-type]
     await asyncio.wait_for(worker.puller.idle.wait(), 5)
-    assert (own.told, worker.puller.in_flight) == (told, 0)
+    assert ([*own.verbs, own.delay_s], worker.puller.in_flight) == (told, 0)
 
 
 async def test_a_claim_counts_until_its_answer_is_late_and_again_from_the_grant() -> None:

@@ -147,27 +147,6 @@ def test_cancelled_work_is_not_done_but_answered(
     assert isinstance(calls.callbacks[1], HandoffError)
 
 
-def test_flush_waits_for_no_other_task(transfer_worker: TransferWorker, session: Session) -> None:
-    """A preempted task whose peer is slow for others: the engine thread waits here."""
-    other, calls = Calls(transfer_worker), Calls(transfer_worker)
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    wait_for(lambda: calls.callbacks)
-    session.gate.clear()
-    session.entered.clear()
-    transfer_worker.write(other.task, [1], [6], False, other.done)
-    assert session.entered.wait(10)
-    calls.task.outstanding += 1  # planned, as the scheduler half counts it
-    assert transfer_worker.flush(calls.task) is True
-    assert (other.callbacks, session.gate.is_set()) == ([], False)
-    transfer_worker.write(calls.task, [2], [7], False, calls.done)
-    assert transfer_worker.flush(calls.task, timeout_s=0.02) is False, (
-        "its own copy waits in the queue"
-    )
-    session.gate.set()
-    assert transfer_worker.flush(calls.task) is True
-    assert calls.callbacks == [None, None]
-
-
 def test_a_callback_that_fails_leaves_nobody_waiting(transfer_worker: TransferWorker) -> None:
     calls = Calls(transfer_worker)
 
@@ -227,29 +206,6 @@ def test_without_a_thread_for_it_an_operation_is_answered(
 
 
 # ------------------------------------------------------------------ modes
-
-
-def test_pull_keeps_the_blocks_until_they_are_let_go(
-    transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker, KvMode.PULL)
-    task = calls.task
-    transfer_worker.write(task, [3, 1], [5, 6], False, calls.done)
-    transfer_worker.write(task, [2], [7], True, calls.done)
-    wait_for(lambda: calls.ends)
-    assert calls.ends == [None], "all is computed"
-    assert session.done == []
-    assert task.kept_blocks == [3, 1, 2]
-    assert task.outstanding == 1, "the engine keeps them"
-    assert used(credits) == 3
-    assert credits.gone == ["decode-1"]
-    assert len(calls.callbacks) == 2
-    task.cancel()
-    transfer_worker.let_go(task)
-    transfer_worker.let_go(task)
-    assert task.outstanding == 0
-    assert calls.callbacks == [None] * 3, "the last one lets the engine free them"
-    assert used(credits) == 0
 
 
 def test_pull_after_a_preemption_keeps_the_new_blocks(
