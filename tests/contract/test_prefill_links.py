@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from pullfill.errors import PeerUnavailable
 from pullfill.net import peer_link
-from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
+from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
+from pullfill.net.security import ClusterKey
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import Hello, WorkerRecord, WorkerState
 from tests.support.control_rig import Decode, FakeDirectory, until
 from tests.support.handoff_rig import (
@@ -33,24 +35,17 @@ async def no_transfer_worker(_: Any) -> Any:
     raise AssertionError("nothing is moved")
 
 
-def link_to(record: WorkerRecord, hello: Hello, **more: Any) -> DecodeLink:
-    directory: Any = FakeDirectory()
-    directory.put(replace(record, compat=COMPAT))
-    opener = more.pop("open_transfer_worker", no_transfer_worker)
-    links = DecodeLinks(directory, hello, COMPAT, opener, **more)
-    links.start()
-    return links.links[record.instance_id]
-
-
 @asynccontextmanager
-async def following(**more: float) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
+async def following(
+    key: ClusterKey | None = None, computes: str = "", **more: float
+) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
     """DecodeLinks that follow a directory, and a decode worker that listens."""
-    decode, directory = Decode(), FakeDirectory()
+    decode, directory = Decode(key=key), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
+    hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes=computes)
     links = DecodeLinks(
-        seen, Hello(prefill_instance="prefill-1", compat=COMPAT.hash()), COMPAT, no_transfer_worker,
-        **more,  # type: ignore[arg-type]
+        seen, hello, COMPAT, no_transfer_worker, key, **more  # type: ignore[arg-type]
     )  # fmt: skip
     links.start()
     try:
@@ -58,6 +53,21 @@ async def following(**more: float) -> AsyncIterator[tuple[DecodeLinks, FakeDirec
     finally:
         await links.close()
         await decode.server.stop()
+
+
+async def test_a_greeting_may_be_long_and_one_that_nobody_takes_is_told_to_people(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It describes the memory of each rank."""
+    key = ClusterKey(b"k" * 32)
+    for size, taken in ((2 * FIRST_FRAME, True), (HELLO_FRAME, False)):
+        async with following(key, "x" * size) as (links, directory, decode):
+            directory.put(replace(decode.record(), compat=COMPAT))
+            if taken:
+                assert (await links.find("decode-1")).connected
+            else:
+                await until(lambda: "our Hello has" in caplog.text)
+                assert not links.connected
 
 
 async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
