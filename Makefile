@@ -44,7 +44,7 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/mypy
 
 test: lint test-fast ## Lint, then all tests but the long ones, quick ones first
-	$(BIN)/pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
+	$(BIN)/pytest -q --forks $(WORKERS) -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 # vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
 test-vllm: ## make test on another release of vLLM, in a venv of its own: make test-vllm VLLM=0.31.0
@@ -69,7 +69,7 @@ flaky: install ## Repeat the tests of make test, list what differed: make flaky 
 chaos: install ## Fault tests, and all long tests: models, LoRA, packaging, chart, more fuzzing
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)
-	FUZZ=1000 $(BIN)/pytest -q -n 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
+	FUZZ=1000 $(BIN)/pytest -q --forks 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
 
 chaos-report: install ## One process killed under load: failures, recovery, freed blocks (10 minutes)
 	$(BIN)/python -m benchmarks.chaos_report $(ARGS)

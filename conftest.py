@@ -19,6 +19,7 @@ from tests.support.checkpoint import tiny_checkpoint
 from tests.support.forks import Forks
 from tests.support.late import READ_WITH_TESTS, loaded_large, uses_late
 from tests.support.oracle import Oracle
+from tests.support.zygote import zygote
 
 # Tests name their clusters themselves; one of the developer's must not leak in.
 for _name in ("PULLFILL_STATE_DIR", "PULLFILL_FAILPOINTS", "PULLFILL_DEBUG", "PULLFILL_LOG_LEVEL"):
@@ -43,51 +44,51 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 _ORDER = ("unit", "benchmarks", "contract", "integration", "chaos", "netns", "gpu")
 _FORKED_ORDER = ("contract", "benchmarks", "unit")
-"""Of several processes, none should still have long tests to run when the others have ended."""
+_QUICK = {"unit", "contract"}
+_CLUSTERS = ("integration", "chaos", "netns")
 _LONG_FILES = (
-    "test_up_keeps test_handoff_faults test_tour test_worker_faults test_registry_outage test_mla "
+    "test_up_keeps test_handoff_faults test_tour test_worker_faults test_registry_outage "
     "test_tensor_parallel test_elastic_roles test_cli test_odd_requests test_prefix_fetch "
     "test_states test_hosts test_up_stock test_speculation test_remote_prefill "
     "test_cut_off test_server_members test_multimodal test_suspects test_modes "
     "test_migration test_frontends test_outages test_elastic"
 ).split()
-"""The files that take longest, for `-n`, which gives a process whole files."""
+"""The engine tests that take longest. With `--forks` they come first, because of several processes
+none should still have long tests to run when the others have ended."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--forks", type=int, default=0, metavar="N", help="run tests in N processes (no xdist)"
-    )
+    parser.addoption("--forks", type=int, default=0, metavar="N", help="run tests in N processes")
 
 
-def _large(item: pytest.Item) -> str | None:
-    """The group of tests that import large modules: one process runs all of it."""
+def _together(item: pytest.Item) -> str | None:
+    """With `--forks`, tests that one process runs: of engine tests a whole file, whose fixtures
+    start processes. Of the others, those that import large modules."""
+    if _QUICK.isdisjoint(item.path.parts):
+        return str(item.path)
     return "large" if uses_late(getattr(item, "module", None)) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    forks = config.getoption("forks")
-    if forks and config.getoption("numprocesses", None):
-        raise pytest.UsageError("give --forks or -n, not both")
-    if forks:
-        config.pluginmanager.register(Forks(forks, _large))
-    if forks or "PYTEST_XDIST_WORKER" in os.environ:
+    if forks := config.getoption("forks"):
+        config.pluginmanager.register(Forks(forks, _together))
         # Idle compute threads of several processes would take turns at spinning on the same cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if any(name in argument for argument in config.args for name in _CLUSTERS):
+            zygote()  # one for all processes; it imports while tests are collected
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first, whatever the order of the folders on the command line; with `--forks`,
-    those that import large modules first, then the longest; with `-n`, the longest files first."""
+    """Quick tests first, whatever the order of the folders on the command line. With `--forks`, the
+    longest first."""
     forked = bool(config.getoption("forks"))
-    shared = "PYTEST_XDIST_WORKER" in os.environ
     order = _FORKED_ORDER if forked else _ORDER
 
     def rank(item: pytest.Item) -> int:
-        if forked and _large(item):
-            return -1
-        if shared and item.path.stem in _LONG_FILES:
+        if forked and item.path.stem in _LONG_FILES:
             return _LONG_FILES.index(item.path.stem) - len(_LONG_FILES)
+        if forked and _together(item) == "large":
+            return -1
         return next((i for i, name in enumerate(order) if name in item.path.parts), len(order))
 
     items.sort(key=rank)

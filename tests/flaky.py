@@ -21,8 +21,7 @@ from pathlib import Path
 # What pytest is given in `make test`, part by part.
 WHOLE = (
     "--forks 8 tests/unit tests/contract",
-    "-n 3 --dist loadfile --no-loadscope-reorder -m 'not long' "
-    "benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
+    "--forks 3 -m 'not long' benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu",
 )
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
 

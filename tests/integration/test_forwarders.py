@@ -35,7 +35,9 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
                 process.enter_context, frontend(etcd, tmp_path / "f.log", model_path, *flags)
             )
             try:
-                async with httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as http:
+                async with httpx.AsyncClient(
+                    base_url=served.url, timeout=PATIENCE_S, verify=False
+                ) as http:
 
                     async def ready() -> dict[str, object]:
                         found: dict[str, object] = (await http.get("/ready")).json()

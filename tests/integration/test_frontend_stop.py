@@ -6,12 +6,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
+from tests.support import web
 from tests.support.frontend_http import NAMESPACE, Served, expected, serve, workers
 from tests.support.frontend_rig import FakeDecode, until
 
@@ -39,7 +39,7 @@ async def test_it_says_that_it_leaves_serves_on_and_ends_what_is_left_with_an_er
         for stream in streams:
             await anext(stream)
         served.process.send_signal(signal.SIGTERM)
-        await until(lambda: httpx.get(f"{served.url}/ready").status_code == 503)
+        await until(lambda: web.get(f"{served.url}/ready").status_code == 503)
         assert "this frontend drains" in (await http.get("/ready")).json()["reasons"]
         body = {"model": "m", "prompt": "abc", "max_tokens": 2}
         assert (await http.post("/v1/completions", json=body)).status_code == 200

@@ -17,12 +17,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -113,10 +113,12 @@ class Forked:
 
 
 class Zygote:
-    """The process that forks. It ends, with all that it forked, when this process does."""
+    """The process that forks. It ends, with all that it forked, when the process that started it
+    does. Processes that this one forks later, as `pytest --forks` does, use the same zygote."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # One order at a time, of all threads of all processes: they share the pipes.
+        self._lock = multiprocessing.get_context("fork").Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             env={**os.environ, **_ENVIRONMENT},
@@ -125,10 +127,11 @@ class Zygote:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._pidfd = os.pidfd_open(self._process.pid)  # a forked process cannot wait for it
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not select.select([self._pidfd], [], [], 0)[0]
 
     def spawn(
         self,
@@ -167,7 +170,7 @@ _zygote: Zygote | None = None
 
 
 def zygote() -> Zygote:
-    """The zygote of this process. The first call starts it, and does not wait for it."""
+    """The zygote. The first call starts it, and does not wait for it."""
     global _zygote
     if _zygote is None or not _zygote.alive:
         _zygote = Zygote()
