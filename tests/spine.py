@@ -92,8 +92,7 @@ def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Wind
     record = directory / "calls"
     record.touch()
     window = Window(record)
-    cluster = Cluster(directory, tiny_checkpoint())
-    try:
+    with Cluster(directory, tiny_checkpoint()) as cluster:
         cluster.start_servers()
         for role in ("decode", "prefill", "frontend"):
             cluster.launch(role, *(flags if role != "frontend" else ()), env={RECORD: str(record)})
@@ -106,8 +105,6 @@ def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Wind
             ask(cluster, random_prompt(700, seed=seed))
         cluster.assert_clean()
         yield cluster, record, window
-    finally:
-        cluster.stop()
 
 
 def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str, list[Call]]:

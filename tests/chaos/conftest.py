@@ -42,11 +42,7 @@ class Keeper:
                 self.stop()
         if self._cluster is None:
             self._cluster = self._make()
-            self._cluster.start(decode=1, prefill=prefill, frontends=0)
-            # To empty a prefix cache.
-            self._cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
-            self._cluster.wait_ready(*self._cluster.workers)
-            self._cluster.set_router(**USUAL)
+            self._cluster.start("decode", *["prefill"] * prefill, "frontend", **USUAL)
         return self._cluster
 
     def _bring_back(self, cluster: Cluster, prefill: int) -> None:

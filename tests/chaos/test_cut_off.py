@@ -28,19 +28,14 @@ def wired(
     model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Proxy]]:
     """A cluster, and the way from its prefill worker to its decode worker."""
-    cluster = Cluster(tmp_path_factory.mktemp("cut"), model_path)
     (port,) = free_ports(1)
-    with Proxy(("127.0.0.1", port)) as control:
-        try:
-            cluster.start_servers()
-            advertised = f"--advertise-control=tcp://{control.address}"
-            cluster.launch("decode", f"--control-port={port}", advertised)
-            cluster.launch("prefill")
-            cluster.launch("frontend")
-            cluster.wait_ready(*cluster.workers)
-            yield cluster, control
-        finally:
-            cluster.stop()
+    with (
+        Proxy(("127.0.0.1", port)) as control,
+        Cluster(tmp_path_factory.mktemp("cut"), model_path) as cluster,
+    ):
+        advertised = f"--advertise-control=tcp://{control.address}"
+        cluster.start(("decode", f"--control-port={port}", advertised), "prefill", "frontend")
+        yield cluster, control
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ def test_who_waits_in_the_queue_of_a_failed_engine_goes_on_elsewhere(
 ) -> None:
     """One request runs. The one that kills the engine waits for a slot, and others wait behind
     it."""
-    cluster = Cluster(tmp_path / "cluster", model_path)
-    try:
+    with Cluster(tmp_path / "cluster", model_path) as cluster:
         cluster.start_servers()
         first = cluster.launch("decode", *ONE_AT_A_TIME, failpoints=FAILS)
         cluster.launch("frontend")
@@ -56,5 +55,3 @@ def test_who_waits_in_the_queue_of_a_failed_engine_goes_on_elsewhere(
         for heard, right in zip(asked, again, strict=True):
             assert right.done.wait(60)
             assert heard.tokens == right.tokens
-    finally:
-        cluster.stop()

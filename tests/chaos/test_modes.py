@@ -23,17 +23,10 @@ READ, WRITTEN = "pullfill_kv_read_bytes_total", "pullfill_kv_write_bytes_total"
 
 @pytest.fixture(scope="module")
 def pulling(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("pull"), model_path)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", "--kv-mode", "pull")
-        cluster.launch("prefill")
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote", remote_timeout_s=30)
-        yield cluster
-    finally:
-        cluster.stop()
+    with Cluster(tmp_path_factory.mktemp("pull"), model_path) as cluster:
+        pull = ("decode", "--kv-mode", "pull")
+        router = {"policy": "always_remote", "remote_timeout_s": 30}
+        yield cluster.start(pull, "prefill", "frontend", **router)
 
 
 @pytest.mark.essential

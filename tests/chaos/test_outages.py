@@ -95,19 +95,16 @@ class Wires:
 
 @pytest.fixture(scope="module")
 def wired(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wires]:
-    cluster = Cluster(tmp_path_factory.mktemp("outages"), model_path)
-    with Proxy() as first, Proxy() as second:
-        try:
-            cluster.start_servers()
-            first.target = second.target = ("127.0.0.1", cluster.nats.port)
-            cluster.launch("decode", *MOCK)
-            for proxy in (first, second):
-                cluster.launch("prefill", *MOCK, nats=f"nats://{proxy.address}")
-            cluster.launch("frontend")
-            cluster.wait_ready(*cluster.workers)
-            yield Wires(cluster, (first, second))
-        finally:
-            cluster.stop()
+    directory = tmp_path_factory.mktemp("outages")
+    with Proxy() as first, Proxy() as second, Cluster(directory, model_path) as cluster:
+        cluster.start_servers()
+        first.target = second.target = ("127.0.0.1", cluster.nats.port)
+        cluster.launch("decode", *MOCK)
+        for proxy in (first, second):
+            cluster.launch("prefill", *MOCK, nats=f"nats://{proxy.address}")
+        cluster.launch("frontend")
+        cluster.wait_ready(*cluster.workers)
+        yield Wires(cluster, (first, second))
 
 
 @pytest.fixture

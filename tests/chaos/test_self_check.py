@@ -31,16 +31,8 @@ class Deepseek(Cluster):
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Deepseek(tmp_path_factory.mktemp("wrong"), deepseek_checkpoint())
-    try:
-        cluster.start_servers()
-        for role in ("decode", "prefill"):
-            cluster.launch(role, WRONG)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        yield cluster
-    finally:
-        cluster.stop()
+    with Deepseek(tmp_path_factory.mktemp("wrong"), deepseek_checkpoint()) as cluster:
+        yield cluster.start(("decode", WRONG), ("prefill", WRONG), "frontend")
 
 
 def _results(cluster: Cluster) -> list[SelfCheck]:

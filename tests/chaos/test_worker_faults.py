@@ -281,13 +281,8 @@ def _ready(url: str) -> bool:
 @pytest.fixture(scope="module")
 def small(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Barely more KV memory than one longest prompt: requests are preempted all the time."""
-    cluster = Cluster(tmp_path_factory.mktemp("small"), model_path, kv_mib=7)
-    try:
-        cluster.start()
-        cluster.set_router(policy="always_remote")
-        yield cluster
-    finally:
-        cluster.stop()
+    with Cluster(tmp_path_factory.mktemp("small"), model_path, kv_mib=7) as cluster:
+        yield cluster.start(policy="always_remote")
 
 
 @pytest.mark.essential

@@ -20,17 +20,8 @@ from tests.support.frontend_http import Served, serve
 
 @pytest.fixture(scope="session")
 def shared_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), model_path)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode")
-        cluster.launch("prefill")
-        # Development routes: a test empties the decode worker's prefix cache through them.
-        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
-        cluster.wait_ready(*cluster.workers)
-        yield cluster
-    finally:
-        cluster.stop()
+    with Cluster(tmp_path_factory.mktemp("cluster"), model_path) as cluster:
+        yield cluster.start()
 
 
 @pytest.fixture

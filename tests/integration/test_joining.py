@@ -44,17 +44,11 @@ def test_the_model_is_the_same_whatever_the_number_of_ranks(tmp_path: Path) -> N
     model = ZOO["Falcon-H1 (Mamba-2)"]
     if model.missing:
         pytest.skip(model.missing)
-    cluster = Cluster(tmp_path, model.checkpoint(), lease_ttl_s=10)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *model.flags)
-        cluster.launch("frontend", *model.flags)
-        cluster.wait_ready(*cluster.workers)
+    with Cluster(tmp_path, model.checkpoint(), lease_ttl_s=10) as cluster:
+        cluster.start(("decode", *model.flags), ("frontend", *model.flags))
         said = last_error(cluster.launch("prefill", *model.flags, "--tensor-parallel-size=2"))
         # States are moved between workers with one rank only. Others have their memory as it is.
         assert "its num_layers is" in said
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.essential

@@ -25,31 +25,23 @@ TOLERANCE = 2e-2
 def test_other_scales_are_refused_by_name_and_prompts_stay_local(tmp_path: Path) -> None:
     model, other = scaled_checkpoint(0.05), scaled_checkpoint(0.01)
     assert model_fingerprint(str(model)) == model_fingerprint(str(other)), "it misses the scales"
-    cluster = Cluster(tmp_path, model, lease_ttl_s=10)
-    with Oracle(model) as oracle:
-        try:
-            cluster.start_servers()
-            cluster.launch("decode")
-            cluster.launch("frontend")
-            cluster.wait_ready(*cluster.workers)
-            misfit = cluster.launch("prefill", "--model", str(other))
-            assert "its kv_scales is" in last_error(misfit)
-            cluster.workers.remove(misfit)
-            cluster.set_router(policy="always_remote")
-            prompts = [random_prompt(length, seed=71) for length in (33, 300, 1100)]
-            _check(cluster, oracle, prompts, ("local", "no_prefill_worker"))
+    with Oracle(model) as oracle, Cluster(tmp_path, model, lease_ttl_s=10) as cluster:
+        cluster.start("decode", "frontend", policy="always_remote")
+        misfit = cluster.launch("prefill", "--model", str(other))
+        assert "its kv_scales is" in last_error(misfit)
+        cluster.workers.remove(misfit)
+        prompts = [random_prompt(length, seed=71) for length in (33, 300, 1100)]
+        _check(cluster, oracle, prompts, ("local", "no_prefill_worker"))
 
-            cluster.launch("prefill")
-            cluster.wait_ready(*cluster.workers)
-            for record in cluster.records("prefill").values():
-                assert record.compat is not None
-                assert record.compat.kv_cache_dtype.startswith("fp8")
-                assert record.compat.kv_scales != "1"
-            prompts = [prompt + random_prompt(200, seed=72) for prompt in prompts]
-            _check(cluster, oracle, prompts, ("remote", "policy_always_remote"))
-            cluster.assert_clean()
-        finally:
-            cluster.stop()
+        cluster.launch("prefill")
+        cluster.wait_ready(*cluster.workers)
+        for record in cluster.records("prefill").values():
+            assert record.compat is not None
+            assert record.compat.kv_cache_dtype.startswith("fp8")
+            assert record.compat.kv_scales != "1"
+        prompts = [prompt + random_prompt(200, seed=72) for prompt in prompts]
+        _check(cluster, oracle, prompts, ("remote", "policy_always_remote"))
+        cluster.assert_clean()
 
 
 def _check(

@@ -24,17 +24,10 @@ TOKENS_PER_S = 800.0
 def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Cluster]:
     """A pair that takes seconds for a prompt, so that a page sees it on its way."""
     slow = json.dumps({"mock": {"prefill_tokens_per_s": TOKENS_PER_S}})
-    cluster = Cluster(tmp_path_factory.mktemp("page"), model_path)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *MOCK, "--additional-config", json.dumps({"mock": {}}))
-        cluster.launch("prefill", *MOCK, "--additional-config", slow)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote")
-        yield cluster
-    finally:
-        cluster.stop()
+    decode = ("decode", *MOCK, "--additional-config", json.dumps({"mock": {}}))
+    prefill = ("prefill", *MOCK, "--additional-config", slow)
+    with Cluster(tmp_path_factory.mktemp("page"), model_path) as cluster:
+        yield cluster.start(decode, prefill, "frontend", policy="always_remote")
 
 
 def ask(cluster: Cluster, seed: int) -> str:

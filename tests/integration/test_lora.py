@@ -35,20 +35,17 @@ def adapters(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def cluster(
     adapters: Path, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("lora"), model_path)
-    try:
+    with Cluster(tmp_path_factory.mktemp("lora"), model_path) as cluster:
         cluster.start_servers()
         for role in ("decode", "prefill"):
             cluster.launch(role, *FLAGS)
         modules = [f"{name}={adapters / name}" for name in NAMES]
         cluster.launch(
             "frontend", *FLAGS, "--lora-modules", *modules,
-            env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"},
+            env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
         )  # fmt: skip
         cluster.wait_ready(*cluster.workers)
         yield cluster
-    finally:
-        cluster.stop()
 
 
 def same(one: Answer, other: Answer) -> bool:
@@ -148,22 +145,15 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_and_ends_no_engine(
 def test_without_a_prefill_worker_that_takes_adapters_prompts_stay_local(
     adapters: Path, model_path: Path, tmp_path: Path
 ) -> None:
-    cluster = Cluster(tmp_path, model_path)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *FLAGS)
-        cluster.launch("prefill")
-        cluster.launch("frontend", *FLAGS, "--lora-modules", f"red={adapters / 'red'}")
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote")
+    front = ("frontend", *FLAGS, "--lora-modules", f"red={adapters / 'red'}")
+    with Cluster(tmp_path, model_path) as cluster:
+        cluster.start(("decode", *FLAGS), "prefill", front, policy="always_remote")
         for model, path, reason in (
             ("tiny", "remote", "policy_always_remote"), ("red", "local", "lora"),
         ):  # fmt: skip
             answer = ask(cluster, random_prompt(300, seed=6), model=model)
             told = cluster.explain(answer.request_id)
             assert (told["path"], told["reason"]) == (path, reason)
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.long
@@ -171,8 +161,7 @@ def test_an_adapter_that_no_rank_can_load_ends_no_worker_of_two_ranks(
     adapters: Path, model_path: Path, tmp_path: Path
 ) -> None:
     """vLLM leaves the other ranks' answers unread when one fails, and then fails itself."""
-    cluster = Cluster(tmp_path, model_path, lease_ttl_s=10)
-    try:
+    with Cluster(tmp_path, model_path, lease_ttl_s=10) as cluster:
         cluster.start_servers()
         cluster.launch("decode", *FLAGS, "--tensor-parallel-size=2")
         cluster.launch("prefill", *FLAGS)
@@ -192,5 +181,3 @@ def test_an_adapter_that_no_rank_can_load_ends_no_worker_of_two_ranks(
         assert cluster.explain(longer.request_id)["path"] == "remote"
         assert same(ask(cluster, prompt, model="red"), local)
         assert not cluster.log_errors()
-    finally:
-        cluster.stop()

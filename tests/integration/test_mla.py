@@ -42,17 +42,10 @@ def deepseek(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster
     """Its workers have these flags."""
     # vLLM computes a prompt of this model in one step. On a busy machine the process has no time
     # for the usual 2 s meanwhile, and the prompts of a lost lease are prefilled locally.
-    cluster = Cluster(tmp_path, deepseek_checkpoint(), lease_ttl_s=10)
-    try:
-        cluster.start_servers()
+    with Cluster(tmp_path, deepseek_checkpoint(), lease_ttl_s=10) as cluster:
         # vLLM's CPU kernel for MLA has blocks of 16 tokens, whatever is asked for (here 32).
-        for role in ("decode", "prefill"):
-            cluster.launch(role, *request.param)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        yield cluster
-    finally:
-        cluster.stop()
+        workers = ((role, *request.param) for role in ("decode", "prefill"))
+        yield cluster.start(*workers, "frontend")
 
 
 def _check(model: Path, prompts: list[list[int]], answers: list[Answer]) -> None:

@@ -33,10 +33,8 @@ def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dic
 
 
 def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) -> None:
-    cluster, receiver = Cluster(tmp_path / "mock", model_path), Receiver()
-    try:
+    with Cluster(tmp_path / "mock", model_path) as cluster, Receiver() as receiver:
         cluster.start_servers()
-        receiver.start()
         traces = f"--otlp-traces-endpoint={receiver.url}"
         both = (traces, "--log-format=json")
         soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
@@ -58,9 +56,6 @@ def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) ->
         cluster.assert_clean()
         check_trace(cluster, receiver)
         check_logs(cluster)
-    finally:
-        cluster.stop()
-        receiver.stop()
 
 
 def check_trace(cluster: Cluster, receiver: Receiver) -> None:

@@ -188,22 +188,16 @@ def serving(
     path = model.checkpoint()
     common = (f"--block-size={model.block_size}", f"--dtype={model.dtype}", *model.flags, *flags)
     # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
-    cluster = Cluster(directory, path, kv_mib=192, lease_ttl_s=10)
     plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
-    with Oracle(path, **plain) as oracle:
-        try:
-            served = Served(name, model, cluster, oracle, common, plain)
-            cluster.start_servers()
-            for role in ("decode", "prefill"):
-                served.launch(role)
-            development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
-            cluster.launch("frontend", *common, *model.front, *front, env=development)
-            cluster.wait_ready(*cluster.workers)
-            cluster.set_router(policy="always_remote")
-            yield served
-            assert not cluster.log_errors()
-        finally:
-            cluster.stop()
+    with (
+        Oracle(path, **plain) as oracle,
+        Cluster(directory, path, kv_mib=192, lease_ttl_s=10) as cluster,
+    ):
+        workers = ("decode", *common, *model.decode), ("prefill", *common)
+        frontend = ("frontend", *common, *model.front, *front)
+        cluster.start(*workers, frontend, policy="always_remote")
+        yield Served(name, model, cluster, oracle, common, plain)
+        assert not cluster.log_errors()
 
 
 pytestmark = pytest.mark.engine

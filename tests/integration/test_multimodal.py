@@ -66,17 +66,10 @@ def ask(cluster: Cluster, colour: str, text: str = TEXT) -> Seen:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("images"), ZOO["BLIP-2, text"].checkpoint())
-    try:
-        cluster.start_servers()
-        template = "--chat-template={% for m in messages %}{{ m.content }}{% endfor %}"
-        for role in ("decode", "decode", "prefill"):
-            cluster.launch(role)
-        cluster.launch("frontend", template, env={"VLLM_SERVER_DEV_MODE": "1"})
-        cluster.wait_ready(*cluster.workers)
-        yield cluster
-    finally:
-        cluster.stop()
+    template = "--chat-template={% for m in messages %}{{ m.content }}{% endfor %}"
+    model = ZOO["BLIP-2, text"].checkpoint()
+    with Cluster(tmp_path_factory.mktemp("images"), model) as cluster:
+        yield cluster.start("decode", "decode", "prefill", ("frontend", template))
 
 
 @pytest.mark.essential

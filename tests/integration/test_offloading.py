@@ -88,24 +88,17 @@ def served(
     kind, directory = request.param, tmp_path_factory.mktemp("offloading")
     model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
     own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
-    cluster = Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10)
     flags = ["--max-model-len=2048", *flags_of(kind, directory / "kv")]
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *flags, *(ranks if kind == RANKS else ()))
-        cluster.launch("prefill", *flags)
-        development = {"VLLM_SERVER_DEV_MODE": "1"}  # to empty a prefix cache
-        cluster.launch("frontend", *flags, env=development)
-        cluster.wait_ready(*cluster.workers)
+    decode = ("decode", *flags, *(ranks if kind == RANKS else ()))
+    with Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10) as cluster:
+        cluster.start(decode, ("prefill", *flags), ("frontend", *flags))
         cluster.set_router(policy="conditional", max_local_prefill_length=256,
                            max_remote_kv_fraction=1.0, max_queue_wait_s=3600)  # fmt: skip
         yield Served(kind, cluster, own)
         assert not cluster.log_errors()
-    finally:
-        cluster.stop()
-        if own is not oracle:
-            own.close()
+    if own is not oracle:
+        own.close()
 
 
 @pytest.mark.essential

@@ -18,11 +18,8 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def alone(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A decode worker and a frontend. The first test starts without a prefill worker."""
-    cluster = Cluster(tmp_path_factory.mktemp("alone"), model_path)
-    try:
-        yield cluster.start(prefill=0)
-    finally:
-        cluster.stop()
+    with Cluster(tmp_path_factory.mktemp("alone"), model_path) as cluster:
+        yield cluster.start("decode", "frontend")
 
 
 def plan(cluster: Cluster) -> dict[str, Any]:

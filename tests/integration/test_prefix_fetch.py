@@ -28,13 +28,8 @@ READ = "decode.before_read"
 
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tmp_path_factory.mktemp("fetch"), model_path, kv_mib=16)
-    try:
-        made.start(decode=2, prefill=0)
-        made.set_router(min_fetch_tokens=LEAST)
-        yield made
-    finally:
-        made.stop()
+    with Cluster(tmp_path_factory.mktemp("fetch"), model_path, kv_mib=16) as made:
+        yield made.start("decode", "decode", "frontend")
 
 
 @pytest.fixture

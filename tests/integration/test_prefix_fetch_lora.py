@@ -25,18 +25,11 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     adapters = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(NAMES):
         lora_adapter(adapters / name, model_path, seed)
-    made = Cluster(tmp_path_factory.mktemp("fetch-lora"), model_path)
-    try:
-        made.start_servers()
-        for _ in range(2):
-            made.launch("decode", *FLAGS, "--transports", "tcp")
-        modules = [f"{name}={adapters / name}" for name in NAMES]
-        made.launch("frontend", *FLAGS, "--lora-modules", *modules)
-        made.wait_ready(*made.workers)
-        made.set_router(min_fetch_tokens=2 * BLOCK)
-        yield made
-    finally:
-        made.stop()
+    decode = ("decode", *FLAGS, "--transports", "tcp")
+    modules = [f"{name}={adapters / name}" for name in NAMES]
+    frontend = ("frontend", *FLAGS, "--lora-modules", *modules)
+    with Cluster(tmp_path_factory.mktemp("fetch-lora"), model_path) as made:
+        yield made.start(decode, decode, frontend, min_fetch_tokens=2 * BLOCK)
 
 
 def told(cluster: Cluster, prompt: list[int], model: str) -> tuple[Answer, dict[str, Any]]:

@@ -207,17 +207,12 @@ def test_every_decision_has_its_reason(cluster: Cluster) -> None:
 def test_a_prompt_of_32k_tokens(tmp_path: Path) -> None:
     long = tiny_checkpoint(recipe=replace(TINY, max_positions=34_000))
     prompt = random_prompt(32_768, seed=8)
-    cluster = Cluster(tmp_path, long, kv_mib=128)  # half of it may wait for prefill workers
-    try:
-        cluster.start_servers()
-        for role in ("decode", "prefill", "frontend"):
-            cluster.launch(role, "--max-model-len=33000")
-        cluster.wait_ready(*cluster.workers)
+    roles = ("decode", "prefill", "frontend")
+    with Cluster(tmp_path, long, kv_mib=128) as cluster:  # half may wait for prefill workers
+        cluster.start(*((role, "--max-model-len=33000") for role in roles))
         answer = ask(cluster, prompt, STEPS)
         told = cluster.explain(answer.request_id)
         cluster.assert_clean()
-    finally:
-        cluster.stop()
     assert (told["path"], told["reason"], told["fallback"]) == ("remote", "long_prompt", None)
     assert told["remote_tokens"] == 32_767
     with Oracle(long, max_model_len=33_000) as oracle:

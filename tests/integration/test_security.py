@@ -73,9 +73,8 @@ class Locked(Cluster):
 
 @pytest.fixture(scope="module")
 def locked(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    cluster = Locked(tmp_path_factory.mktemp("locked"), model_path)
-    cluster.lock()
-    try:
+    with Locked(tmp_path_factory.mktemp("locked"), model_path) as cluster:
+        cluster.lock()
         cluster.start_servers()
         cluster.etcd.enable_auth(PASSWORD)
         cluster.set_router(policy="always_remote")
@@ -83,8 +82,6 @@ def locked(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             cluster.launch(role, env=cluster.env)
         cluster.wait_ready(*cluster.workers)
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture(scope="module")

@@ -54,19 +54,11 @@ def oracle(model_path: Path) -> Iterator[Oracle]:
 @pytest.fixture(scope="module")
 def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Only the decode worker speculates. The frontend knows it, for its metrics."""
-    cluster = Cluster(tmp_path_factory.mktemp("ngram"), model_path, lease_ttl_s=10)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *FLAGS)
-        cluster.launch("prefill")
-        cluster.launch("frontend", *FLAGS, env={"VLLM_SERVER_DEV_MODE": "1"})
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote")
-        yield cluster
+    processes = (("decode", *FLAGS), "prefill", ("frontend", *FLAGS))
+    with Cluster(tmp_path_factory.mktemp("ngram"), model_path, lease_ttl_s=10) as cluster:
+        yield cluster.start(*processes, policy="always_remote")
         # vLLM's frontend logs a traceback of each logit_bias that it refuses.
         assert not [line for line in cluster.log_errors() if "serving.py" not in line]
-    finally:
-        cluster.stop()
 
 
 def ask(cluster: Cluster, prompt: list[int], steps: int = STEPS) -> Heard:
@@ -199,24 +191,15 @@ def test_with_a_drafter_that_has_kv_prompts_stay_local(
     model = terse_model(tmp_path / "model")
     drafter = {"num_speculative_tokens": 3, **make(tmp_path, model)}
     flags = ("--speculative-config", json.dumps(drafter))
-    cluster = Cluster(tmp_path / "cluster", model, lease_ttl_s=10)
-    prompts = [random_prompt(length, seed=6) for length in (3, 66, 300)]
-    with Oracle(
-        model, speculative_config=drafter, disable_log_stats=False, block_size=BLOCK
-    ) as oracle:
-        try:
-            cluster.start_servers()
-            for role in ("decode", "prefill", "frontend"):
-                cluster.launch(role, *flags)
-            cluster.wait_ready(*cluster.workers)
-            cluster.set_router(policy="always_remote")
-            for prompt in prompts:
-                heard = ask(cluster, prompt)
-                check(oracle, prompt, heard)
-                told = cluster.explain(heard.request_id)
-                assert (told["path"], told["reason"]) == ("local", "speculation")
-            check_drafts(cluster, oracle, dict.fromkeys(COUNTERS, 0.0))
-            cluster.assert_clean()
-            assert not cluster.log_errors()
-        finally:
-            cluster.stop()
+    plain = Oracle(model, speculative_config=drafter, disable_log_stats=False, block_size=BLOCK)
+    with plain as oracle, Cluster(tmp_path / "cluster", model, lease_ttl_s=10) as cluster:
+        processes = ((role, *flags) for role in ("decode", "prefill", "frontend"))
+        cluster.start(*processes, policy="always_remote")
+        for prompt in [random_prompt(length, seed=6) for length in (3, 66, 300)]:
+            heard = ask(cluster, prompt)
+            check(oracle, prompt, heard)
+            told = cluster.explain(heard.request_id)
+            assert (told["path"], told["reason"]) == ("local", "speculation")
+        check_drafts(cluster, oracle, dict.fromkeys(COUNTERS, 0.0))
+        cluster.assert_clean()
+        assert not cluster.log_errors()

@@ -33,18 +33,10 @@ COUNT = 6
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     path = ZOO["Falcon-H1 (Mamba-2)"].checkpoint()
-    cluster = Cluster(tmp_path_factory.mktemp("states"), path, lease_ttl_s=10)
-    try:
-        cluster.start_servers()
-        for role in ("decode", "prefill"):
-            cluster.launch(role, *MOCK)
-        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote")
-        yield cluster
+    workers = (("decode", *MOCK), ("prefill", *MOCK))
+    with Cluster(tmp_path_factory.mktemp("states"), path, lease_ttl_s=10) as cluster:
+        yield cluster.start(*workers, "frontend", policy="always_remote")
         assert not cluster.log_errors()
-    finally:
-        cluster.stop()
 
 
 def ask(cluster: Cluster, prompt: list[int], count: int = COUNT) -> dict[str, Any]:

@@ -37,16 +37,13 @@ def vllm_segments() -> set[Path]:
 
 @pytest.fixture(scope="module")
 def frontend(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("parallel"), model_path, kv_mib=32)
     before = vllm_segments()
-    try:
+    with Cluster(tmp_path_factory.mktemp("parallel"), model_path, kv_mib=32) as cluster:
         cluster.start_servers()
-        cluster.launch("frontend", env={"VLLM_SERVER_DEV_MODE": "1"})
+        cluster.launch("frontend")
         yield cluster
-    finally:
-        cluster.stop()
-        for left in vllm_segments() - before:  # vLLM's own, of ranks that were killed
-            left.unlink(missing_ok=True)
+    for left in vllm_segments() - before:  # vLLM's own, of ranks that were killed
+        left.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

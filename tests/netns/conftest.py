@@ -19,8 +19,7 @@ def spread(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     if reason := why_not():
         pytest.skip(reason)
     hosts = Hosts(["servers", "front", *DECODE, SPARE, *PREFILL])
-    cluster = SpreadCluster(tmp_path_factory.mktemp("hosts"), model_path, hosts)
-    try:
+    with SpreadCluster(tmp_path_factory.mktemp("hosts"), model_path, hosts) as cluster:
         cluster.start_servers()
         for host in DECODE:
             cluster.launch_on(host, "decode")
@@ -30,9 +29,6 @@ def spread(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         cluster.wait_ready(*cluster.workers)
         cluster.lasting = list(cluster.workers)
         yield cluster
-    finally:
-        cluster.stop()
-        hosts.close()
 
 
 @pytest.fixture

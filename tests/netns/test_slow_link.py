@@ -33,10 +33,9 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     if reason := why_not():
         pytest.skip(reason)
     hosts = Hosts(["servers", "front", "decode0", "prefill0"], mtu=60_000)
-    cluster = SpreadCluster(tmp_path_factory.mktemp("slow"), model_path, hosts)
-    cluster.kv_mib = 256
     config = '{"mock": {%s, "prefill_tokens_per_s": %d}}'
-    try:
+    with SpreadCluster(tmp_path_factory.mktemp("slow"), model_path, hosts) as cluster:
+        cluster.kv_mib = 256
         cluster.start_servers()
         for role, speed in (("decode", 0), ("prefill", TOKENS_PER_S)):
             flags = (*MOCK, "--additional-config", config % (KV, speed))
@@ -44,9 +43,6 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         cluster.launch_on("front", "frontend")
         cluster.wait_ready(*cluster.workers)
         yield cluster
-    finally:
-        cluster.stop()
-        hosts.close()
 
 
 def measure(cluster: SpreadCluster, seed: int) -> None:

@@ -18,7 +18,7 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import httpx
 import msgspec
@@ -170,14 +170,24 @@ class Cluster:
 
     # ------------------------------------------------------------------ life
 
-    def start(self, decode: int = 1, prefill: int = 1, frontends: int = 1) -> Cluster:
-        """Start the servers, then all workers at once. Returns when requests can be sent."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, *processes: str | Sequence[str], **router: object) -> Self:
+        """Start the servers, then all processes at once. Returns when requests can be sent.
+
+        processes: the role of each, or its role and flags. Default: one of each role.
+        router: settings that then act."""
         self.start_servers()
-        roles = ["decode"] * decode + ["prefill"] * prefill + ["frontend"] * frontends
-        for role in roles:
-            self.launch(role)
-        if frontends:
-            self.wait_ready(*self.workers)
+        for process in processes or ("decode", "prefill", "frontend"):
+            role, *flags = (process,) if isinstance(process, str) else process
+            self.launch(role, *flags)
+        self.wait_ready(*self.workers)
+        if router:
+            self.set_router(**router)
         return self
 
     def start_servers(self) -> None:
@@ -220,6 +230,8 @@ class Cluster:
             (port,) = free_ports(1)
             command += ["--port", str(port), "--enable-auto-tool-choice"]
             command += ["--tool-call-parser", "hermes"]
+            # Its routes for development: tests empty prefix caches through them.
+            env = {"VLLM_SERVER_DEV_MODE": "1", **(env or {})}
             self.frontend_url = f"http://{address}:{port}"
         else:
             command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]

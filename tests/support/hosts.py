@@ -132,7 +132,7 @@ class Hosts:
 
 class SpreadCluster(Cluster):
     """A cluster on `hosts`: servers on "servers", the frontend on "front", each worker on the host
-    that `launch_on` names.
+    that `launch_on` names. The hosts end with it.
 
     lasting: processes that no test ends."""
 
@@ -148,6 +148,10 @@ class SpreadCluster(Cluster):
         """Start one process on a host; does not wait."""
         address, namespace = self.hosts.address(host), self.hosts.namespace(host)
         return self.launch(role, f"--host={address}", *extra, namespace=namespace, address=address)
+
+    def stop(self) -> None:
+        super().stop()
+        self.hosts.close()
 
     def mend(self) -> None:
         """All wires as new; returns when every worker is known and connected again."""

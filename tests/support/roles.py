@@ -16,17 +16,9 @@ def elastic_cluster(directory: Path, model_path: Path) -> Iterator[Cluster]:
     """One decode worker, one prefill worker, and last an elastic one that begins as decode worker.
 
     Every prompt is prefilled remotely."""
-    cluster = Cluster(directory, model_path)
-    try:
-        cluster.start_servers()
-        for role in ("decode", "prefill", "frontend"):
-            cluster.launch(role)
-        cluster.launch("decode", "--elastic")
-        cluster.wait_ready(*cluster.workers, within_s=400)
-        cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
-        yield cluster
-    finally:
-        cluster.stop()
+    with Cluster(directory, model_path) as cluster:
+        processes = ("decode", "prefill", "frontend", ("decode", "--elastic"))
+        yield cluster.start(*processes, policy="always_remote", max_queue_wait_s=3600)
 
 
 def order(
