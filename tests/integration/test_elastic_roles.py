@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -10,28 +11,64 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import ask_for
-from tests.support.cluster import Cluster, Worker, until
+from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, random_prompt, truth
-from tests.support.roles import become, decoded_by, elastic_cluster, order, prefilled_by, states
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
 def elastic(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with elastic_cluster(tmp_path_factory.mktemp("elastic"), model_path) as cluster:
-        yield cluster
+    """One decode and one prefill worker. Every prompt is prefilled remotely."""
+    with Cluster(tmp_path_factory.mktemp("elastic"), model_path) as cluster:
+        yield cluster.start(policy="always_remote", max_queue_wait_s=3600)
 
 
 @pytest.fixture
 def worker(elastic: Cluster) -> Worker:
-    """The elastic worker, as decode worker."""
+    """The elastic worker, as decode worker. A test may end it."""
     found = elastic.workers[-1]
-    if elastic.load_of(found)["elastic"] != "decode":
+    if found.role == "frontend" or not found.alive:
+        found = elastic.launch("decode", "--elastic")
+        elastic.wait_ready(found)
+    elif elastic.load_of(found)["elastic"] != "decode":
         become(elastic, found, "decode")
     return found
+
+
+def order(
+    cluster: Cluster, worker: Worker, role: str, *more: str
+) -> subprocess.CompletedProcess[str]:
+    """`pullfill role`."""
+    return pullfill(cluster, "role", worker.instance_id, role, *more, timeout_s=120)
+
+
+def states(cluster: Cluster, worker: Worker) -> set[tuple[str, str]]:
+    """(role, state) of each record of the worker. Empty for a moment while it changes."""
+    rows = cluster.status()["workers"]
+    return {(row["role"], row["state"]) for row in rows if row["pid"] == worker.pid}
+
+
+def become(cluster: Cluster, worker: Worker, role: str) -> None:
+    """Change the worker's role, and wait until it is ready and all workers are connected."""
+    done = order(cluster, worker, role, "--wait", "--timeout", "90")
+    assert done.returncode == 0, done.stdout + done.stderr
+    roles = ("decode", "prefill") if role == "both" else (role,)
+    wanted = {(each, "ready") for each in roles}
+    until(lambda: states(cluster, worker) == wanted, 20, f"it is ready as {role}")
+    until(cluster.linked, 20, "all are connected")
+
+
+def prefilled_by(load: Load, worker: Worker) -> int:
+    """How many prompts of others the worker has prefilled."""
+    return sum(told.get("prefill_instance") == worker.instance_id for told in load.told())
+
+
+def decoded_by(load: Load, worker: Worker) -> int:
+    """How many requests the worker has answered."""
+    return sum(told["decode_instance"] == worker.instance_id for told in load.told())
 
 
 @pytest.mark.essential
@@ -48,6 +85,22 @@ def test_two_round_trips_under_load(elastic: Cluster, worker: Worker, oracle: Or
     load.check_fallbacks()
     elastic.assert_clean()
     assert not elastic.log_errors()
+
+
+@pytest.mark.essential
+def test_a_worker_that_dies_in_the_middle_harms_nobody(
+    elastic: Cluster, worker: Worker, oracle: Oracle
+) -> None:
+    with Load(elastic, seed=43_000, lengths=(200, 600), max_tokens=4) as load:
+        until(lambda: decoded_by(load, worker), 60, "it decodes")
+        worker.arm("elastic.left=kill")
+        assert order(elastic, worker, "prefill").returncode == 0
+        worker.process.wait(60)
+        done = len(load.done)
+        until(lambda: len(load.done) > done + 6, 60, "load goes on")
+    load.check(oracle)
+    until(lambda: len(elastic.incarnations()) == 2, 20, "its lease is gone")
+    elastic.assert_clean()
 
 
 @pytest.mark.long
@@ -160,7 +213,6 @@ def test_a_worker_without_the_flag_keeps_its_role(elastic: Cluster, worker: Work
 
 @pytest.mark.long
 def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
-    """The last test here: the worker is gone after it."""
     become(elastic, worker, "both")
     with Load(elastic, seed=3500) as load:
         until(lambda: decoded_by(load, worker), 60, "it decodes")

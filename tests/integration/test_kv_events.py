@@ -1,6 +1,6 @@
 """Block events of vLLM's own prefix cache: what is published is what vLLM has cached.
 
-No engine: vLLM's KVCacheManager alone. tests/integration/test_prefix_index.py has a cluster.
+No engine: vLLM's KVCacheManager alone. tests/integration/test_two_decode_workers.py has a cluster.
 """
 
 from __future__ import annotations
