@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import RegistryUnavailable
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.membership import Membership
@@ -97,33 +97,6 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -
     assert cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
 
 
-async def client_answers(client: EtcdClient) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                return await client.ping(1.0)
-            except RegistryUnavailable:
-                await asyncio.sleep(0.05)
-
-
-async def test_a_worker_that_dies_for_good_in_an_outage_is_dropped_after_its_grace(
-    etcd: EtcdServer, cluster: Cluster
-) -> None:
-    task = cluster.worker._task
-    assert task is not None
-    lease = cluster.worker.lease
-    assert lease is not None
-    await asyncio.to_thread(etcd.kill)
-    task.cancel()
-    await lease.stop()
-    await asyncio.to_thread(etcd.restart, empty=True)
-    back = time.monotonic()
-    await asyncio.sleep(1.0)
-    assert list(cluster.directory.workers("decode")) == ["decode-1"]
-    await eventually(lambda: not cluster.directory.workers("decode"), within_s=20)
-    assert time.monotonic() - back > 2.0  # never before the TTL
-
-
 class PausedClock:
     """The clock of a virtual machine: while the machine is paused, it stands still."""
 
@@ -143,8 +116,8 @@ async def test_a_paused_virtual_machine_is_not_revoked(
     worker = member(client, NS, "decode-1", ttl_s=2, clock=clock, made=made)
     await worker.join()
     await asyncio.sleep(0.3)
-    time.sleep(4.0)  # noqa: ASYNC251 - nothing of this process runs
-    clock.missed_s = 4.0
+    time.sleep(3.0)  # noqa: ASYNC251 - nothing of this process runs
+    clock.missed_s = 3.0
     first = worker.incarnation
     await eventually(lambda: worker.incarnation != first or worker.revoked.is_set(), within_s=20)
     assert not worker.revoked.is_set()
@@ -177,7 +150,7 @@ async def write(client: EtcdClient, numbers: range, *, stop: asyncio.Event) -> N
 
 async def test_watch_misses_nothing_over_restarts(etcd: EtcdServer, client: EtcdClient) -> None:
     """The watch comes back later than the writer: keys written and deleted meanwhile count too."""
-    count = 500
+    count = 300
     events: list[WatchEvent] = []
     stop = asyncio.Event()
 
@@ -242,25 +215,3 @@ async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
     await eventually(lambda: state == {b"n/same": b"1", b"n/new": b"19"})
     watcher.cancel()
     await writer.close()
-
-
-# ------------------------------------------------------------------ passwords
-
-
-async def test_a_restart_forgets_tokens_and_everything_logs_in_again(etcd: EtcdServer) -> None:
-    for words in ("user add root:s3cret", "user grant-role root root", "auth enable"):
-        await asyncio.to_thread(etcd.ctl, *words.split())
-    with pytest.raises(ConfigError, match="refused"):
-        await EtcdClient.connect(etcd.url.replace("//", "//root:wrong@"), wait_s=5)
-    client = await EtcdClient.connect(etcd.url.replace("//", "//root:s3cret@"), wait_s=10)
-    cluster = Cluster(client, client, ttl_s=5)
-    await cluster.start()
-    await asyncio.to_thread(etcd.restart)
-    await client_answers(client)
-    await cluster.worker.set_state(WorkerState.DRAINING)
-    await eventually(
-        lambda: cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
-    )
-    assert len(cluster.made) == 1
-    await cluster.close()
-    await client.close()

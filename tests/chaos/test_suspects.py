@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -25,6 +24,8 @@ from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
 
 # tests/unit/frontend/test_dispatch_suspects.py does the same with workers that start at once.
 pytestmark = pytest.mark.engine
+
+STREAMS, TOKENS = 40, 300
 
 
 class Keeper:
@@ -65,29 +66,8 @@ class Keeper:
         return killers
 
 
-@contextmanager
-def fleet(directory: Path, model_path: Path, decode: int = 3) -> Iterator[tuple[Keeper, list[str]]]:
-    """So many workers that die of FATAL, and the addresses of two frontends."""
-    cluster = Cluster(directory, model_path)
-    keeper = Keeper(cluster, decode)
-    urls = []
-    try:
-        cluster.start_servers()
-        for _ in range(decode):
-            keeper.launch()
-        for _ in range(2):
-            cluster.launch("frontend", "--restart-wait", "300")
-            urls.append(cluster.frontend_url)
-        cluster.wait_ready(*cluster.workers)
-        for url in urls:
-            until(lambda url=url: ready(url) == decode, 60, f"{url} sees all")  # type: ignore[misc]
-        yield keeper, urls
-    finally:
-        keeper.stop()
-        cluster.stop()
-
-
 def ready(url: str) -> int:
+    """How many decode workers the frontend sees."""
     try:
         count: int = web.get(f"{url}/ready").json()["decode"]
     except httpx.HTTPError:
@@ -95,43 +75,58 @@ def ready(url: str) -> int:
     return count
 
 
+def running(url: str) -> int:
+    status = web.get(f"{url}/pullfill/status", timeout=10).json()
+    return sum(worker["load"].get("running", 0) for worker in status["workers"])
+
+
 def prompt_of(token: int) -> list[int]:
     """A deadly prompt. No other prompt has as many tokens."""
     return [token, *[20] * (token - FATAL[0] + 2)]
 
 
-def run(keeper: Keeper, urls: list[str], streams: int, deadly: int, tokens: int) -> None:
-    """Send prompts to these frontends in turns."""
-    asked = [(urls[i % len(urls)], [30 + i, i + 11]) for i in range(streams)]
-    with ThreadPoolExecutor(streams + deadly) as pool:
-        calls = [pool.submit(ask, url, prompt, tokens) for url, prompt in asked]
-        until(lambda: running(urls[0]) == streams, 30, "all streams run")
+@pytest.fixture
+def fleet(tmp_path: Path, model_path: Path) -> Iterator[tuple[Keeper, list[str]]]:
+    """Three workers that die of FATAL, and the addresses of two frontends."""
+    urls = []
+    with Cluster(tmp_path / "fleet", model_path) as cluster:
+        keeper = Keeper(cluster, 3)
+        cluster.start_servers()
+        for _ in range(3):
+            keeper.launch()
+        for _ in range(2):
+            cluster.launch("frontend", "--restart-wait", "300")
+            urls.append(cluster.frontend_url)
+        cluster.wait_ready(*cluster.workers)
+        for url in urls:
+            until(lambda url=url: ready(url) == 3, 60, f"{url} sees all")  # type: ignore[misc]
+        keeper.start()
+        try:
+            yield keeper, urls
+        finally:
+            keeper.stop()
+
+
+@pytest.mark.essential
+def test_three_deadly_prompts_at_two_frontends(fleet: tuple[Keeper, list[str]]) -> None:
+    """Each frontend counts its own requests. The streams fill all slots of the surviving workers.
+    Each lives for 6 s, so all are seen to run at once."""
+    keeper, urls = fleet
+    with ThreadPoolExecutor(STREAMS + 3) as pool:
+        calls = [pool.submit(ask, urls[i % 2], [30 + i, i + 11], TOKENS) for i in range(STREAMS)]
+        until(lambda: running(urls[0]) == STREAMS, 30, "all streams run")
         killers = []
-        for i, token in enumerate(FATAL[:deadly]):
-            killers.append(pool.submit(ask_again, urls[i % len(urls)], prompt_of(token)))
+        for i, token in enumerate(FATAL[:3]):
+            killers.append(pool.submit(ask_again, urls[i % 2], prompt_of(token)))
             time.sleep(0.1)
         refused = [call.result() for call in killers]
         answers = [call.result() for call in calls]
     for code, body in answers:
         assert code == 200, body
-        assert body["choices"][0]["token_ids"] == [MockSettings().token] * tokens
+        assert body["choices"][0]["token_ids"] == [MockSettings().token] * TOKENS
     for code, body in refused:
         assert code == 400, body
         message = body["error"]["message"]
         # Who was in flight at another one's death as well says so.
         assert re.match(r"[2-9] decode workers died while", message), message
     assert 0 < max(keeper.deaths.values()) <= 2, keeper.deaths
-
-
-def running(url: str) -> int:
-    status = web.get(f"{url}/pullfill/status", timeout=10).json()
-    return sum(worker["load"].get("running", 0) for worker in status["workers"])
-
-
-@pytest.mark.essential
-def test_three_deadly_prompts_at_two_frontends(tmp_path: Path, model_path: Path) -> None:
-    """Each frontend counts its own requests. The streams fill all slots of the surviving workers.
-    Each lives for 6 s, so all are seen to run at once."""
-    with fleet(tmp_path / "fleet", model_path) as (keeper, urls):
-        keeper.start()
-        run(keeper, urls, streams=40, deadly=3, tokens=300)

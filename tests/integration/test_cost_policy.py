@@ -96,6 +96,8 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
             told = explained(cluster, answers)
             assert [one["reason"] for one in told] == ["queue_full"] * 3
             chosen |= {one["choice"] for one in told}
+            if "local_chunked" in chosen:
+                break
         assert "local_chunked" in chosen
     finally:
         cluster.set_router(max_prefill_queue_size=64, itl_ms=50)

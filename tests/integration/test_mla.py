@@ -37,15 +37,13 @@ print(json.dumps(answers))
 """
 
 
-@pytest.fixture(params=[(), pytest.param(("--no-enable-prefix-caching",), marks=pytest.mark.long)])
-def deepseek(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Its workers have these flags."""
+@pytest.fixture
+def deepseek(tmp_path: Path) -> Iterator[Cluster]:
     # vLLM computes a prompt of this model in one step. On a busy machine the process has no time
     # for the usual 2 s meanwhile, and the prompts of a lost lease are prefilled locally.
     with Cluster(tmp_path, deepseek_checkpoint(), lease_ttl_s=10) as cluster:
         # vLLM's CPU kernel for MLA has blocks of 16 tokens, whatever is asked for (here 32).
-        workers = ((role, *request.param) for role in ("decode", "prefill"))
-        yield cluster.start(*workers, "frontend")
+        yield cluster.start()
 
 
 def _check(model: Path, prompts: list[list[int]], answers: list[Answer]) -> None:
@@ -61,6 +59,7 @@ def _check(model: Path, prompts: list[list[int]], answers: list[Answer]) -> None
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_answers_of_an_mla_model_are_right_locally_and_remotely(deepseek: Cluster) -> None:
     for record in [*deepseek.records("decode").values(), *deepseek.records("prefill").values()]:
         assert record.compat is not None

@@ -26,6 +26,7 @@ from tests.support.cluster import Cluster
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, random_prompt, truth
+from tests.support.waiting import patience
 
 Bound = int | tuple[int, int]
 """Exactly so many, or (at least, at most)."""
@@ -130,7 +131,7 @@ class Checked:
         prefill = self._cluster.of("prefill")
         for worker in prefill:
             worker.arm("")
-        give_up = time.monotonic() + RECOVERS_S
+        give_up = time.monotonic() + patience(RECOVERS_S)
         while True:
             prompt = random_prompt(700, seed=next(_seeds))
             answer = ask(self._cluster, prompt, STEPS)

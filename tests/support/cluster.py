@@ -32,6 +32,7 @@ from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
+from tests.support.waiting import patience
 from tests.support.waiting import until as until
 from tests.support.zygote import Forked, zygote
 
@@ -340,7 +341,7 @@ class Cluster:
 
     def full_status(self, *workers: Worker) -> dict[str, Any]:
         """`status` with the load of every worker, or of these. Waits for late ones."""
-        give_up = time.monotonic() + LATE_S
+        give_up = time.monotonic() + patience(LATE_S)
         while True:
             status = self.status()
             told = {w["pid"] for w in status["workers"] if w["load"]}
@@ -397,7 +398,7 @@ class Cluster:
     def samples(self, *names: str) -> dict[tuple[tuple[str, str], ...], float]:
         """All samples of these metrics by their labels, in order, `__name__` first. Waits for the
         metrics of every worker that lives."""
-        give_up = time.monotonic() + LATE_S
+        give_up = time.monotonic() + patience(LATE_S)
         while True:
             text = web.get(f"{self.frontend_url}/metrics", timeout=10.0).text
             late = [w for w in self._answering() if f'instance_id="{w.instance_id}"' not in text]

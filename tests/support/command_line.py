@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pullfill.deploy.state import Launch, ProcessId, StateDir, identity, is_alive
+from tests.support.waiting import until
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
@@ -58,10 +58,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+    until(condition, seconds, what)
 
 
 def cluster(state: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any
 
 from tests.support.recorder import RECORD
 from tests.support.recorder import start as start_recording
+from tests.support.waiting import patience
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
@@ -94,8 +95,11 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code once it has ended. Raises subprocess.TimeoutExpired."""
+        """The exit code once it has ended. Raises subprocess.TimeoutExpired.
+
+        timeout: on an idle machine (`patience`)."""
         if self.returncode is None:
+            timeout = timeout and patience(timeout)
             if not select.select([self._pidfd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
             self._reap()
