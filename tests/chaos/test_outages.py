@@ -25,13 +25,12 @@ from pullfill.queue.contract import Urgency
 from pullfill.queue.streams import consumer_of
 from pullfill.snapshot import NOT_CLAIMED
 from tests.support import web
-from tests.support.cluster import MODEL, Cluster, Worker, until
+from tests.support.cluster import MOCK, MODEL, Cluster, Worker, until
 from tests.support.prompts import random_prompt
 from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 USUAL: dict[str, object] = {
     "policy": "always_remote",
     "remote_timeout_s": 30,

@@ -19,8 +19,8 @@ import pytest
 
 from pullfill.testing.mock_model import MockSettings
 from tests.support import web
-from tests.support.cluster import Cluster, until
-from tests.support.deadly import DIES, FATAL, MOCK, SLOW, ask, ask_again
+from tests.support.cluster import MOCK, Cluster, until
+from tests.support.deadly import DIES, FATAL, SLOW, ask, ask_again
 
 # tests/unit/frontend/test_dispatch_suspects.py does the same with workers that start at once.
 pytestmark = pytest.mark.engine

@@ -21,14 +21,13 @@ from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
 from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.ports import StepReport
-from tests.support.cluster import BLOCK, FLAGS
+from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.fakes import prefill_task
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
 STEP = 512  # of FLAGS
-MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 
 
 class Copies:
@@ -202,15 +201,6 @@ def test_one_prompt_in_a_step_and_the_next_prefix_meanwhile(model_path: Path) ->
     assert first == 4
     assert all(began < first for began in made.reads.values()), made.reads
     assert made.reads.keys() == hits.keys()
-
-
-def test_without_it_prompts_share_steps(model_path: Path) -> None:
-    with prefills(model_path, 0) as made:
-        with made.together():
-            for name in "abcd":
-                made.submit(name, 100)
-        made.wait(4)
-    assert max(len(step) for step in made.steps) > 1
 
 
 @pytest.mark.essential

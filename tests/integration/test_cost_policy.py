@@ -11,17 +11,12 @@ import pytest
 from tests.support.cluster import Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
-from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
+from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt
 
 pytestmark = pytest.mark.engine
 
 STEPS = 4
 REASONS = {"cost_remote", "cost_local", "cost_chunked", "cost_probe", "short_prompt", "long_prompt"}
-
-
-def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
-    for answer, (tokens, _) in zip(answers, truth(oracle, prompts, STEPS), strict=True):
-        assert answer.tokens == tokens
 
 
 def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> list[Answer]:
@@ -64,7 +59,7 @@ def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle
         return prompts, beside_streams(cluster, prompts)
 
     prompts, answers = undisturbed(cluster, asked)
-    check(answers, prompts, oracle)
+    assert_right(oracle, prompts, answers, STEPS)
     told = explained(cluster, answers)
     assert {one["reason"] for one in told} <= REASONS
     # The first prompts measure, so they have no predictions.
@@ -92,7 +87,7 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
                 return prompts, beside_streams(cluster, prompts)
 
             prompts, answers = undisturbed(cluster, asked)
-            check(answers, prompts, oracle)
+            assert_right(oracle, prompts, answers, STEPS)
             told = explained(cluster, answers)
             assert [one["reason"] for one in told] == ["queue_full"] * 3
             chosen |= {one["choice"] for one in told}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import web
-from tests.support.cluster import FLAGS
+from tests.support.cluster import FLAGS, MOCK
 from tests.support.command_line import cluster, detached, entry, run, wait_for
-from tests.support.deadly import MOCK, ask
+from tests.support.deadly import ask
 from tests.support.prompts import random_prompt
 from tests.support.small_disk import full, small_disk
 

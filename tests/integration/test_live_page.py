@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import chromium, look
-from tests.support.cluster import MODEL, Cluster
-from tests.support.deadly import MOCK
+from tests.support.cluster import MOCK, MODEL, Cluster
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine

@@ -10,14 +10,13 @@ import httpx
 import pytest
 
 from pullfill.testing.mock_model import MockSettings
-from tests.support.cluster import BLOCK, MODEL, Cluster
+from tests.support.cluster import BLOCK, MOCK, MODEL, Cluster
 from tests.support.otlp import Receiver
 from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
 SLOW = '--additional-config={"mock": {"step_s": 0.002}}'
-MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 
 
 def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dict[str, Any]]:

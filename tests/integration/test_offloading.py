@@ -20,10 +20,10 @@ from tests.support.prompts import (
     Answer,
     ask,
     ask_all,
+    assert_right,
     forget_decode_prefixes,
     going_away,
     random_prompt,
-    truth,
 )
 from tests.support.zoo import ZOO
 
@@ -50,11 +50,7 @@ class Served:
     def check(self, prompts: list[list[int]], at_once: int = 3) -> list[Answer]:
         """Ask. The answers must be those of one plain engine."""
         answers = ask_all(self.cluster, prompts, STEPS, at_once)
-        for prompt, answer, (tokens, logprobs) in zip(
-            prompts, answers, truth(self.oracle, prompts, STEPS), strict=True
-        ):
-            assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+        assert_right(self.oracle, prompts, answers, STEPS, TOLERANCE)
         return answers
 
     def loaded(self, role: str) -> float:

@@ -18,9 +18,9 @@ from tests.support.prompts import (
     Answer,
     ask,
     ask_all,
+    assert_right,
     forget_decode_prefixes,
     random_prompt,
-    truth,
 )
 
 pytestmark = pytest.mark.engine
@@ -34,10 +34,7 @@ TOLERANCE = 1e-5
 
 
 def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
-    expected = truth(oracle, prompts, STEPS)
-    for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+    assert_right(oracle, prompts, answers, STEPS, TOLERANCE)
 
 
 def paths(cluster: Cluster, answers: list[Answer]) -> list[str]:
@@ -83,7 +80,7 @@ def test_a_prompt_that_leaves_few_tokens_of_the_context(
         return [prompt], [ask(cluster, prompt, left)]
 
     (prompt,), (answer,) = undisturbed(cluster, asked)
-    assert answer.tokens == truth(oracle, [prompt], left)[0][0]
+    assert_right(oracle, [prompt], [answer], left)
     told = cluster.explain(answer.request_id)
     assert (told["path"], told["fallback"], told["remote_tokens"]) == ("remote", None, 4095 - left)
 
@@ -216,4 +213,4 @@ def test_a_prompt_of_32k_tokens(tmp_path: Path) -> None:
     assert (told["path"], told["reason"], told["fallback"]) == ("remote", "long_prompt", None)
     assert told["remote_tokens"] == 32_767
     with Oracle(long, max_model_len=33_000) as oracle:
-        assert answer.tokens == truth(oracle, [prompt], STEPS)[0][0]
+        assert_right(oracle, [prompt], [answer], STEPS)

@@ -21,7 +21,7 @@ from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
-from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
+from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -94,10 +94,7 @@ def cluster(workers: Pair) -> Iterator[Cluster]:
 
 
 def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
-    expected = truth(oracle, prompts, STEPS)
-    for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-        assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+    assert_right(oracle, prompts, answers, STEPS, TOLERANCE)
 
 
 def ranks_of(worker: Worker) -> list[int]:

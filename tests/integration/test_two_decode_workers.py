@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.oracle import Oracle
-from tests.support.prompts import Answer, ask, ask_all, random_prompt, truth
+from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -84,8 +84,7 @@ class Talk:
     def turn(self) -> Answer:
         """Ask, check the tokens, and go on from there."""
         answer = ask(self.cluster, self.prompt, STEPS)
-        ((tokens, _),) = truth(self.oracle, [self.prompt], STEPS)
-        assert answer.tokens == tokens
+        assert_right(self.oracle, [self.prompt], [answer], STEPS)
         self.told = self.cluster.explain(answer.request_id)
         self.prompt = [*self.prompt, *answer.tokens, *random_prompt(20, self.seed + 1)]
         return answer

@@ -21,7 +21,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.wire import WorkerRecord, decode
 from tests.support import web
-from tests.support.cluster import FLAGS, MODEL
+from tests.support.cluster import FLAGS, MOCK, MODEL
 from tests.support.command_line import (
     SERVERS_ONLY,
     cluster,
@@ -30,7 +30,7 @@ from tests.support.command_line import (
     run,
     wait_for,
 )
-from tests.support.deadly import MOCK, SLOW
+from tests.support.deadly import SLOW
 from tests.support.prompts import random_prompt
 
 

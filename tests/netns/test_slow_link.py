@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_mock_engine import MOCK, ask
+from tests.integration.test_mock_engine import ask
+from tests.support.cluster import MOCK
 from tests.support.hosts import Hosts, SpreadCluster, why_not
 from tests.support.prompts import random_prompt
 

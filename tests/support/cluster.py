@@ -50,6 +50,8 @@ FLAGS = (
     f"--block-size={BLOCK}",
     f"--served-model-name={MODEL}",
 )
+MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
+"""Flags of a worker whose engine computes nothing: all else is real."""
 LATE_S = 20.0
 """How long tests wait for a worker that did not answer the frontend within one second."""
 PATIENT = '{"publish_timeout_s": 3.0}'

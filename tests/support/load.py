@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
-from tests.support.prompts import Answer, ask, random_prompt, truth
+from tests.support.prompts import Answer, ask, assert_right, random_prompt
 
 
 class Load:
@@ -76,9 +76,8 @@ class Load:
         """No failure, and every token the oracle's."""
         assert not self.failures, self.failures[:5]
         assert len(self.done) >= at_least, "too little load to say anything"
-        expected = truth(oracle, [p for p, _ in self.done], self._max_tokens)
-        for (prompt, answer), (tokens, _) in zip(self.done, expected, strict=True):
-            assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+        prompts, answers = zip(*self.done, strict=True)
+        assert_right(oracle, prompts, answers, self._max_tokens)
 
     def check_fallbacks(self) -> None:
         """No remote prefill was given up, except while NATS did not answer."""

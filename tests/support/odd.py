@@ -12,7 +12,7 @@ import httpx
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import ask, assert_right, random_prompt
 
 BOUND_S = 60.0
 """For one odd request: generous, on a busy machine."""
@@ -67,4 +67,4 @@ def unharmed(cluster: Cluster, oracle: Oracle) -> Iterator[None]:
     ready = web.get(f"{cluster.frontend_url}/ready", timeout=10.0)
     assert ready.json()["decode"] == len(cluster.of("decode")), ready.text
     prompt = random_prompt(300, seed=80)
-    assert ask(cluster, prompt).tokens == truth(oracle, [prompt], 6)[0][0]
+    assert_right(oracle, [prompt], [ask(cluster, prompt)])

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.support import web
 from tests.support.cluster import MODEL, Cluster
 from tests.support.oracle import Oracle
@@ -120,6 +122,24 @@ def forget_decode_prefixes(cluster: Cluster, *, offloaded: bool = False) -> None
     offloaded: also what vLLM's own KV offloading has."""
     url = f"{cluster.frontend_url}/reset_prefix_cache?reset_external={offloaded}"
     web.post(url, timeout=10.0).raise_for_status()
+
+
+def assert_right(
+    oracle: Oracle,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Answer],
+    max_tokens: int = 6,
+    tolerance: float | None = None,
+) -> None:
+    """Each answer of `ask` has the tokens of the aggregated engine.
+
+    tolerance: also its log probabilities, with this difference at most."""
+    expected = truth(oracle, prompts, max_tokens)
+    for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
+        what = f"prompt of {len(prompt)} tokens"
+        assert answer.tokens == tokens, what
+        if tolerance is not None:
+            assert answer.logprobs == pytest.approx(logprobs, abs=tolerance), what
 
 
 def truth(
