@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from tests.support import web
@@ -43,19 +42,12 @@ def narrow(paired: Cluster) -> Iterator[Cluster]:
     paired.set_router(max_remote_kv_fraction=0.1)
     frontend = paired.launch("frontend", "--max-inflight", str(LIMIT))
     try:
-        until(lambda: _ready(paired.frontend_url), 60, "the narrow frontend is ready")
+        until(lambda: web.ready(paired.frontend_url), 60, "the narrow frontend is ready")
         yield paired
     finally:
         frontend.kill()
         paired.frontend_url = usual
         paired.set_router(max_remote_kv_fraction=0.5)
-
-
-def _ready(url: str) -> bool:
-    try:
-        return web.get(f"{url}/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 class Crowd:

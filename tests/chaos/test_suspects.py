@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pullfill.testing.mock_model import MockSettings
@@ -66,15 +65,6 @@ class Keeper:
         return killers
 
 
-def ready(url: str) -> int:
-    """How many decode workers the frontend sees."""
-    try:
-        count: int = web.get(f"{url}/ready").json()["decode"]
-    except httpx.HTTPError:
-        return -1
-    return count
-
-
 def running(url: str) -> int:
     status = web.get(f"{url}/pullfill/status", timeout=10).json()
     return sum(worker["load"].get("running", 0) for worker in status["workers"])
@@ -99,7 +89,7 @@ def fleet(tmp_path: Path, model_path: Path) -> Iterator[tuple[Keeper, list[str]]
             urls.append(cluster.frontend_url)
         cluster.wait_ready(*cluster.workers)
         for url in urls:
-            until(lambda url=url: ready(url) == 3, 60, f"{url} sees all")  # type: ignore[misc]
+            until(lambda url=url: web.ready(url).get("decode") == 3, 60, f"{url} sees all")
         keeper.start()
         try:
             yield keeper, urls

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -158,7 +157,7 @@ def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle
         with check.load(threads=2, seed=13_100) as load:
             until(lambda: len(load.done) > 3, 30, "load runs")
             paired.of("prefill")[0].kill()
-            until(lambda: web.get(f"{paired.frontend_url}/ready").json()["degraded"], 10, "told")
+            until(lambda: web.ready(paired.frontend_url)["degraded"], 10, "told")
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "all local")
         assert {check.told(a)["path"] for _, a in load.done[done + 2 :]} == {"local"}
@@ -256,7 +255,7 @@ def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle)
     survivor = paired.frontend_url
     second = paired.launch("frontend")
     doomed, paired.frontend_url = paired.frontend_url, survivor
-    until(lambda: _ready(doomed), 60, "the second frontend is ready")
+    until(lambda: web.ready(doomed), 60, "the second frontend is ready")
     (decode,) = paired.of("decode")
     with checked(paired, oracle) as check, check.load(threads=1, seed=14_500):
         decode.arm(SLOW)
@@ -270,13 +269,6 @@ def test_row_26_frontend_dies_with_streams_open(paired: Cluster, oracle: Oracle)
         client.close()
         until(lambda: "aborting 3 requests" in decode.log.read_text(), 20, "they are aborted")
     decode.arm("")
-
-
-def _ready(url: str) -> bool:
-    try:
-        return web.get(f"{url}/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.fixture(scope="module")

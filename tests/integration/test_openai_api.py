@@ -313,20 +313,13 @@ def both(
         frontend = cluster.launch("frontend", "--reasoning-parser=granite", env=env)
         second, cluster.frontend_url = cluster.frontend_url, url
         try:
-            until(lambda: _ready(second), 120.0, "the frontend is ready")
+            until(lambda: web.ready(second), 120.0, "the frontend is ready")
             stock.ready()
             yield Both(cluster, stock.url, second)
         finally:
             cluster.workers.remove(frontend)
             assert frontend.stop() == 0
     cluster.assert_clean()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return bool(web.get(f"{url}/ready").json()["decode"])
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.mark.parametrize("name", [*ROWS, *LOCAL])

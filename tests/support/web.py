@@ -7,6 +7,8 @@ ready would keep a core busy that the worker needs to start.
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 _client = httpx.Client(
@@ -17,3 +19,13 @@ _client = httpx.Client(
 get = _client.get
 post = _client.post
 request = _client.request
+
+
+def ready(url: str) -> dict[str, Any]:
+    """What /ready of a frontend says. Empty: it is not ready, or nobody answers."""
+    try:
+        answer = get(f"{url}/ready")
+    except httpx.HTTPError:
+        return {}
+    body: dict[str, Any] = answer.json()
+    return body if answer.status_code == 200 else {}
