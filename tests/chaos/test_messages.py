@@ -31,7 +31,6 @@ from pullfill.wire import (
 from tests.support import framing
 from tests.support.checked import checked
 from tests.support.cluster import BLOCK, Cluster, until
-from tests.support.kv_file import kv_digest
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
 from tests.support.pulls import granted, until_full
@@ -178,14 +177,14 @@ def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
         target.job(incarnation="0" * 32),
     ]
     with checked(cluster, oracle, stale={"claim": len(forged)}):
-        written, memory = cluster.counter(WRITTEN), kv_digest(target.decode)
+        written, memory = cluster.counter(WRITTEN), target.decode.kv_digest()
         for job in forged:
             target.publish(encode(job), job_id=job.job_id)
         nobody = target.job(decode_instance="decode-nobody")
         target.publish(encode(nobody), job_id=nobody.job_id)
         settled(target)
         assert cluster.counter(WRITTEN) == written
-        assert kv_digest(target.decode) == memory
+        assert target.decode.kv_digest() == memory
 
 
 @pytest.mark.essential
@@ -239,7 +238,7 @@ async def mallory(target: Target, job_id: str) -> list[str]:
     try:
         hello = Hello(prefill_instance="prefill-mallory", compat=target.compat)
         assert isinstance(await ask(hello), Welcome)
-        memory = kv_digest(target.decode)
+        memory = target.decode.kv_digest()
         answers = [
             (await ask(claim("0" * 32))).reason,
             (await ask(claim(job_id, "0" * 32))).reason,
@@ -247,7 +246,7 @@ async def mallory(target: Target, job_id: str) -> list[str]:
             (await ask(commit(7, 28))).reason,
             (await ask(commit(1, 1_000_000, "0" * 32))).reason,
         ]
-        assert kv_digest(target.decode) == memory
+        assert target.decode.kv_digest() == memory
         # Whoever is let in may claim, but not what another worker works on.
         answers.append((await ask(claim(job_id))).reason)
         answers.append((await ask(commit(1, 28))).reason)

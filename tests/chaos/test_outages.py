@@ -211,7 +211,7 @@ def healed(wires: Wires, server: str, name: str) -> None:
     until(lambda: set(wires.up(server)) == {1.0}, NEVER_S, "up in all metrics")
 
 
-@pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.parametrize("how", ["pause", pytest.param("kill", marks=pytest.mark.long)])
 @pytest.mark.essential
 def test_row_14_nats_that_is_away_is_told(
     how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
@@ -241,7 +241,7 @@ def test_row_14_nats_that_is_away_is_told(
     until(lambda: wires.ask()[1]["path"] == "remote", NEVER_S, "remote again")
 
 
-@pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("pause", marks=pytest.mark.long)])
 @pytest.mark.essential
 def test_row_17_etcd_that_is_away_is_told(
     how: str, wires: Wires, capsys: pytest.CaptureFixture[str]

@@ -28,9 +28,6 @@ AGAIN_S = 15.0
 next leader of a stream. Until then prompts are prefilled locally."""
 
 
-# ------------------------------------------------------------------ the queue and the registry
-
-
 class Traffic:
     """Publishes a job every 10 ms, and acks the jobs that it pulls.
 
@@ -159,6 +156,3 @@ async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: P
         await worker.leave()
         await follower.close()
         await client.close()
-
-
-# ------------------------------------------------------------------ whole workers

@@ -18,7 +18,6 @@ from tests.support.answers import ask_for
 from tests.support.checked import MANY, STEPS, Checked, checked
 from tests.support.cluster import BLOCK, Cluster, Worker, until
 from tests.support.etcd import free_ports
-from tests.support.kv_file import kv_digest
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
     ask,
@@ -103,12 +102,12 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
         told = check.told(answer.result(60))  # sent again, to the other decode worker
         assert told["decode_instance"] == cluster.of("decode")[0].instance_id
         until(lambda: cluster.seen([new]), 60, "the new one is ready")
-        memory = kv_digest(new)
+        memory = new.kv_digest()
         writer.arm("")
         writer.signal(signal.SIGCONT)
         until(cluster.linked, 20, "connected to the new one")
         cluster.assert_clean()
-        assert kv_digest(new) == memory
+        assert new.kv_digest() == memory
 
 
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.long)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.answers import ask_for
 from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, random_prompt, truth
+from tests.support.prompts import random_prompt, truth
 
 pytestmark = pytest.mark.engine
 
@@ -174,41 +173,6 @@ def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
     until(lambda: pulling() == 2, 10, "it pulls again")
     elastic.set_router(itl_ms=50)
     elastic.assert_clean()
-
-
-@pytest.mark.long
-def test_the_first_job_comes_soon_after_the_drain(
-    elastic: Cluster, worker: Worker, oracle: Oracle
-) -> None:
-    """2 s are allowed. The other prefill worker is slow, so that jobs wait for this one."""
-    (other,) = elastic.of("prefill")
-    other.arm("prefill.before_claim=sleep:0.3")
-    try:
-        with Load(elastic, seed=3300, threads=4, lengths=(900,), max_tokens=2) as load:
-            until(lambda: decoded_by(load, worker), 60, "it decodes")
-            become(elastic, worker, "prefill")
-            until(lambda: prefilled_by(load, worker), 60, "its first job")
-    finally:
-        other.arm("")
-    load.check(oracle)
-    began = log_times(worker, "this worker is prefill now")[-1]
-    written = [at for at in log_times(worker, "writing to") if at >= began]
-    assert (written[0] - began).total_seconds() <= 2
-
-
-def log_times(worker: Worker, what: str) -> list[datetime]:
-    """When the worker has logged such a line."""
-    lines = [line for line in worker.log.read_text().splitlines() if what in line]
-    return [datetime.fromisoformat(line[:23].replace(",", ".")) for line in lines]
-
-
-@pytest.mark.long
-def test_a_worker_without_the_flag_keeps_its_role(elastic: Cluster, worker: Worker) -> None:
-    usual = elastic.of("decode")[0]
-    refused = order(elastic, usual, "prefill")
-    assert refused.returncode == 2
-    assert "start it with --elastic" in refused.stderr
-    assert ask(elastic, random_prompt(40, seed=3400)).tokens
 
 
 @pytest.mark.long

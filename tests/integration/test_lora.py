@@ -142,20 +142,6 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_and_ends_no_engine(
     assert same(*(ask(cluster, random_prompt(40, seed=5), model="red") for _ in range(2)))
 
 
-def test_without_a_prefill_worker_that_takes_adapters_prompts_stay_local(
-    adapters: Path, model_path: Path, tmp_path: Path
-) -> None:
-    front = ("frontend", *FLAGS, "--lora-modules", f"red={adapters / 'red'}")
-    with Cluster(tmp_path, model_path) as cluster:
-        cluster.start(("decode", *FLAGS), "prefill", front, policy="always_remote")
-        for model, path, reason in (
-            ("tiny", "remote", "policy_always_remote"), ("red", "local", "lora"),
-        ):  # fmt: skip
-            answer = ask(cluster, random_prompt(300, seed=6), model=model)
-            told = cluster.explain(answer.request_id)
-            assert (told["path"], told["reason"]) == (path, reason)
-
-
 @pytest.mark.long
 def test_an_adapter_that_no_rank_can_load_ends_no_worker_of_two_ranks(
     adapters: Path, model_path: Path, tmp_path: Path

@@ -10,15 +10,13 @@ import pytest
 from tests.support.hosts import Hosts, SpreadCluster, why_not
 
 DECODE, PREFILL = ("decode0", "decode1"), ("prefill0", "prefill1")
-SPARE = "decode2"
-"""A host without a worker at first."""
 
 
 @pytest.fixture(scope="session")
 def spread(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpreadCluster]:
     if reason := why_not():
         pytest.skip(reason)
-    hosts = Hosts(["servers", "front", *DECODE, SPARE, *PREFILL])
+    hosts = Hosts(["servers", "front", *DECODE, *PREFILL])
     with SpreadCluster(tmp_path_factory.mktemp("hosts"), model_path, hosts) as cluster:
         cluster.start_servers()
         for host in DECODE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.registry import keys
 from pullfill.runtime.failpoints import parse as check_failpoints
-from pullfill.transfer.shm.files import shm_dir, sweep
+from pullfill.transfer.shm.files import PREFIX, shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
@@ -101,6 +102,12 @@ class Worker:
             return RouterConfig()
         # In JSON logs the quotes are escaped.
         return msgspec.json.decode(said[-1].replace(b'\\"', b'"'), type=RouterConfig)
+
+    def kv_digest(self) -> str:
+        """Of all bytes of its shared KV memory. Equal before and after an event: it wrote nothing,
+        as the memory of an idle engine does not change."""
+        with (shm_dir() / f"{PREFIX}{self.instance_id}-0.kv").open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()
 
     def arm(self, spec: str) -> None:
         """Replace its failpoints now. Hits are counted from here."""

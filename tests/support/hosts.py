@@ -87,11 +87,6 @@ class Hosts:
     def address(self, name: str) -> str:
         return f"{self._base}.{self._numbers[name]}"
 
-    @property
-    def nobody(self) -> str:
-        """An address of this network that no host has."""
-        return f"{self._base}.254"
-
     def namespace(self, name: str) -> str:
         """The file of the host's network namespace."""
         return f"/run/netns/{self._namespace(name)}"
