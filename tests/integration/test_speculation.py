@@ -77,11 +77,11 @@ def check(oracle: Oracle, prompt: list[int], heard: Heard, steps: int = STEPS) -
 
 
 def counted(read: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What `read` returns once it is the same for longer than workers hold statistics back."""
+    """What `read` returns once it stays the same."""
     last: dict[str, float] = {}
     while (now := read()) != last:
         last = now
-        time.sleep(1.5)
+        time.sleep(0.5)
     return last
 
 

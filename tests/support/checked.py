@@ -25,6 +25,7 @@ from typing import Any
 from tests.support.cluster import Cluster
 from tests.support.load import Load
 from tests.support.oracle import Oracle
+from tests.support.outages import by_outage
 from tests.support.prompts import Answer, ask, assert_right, random_prompt
 from tests.support.waiting import patience
 
@@ -38,6 +39,7 @@ DEADLINE_S = 60.0
 """Longest a request may take; `Cluster.client` gives up then."""
 RECOVERS_S = 30.0
 
+LOST = "prefill_lost"
 FALLBACK, STALE = "pullfill_fallback_total", "pullfill_stale_refused_total"
 _DECISION, _STAGES = "pullfill_decision_total", "pullfill_handoff_stage_seconds_count"
 _DEAD = "pullfill_dead_letter_total"
@@ -115,12 +117,22 @@ class Checked:
     ) -> None:
         """I6, and that every remote prefill ended once: loaded, fallen back or cancelled."""
         fell = self.fallbacks()
+        bound = fallbacks.get(LOST, 0)
+        if fell.get(LOST, 0) > (most := bound if isinstance(bound, int) else bound[1]):
+            # Jobs that a worker took back because NATS was silent for 0.6 s are no fault of a test.
+            fallbacks = {**fallbacks, LOST: (0, most + self._lost_by_outage())}
         _compare(fell, fallbacks, "fallbacks")
         _compare(self.stale(), stale, "stale refusals")
         _compare(self.moved(_DEAD, ""), {"": dead_letters}, "dead letters")
         remote = self.moved(_DECISION, "path").get("remote", 0)
         loaded = self.moved(_STAGES, "stage").get("commit", 0)
         _compare({"": remote - loaded - sum(fell.values())}, {"": cancelled}, "cancelled")
+
+    def _lost_by_outage(self) -> int:
+        answers = [answer for _, _, answer in self._sent]
+        answers += [answer for load in self._loads for _, answer in load.done]
+        told = [self.told(answer) for answer in answers]
+        return sum(t["fallback"] == LOST and by_outage(t) for t in told)
 
     def check_recovered(self) -> None:
         """I5: a new request succeeds, over the remote path if there is one; until it does, each is
