@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import nats
 import pytest
 from nats.js import JetStreamContext
 
@@ -68,59 +67,47 @@ class Target:
         }
         return PrefillJob(**(fields | changes))
 
-    def on_stream(self, work: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
-        async def run() -> Any:
-            client = await nats.connect(self.cluster.nats.url)
-            try:
-                return await work(client.jetstream())
-            finally:
-                await client.close()
-
-        return asyncio.run(run())
-
     def publish(self, *bodies: bytes, job_id: str = "", tokens: int = 700) -> None:
         """By hand, as a producer does."""
 
-        async def work(stream: JetStreamContext) -> None:
+        async def work(stream: JetStreamContext, name: str) -> None:
             for body in bodies:
                 headers = {
                     MSG_ID: job_id or secrets.token_hex(16),
                     TOKENS: str(tokens),
-                    EXPECTED_STREAM: self.names.stream,
+                    EXPECTED_STREAM: name,
                 }
                 await stream.publish(self.names.job(tokens), body, headers=headers)
 
-        self.on_stream(work)
+        self.cluster.jetstream(work)
 
-    def stored(self) -> int:
-        """Jobs in the stream, waiting or in flight."""
+    def settled(self) -> None:
+        """Wait until no job is in the stream. Decode workers do not know of those that were
+        published by hand."""
 
-        async def work(stream: JetStreamContext) -> int:
-            return (await stream.stream_info(self.names.stream)).state.messages
+        async def stored(stream: JetStreamContext, name: str) -> int:
+            return (await stream.stream_info(name)).state.messages
 
-        result: int = self.on_stream(work)
-        return result
+        until(lambda: not self.cluster.jetstream(stored), 20, "all are settled")
 
-    def take_stored(self) -> tuple[str, bytes]:
-        """The job id and body of the one job in the stream, which stays there."""
+    def stored(self) -> str:
+        """The id of the one job in the stream."""
 
-        async def work(stream: JetStreamContext) -> tuple[str, bytes]:
-            state = (await stream.stream_info(self.names.stream)).state
+        async def work(stream: JetStreamContext, name: str) -> str:
+            state = (await stream.stream_info(name)).state
             assert state.messages == 1
-            found = await stream.get_msg(self.names.stream, state.first_seq)
-            return (found.headers or {})[MSG_ID], found.data or b""
+            return ((await stream.get_msg(name, state.first_seq)).headers or {})[MSG_ID]
 
-        result: tuple[str, bytes] = self.on_stream(work)
-        return result
+        return self.cluster.jetstream(work)
 
     def replace_stored(self, change: Callable[[bytes], bytes]) -> None:
         """Put another body under the same id in the place of the newest job in the stream."""
 
-        async def work(stream: JetStreamContext) -> None:
-            info = await stream.stream_info(self.names.stream)
-            found = await stream.get_msg(self.names.stream, info.state.last_seq)
+        async def work(stream: JetStreamContext, name: str) -> None:
+            info = await stream.stream_info(name)
+            found = await stream.get_msg(name, info.state.last_seq)
             assert found.subject is not None
-            await stream.delete_msg(self.names.stream, info.state.last_seq)
+            await stream.delete_msg(name, info.state.last_seq)
             # The id must be forgotten first, or the forgery is refused as a duplicate.
             window, info.config.duplicate_window = info.config.duplicate_window, 0.1
             await stream.update_stream(info.config)
@@ -130,17 +117,12 @@ class Target:
             info.config.duplicate_window = window
             await stream.update_stream(info.config)
 
-        self.on_stream(work)
+        self.cluster.jetstream(work)
 
 
 @pytest.fixture
 def target(paired: Cluster) -> Target:
     return Target(paired)
-
-
-def settled(target: Target) -> None:
-    """By what NATS says: decode workers do not know of jobs that were published by hand."""
-    until(lambda: not target.stored(), 20, "all are settled")
 
 
 @pytest.mark.essential
@@ -162,7 +144,7 @@ def test_row_13_poison_jobs(target: Target, oracle: Oracle) -> None:
                 lambda: target.cluster.load_of(target.prefill)["failed"] == before + len(poison),
                 20, "all are seen",
             )  # fmt: skip
-            settled(target)
+            target.settled()
     assert target.prefill.alive
 
 
@@ -182,7 +164,7 @@ def test_row_25_forged_jobs(target: Target, oracle: Oracle) -> None:
             target.publish(encode(job), job_id=job.job_id)
         nobody = target.job(decode_instance="decode-nobody")
         target.publish(encode(nobody), job_id=nobody.job_id)
-        settled(target)
+        target.settled()
         assert cluster.counter(WRITTEN) == written
         assert target.decode.kv_digest() == memory
 
@@ -209,7 +191,7 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
                 target.replace_stored(moved)
                 until(lambda: load.done, 30, "answered")
                 worker.arm("")
-        settled(target)
+        target.settled()
         told = [check.told(answer) for _, answer in (*decoy.done, *load.done)]
         assert decoy.done
         assert cluster.counter(WRITTEN) - written == sum(t["kv_bytes"] for t in told) > 0
@@ -262,7 +244,7 @@ def test_row_25_forged_claims_and_commits(target: Target, oracle: Oracle) -> Non
         worker.arm("prefill.before_write=hold@1")
         with check.load(threads=1, lengths=(900,), max_tokens=1, seed=9500) as load:
             until(lambda: cluster.load_of(worker)["jobs"], 10, "the worker holds the job")
-            job_id, _ = target.take_stored()
+            job_id = target.stored()
             answers = asyncio.run(mallory(target, job_id))
             worker.arm("")
             until(lambda: load.done, 30, "answered")

@@ -11,13 +11,12 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import nats
 import pytest
+from nats.js import JetStreamContext
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import status
@@ -135,24 +134,20 @@ def test_row_15_a_prefill_worker_cut_off_from_nats_does_not_count(wires: Wires) 
         assert "pulls no jobs: NATS does not answer it" in trace["outage"]
 
 
-def pause_deliveries(cluster: Cluster, seconds: float) -> None:
-    """JetStream answers pulls and stores jobs, and delivers none."""
+def deliveries(cluster: Cluster, *, paused: bool) -> None:
+    """While they are paused, JetStream answers pulls and stores jobs, and delivers none."""
 
-    async def order() -> None:
-        client = await nats.connect(cluster.nats.url)
-        try:
-            names = [info.config.name for info in await client.jetstream().streams_info()]
-            (stream,) = [str(n) for n in names if not str(n).endswith("-dead")]
-            until_when = datetime.now(UTC) + timedelta(seconds=seconds)
-            body = msgspec.json.encode({"pause_until": until_when.isoformat()})
-            for urgency in Urgency:
-                name = consumer_of(urgency)
-                reply = await client.request(f"$JS.API.CONSUMER.PAUSE.{stream}.{name}", body)
-                assert msgspec.json.decode(reply.data)["paused"] is (seconds > 0), reply.data
-        finally:
-            await client.close()
+    async def order(context: JetStreamContext, jobs: str) -> None:
+        for urgency in Urgency:
+            if paused:
+                told = await context.pause_consumer(
+                    jobs, consumer_of(urgency), "2999-01-01T00:00:00Z"
+                )
+            else:
+                told = await context.resume_consumer(jobs, consumer_of(urgency))
+            assert told.paused is paused
 
-    asyncio.run(order())
+    cluster.jetstream(order)
 
 
 @pytest.mark.essential
@@ -161,7 +156,7 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
     wait for the claim timeout. After that one prompt at a time is a trial, and waits far less."""
     wires.cluster.set_router(claim_timeout_s=3)
 
-    pause_deliveries(wires.cluster, 600)
+    deliveries(wires.cluster, paused=True)
     try:
         paid = [wires.ask() for _ in range(3)]
         assert [trace["fallback"] for _, trace in paid] == ["claim_timeout"] * 3
@@ -169,7 +164,7 @@ def test_row_28_claims_that_time_out_stop_the_queueing(wires: Wires) -> None:
         until(lambda: wires.ask() and line in wires.ready()["reasons"], NEVER_S, "/ready says it")
         later = [wires.ask() for _ in range(20)]
     finally:
-        pause_deliveries(wires.cluster, -1)
+        deliveries(wires.cluster, paused=False)
     least = min(seconds for seconds, _ in paid)
     # A busy machine may stop a process for as long, once.
     assert sum(seconds > 0.7 * least for seconds, _ in later) <= 1

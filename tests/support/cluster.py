@@ -16,13 +16,15 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import httpx
 import msgspec
+import nats
+from nats.js import JetStreamContext
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.registry import keys
@@ -40,6 +42,7 @@ from tests.support.zygote import Forked, zygote
 if TYPE_CHECKING:
     import openai
 
+T = TypeVar("T")
 MODEL = "tiny"
 BLOCK = 32  # the CPU attention backend takes multiples of it
 FLAGS = (
@@ -423,6 +426,21 @@ class Cluster:
             for sample in family.samples
             if sample.name in names
         }
+
+    def jetstream(self, work: Callable[[JetStreamContext, str], Awaitable[T]]) -> T:
+        """Run `work` over a connection of its own, with the name of the stream of jobs."""
+
+        async def run() -> T:
+            client = await nats.connect(self.nats.url)
+            try:
+                context = client.jetstream()
+                names = [str(info.config.name) for info in await context.streams_info()]
+                (jobs,) = [name for name in names if not name.endswith("-dead")]
+                return await work(context, jobs)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
 
     def set_router(self, **settings: object) -> None:
         """Store router settings where `pullfill config set` does and wait until every decode worker

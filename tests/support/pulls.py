@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import nats
+from nats.js import JetStreamContext
 
 from tests.support.cluster import Cluster, until
 
@@ -17,18 +15,10 @@ def granted(cluster: Cluster) -> float:
 def requests_waiting(cluster: Cluster) -> int:
     """Pull requests that wait for a job at NATS."""
 
-    async def ask() -> int:
-        client = await nats.connect(cluster.nats.url)
-        try:
-            stream = client.jetstream()
-            names = [str(info.config.name) for info in await stream.streams_info()]
-            (jobs,) = [name for name in names if not name.endswith("-dead")]
-            consumers = await stream.consumers_info(jobs)
-            return sum(consumer.num_waiting or 0 for consumer in consumers)
-        finally:
-            await client.close()
+    async def ask(context: JetStreamContext, jobs: str) -> int:
+        return sum(each.num_waiting or 0 for each in await context.consumers_info(jobs))
 
-    return asyncio.run(ask())
+    return cluster.jetstream(ask)
 
 
 def until_full(cluster: Cluster, before: float, jobs: int) -> None:
