@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.errors import RegistryUnavailable
+from pullfill.errors import PullfillError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
+from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
 from pullfill.registry.watch import Delete, Put, WatchEvent, watch_prefix
-from pullfill.wire import WorkerState
-from tests.support.etcd import EtcdServer
+from pullfill.wire import QueueSettings, WorkerState
+from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.workers import eventually, member
 
 pytestmark = pytest.mark.slow
@@ -215,3 +216,33 @@ async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
     await eventually(lambda: state == {b"n/same": b"1", b"n/new": b"19"})
     watcher.cancel()
     await writer.close()
+
+
+# ------------------------------------------------------------------ a cluster of three
+
+
+@pytest.mark.essential
+async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: Path) -> None:
+    made: list[str] = []
+    with EtcdCluster(tmp_path) as cluster:
+        client = await EtcdClient.connect(cluster.url, wait_s=30.0)
+        follower = await Settings(client, "ns", QueueSettings).start()
+        worker = member(client, "ns", "decode-1", ttl_s=5, made=made)
+        await worker.join()
+        leader = await asyncio.to_thread(cluster.leader)
+        await asyncio.to_thread(leader.kill)
+        began = time.monotonic()
+        while True:
+            try:
+                await follower.set("max_jobs", "7")
+                break
+            except PullfillError:
+                assert time.monotonic() < began + 30.0
+        await eventually(lambda: follower.current.max_jobs == 7, 30.0)
+        await asyncio.sleep(6.0)  # a TTL and more
+        assert worker.lease
+        assert len(made) == 1
+        assert not worker.revoked.is_set()
+        await worker.leave()
+        await follower.close()
+        await client.close()
