@@ -55,7 +55,7 @@ def tour() -> list[tuple[str, str]]:
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_command_does_what_the_page_shows(state: Path, tmp_path: Path) -> None:
     steps = tour()

@@ -9,7 +9,7 @@ What was imported is frozen: vLLM collects garbage four times while an engine st
 at all objects of all modules each time, which takes half of the rest.
 
 What this leaves out: that the imports work, and hash seeds that differ between processes.
-tests/integration/test_tour.py starts all processes as a user does.
+tests/integration/test_up_keeps.py starts all processes as a user does.
 """
 
 from __future__ import annotations
