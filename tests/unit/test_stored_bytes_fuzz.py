@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,7 +28,6 @@ from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.wire_examples import example
 
-ACK = "$JS.ACK.S.prefill-normal.1.2.3.1700000000000000000.0"
 TEXT = st.one_of(
     st.text(max_size=60),
     st.text("0123456789.$JSACKprefill-*>: /\\", max_size=80),
@@ -62,11 +60,6 @@ def test_registry_keys_and_values(examples: int) -> None:
         read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))
-
-
-# ------------------------------------------------------------------ NATS
-
-OWNER = SimpleNamespace(streams=SimpleNamespace(stream_id=""))
 
 
 # ------------------------------------------------------------------ descriptors

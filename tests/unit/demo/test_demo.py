@@ -37,41 +37,22 @@ def _render(messages: list[dict[str, object]], **more: object) -> str:
     return env.from_string(CHAT_TEMPLATE).render(messages=messages, **more)
 
 
-def test_template_renders_a_conversation() -> None:
-    text = _render(
-        [
-            {"role": "system", "content": "Be brief."},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
-            {"role": "assistant", "content": "c"},
-            {"role": "user", "content": "d"},
-        ],
-        add_generation_prompt=True,
-    )
-    assert text == (
-        "<|system|>Be brief.<|end|><|user|>ab<|end|><|assistant|>c<|end|><|user|>d<|end|>"
-        "<|assistant|>"
-    )
-
-
-@pytest.mark.parametrize("system", [True, False])
 @pytest.mark.parametrize("arguments", [{"city": "Köln"}, '{"city": "Köln"}'], ids=["dict", "text"])
-def test_template_renders_tools(system: bool, arguments: object) -> None:
+def test_template_renders_tools(arguments: object) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     text = _render(
         [
-            *([{"role": "system", "content": "Be brief."}] if system else []),
-            {"role": "user", "content": "Rain?"},
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Rain?"}]},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": "no"},
         ],
         tools=[tool],
     )
     head, _, rest = text.partition("<tools>\n")
-    assert head.startswith("<|system|>" + ("Be brief.\n" if system else "Functions"))
+    assert head.startswith("<|system|>Be brief.\nFunctions")
+    assert "<|end|><|user|>Rain?<|end|><|assistant|>" in rest
     assert json.loads(rest.partition("\n</tools>")[0]) == tool
     called = rest.rpartition("<tool_call>\n")[2].partition("\n</tool_call>")[0]
     assert json.loads(called) == {"name": "weather", "arguments": {"city": "Köln"}}
@@ -151,8 +132,8 @@ def test_the_demo_model_answers_each_prompt_differently_and_without_a_loop(model
         assert FIXED.decode(answer).isprintable()
 
 
-@pytest.mark.parametrize("length", [64, 400])
-def test_the_demo_model_feels_each_changed_token(length: int, model: Any) -> None:
+def test_the_demo_model_feels_each_changed_token(model: Any) -> None:
+    length = 400
     (prompt, *_) = chats(length)
     places = range(0, length, length // 8)
     rows = prompt.repeat(len(places), 1)
