@@ -19,18 +19,18 @@ from pullfill.net.security import OPEN, Security, load
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
+# Names of the ways to move KV, best first.
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
-"""Names of the ways to move KV, best first."""
+# How many prefill workers stay connected to one decode worker.
 STANDING_LINKS = 16
-"""How many prefill workers stay connected to one decode worker."""
 
 NO_DATA_PARALLEL = (
     "workers do not run data-parallel engines: start more workers instead (`pullfill up --decode N "
     "--prefill N`)"
 )
 
+# Set by `up` in every child: how often it was started again.
 RESTARTS_ENV = "PULLFILL_RESTARTS"
-"""Set by `up` in every child: how often it was started again."""
 
 
 class NoCluster(ConfigError):
@@ -112,7 +112,7 @@ class ClusterRef:
         directory = Path(state_dir or usual or DEFAULT_STATE_DIR)
         cluster = read_cluster_file(directory)
         urls = (etcd or cluster.etcd_url, nats or cluster.nats_url)
-        same = all(map(_same, urls, (cluster.etcd_url, cluster.nats_url)))
+        same = urls == (cluster.etcd_url, cluster.nats_url)
         # Else `config set --etcd REMOTE` would use the NATS of the local cluster.
         if not same and state_dir in (None, "", usual):
             given, missing = ("--etcd", "--nats") if etcd else ("--nats", "--etcd")
@@ -122,22 +122,10 @@ class ClusterRef:
             )
         return ClusterRef(
             namespace or cluster.namespace,
-            *((cluster.etcd_url, cluster.nats_url) if same else urls),
+            *urls,
             directory,
             load(security or cluster.security or None),
         )
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two lists of URLs name the same servers."""
-    return _servers(one) == _servers(other)
-
-
-def _servers(urls: str) -> set[str]:
-    parts = (
-        part.strip().rstrip("/") for part in urls.replace("//localhost", "//127.0.0.1").split(",")
-    )
-    return set(filter(None, parts))
 
 
 def check_namespace(namespace: str) -> None:

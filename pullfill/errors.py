@@ -1,28 +1,27 @@
-"""The error tree. Each class says whether trying again can help.
-
-PullfillError
-├── ConfigError            bad flag, setting or file: fix it, then start again
-│   └── NotNow             what the flags ask for cannot be had now        (retryable)
-├── IncompatibleError      peers disagree (model, dtype, layout, vLLM): names the field
-├── UnavailableError       a server or peer cannot be reached now      (retryable)
-│   ├── QueueUnavailable   NATS down, slow, or no stream
-│   ├── RegistryUnavailable etcd down or slow
-│   └── PeerUnavailable    a worker cannot be reached
-├── EngineStuck            the engine takes no step any more: its worker leaves
-├── OverloadedError        a bounded thing is full                     (retryable)
-│   └── QueueFull          the job stream refused the publish
-├── HandoffError           one prefill job cannot go on
-│   ├── ClaimRefused       the decode worker does not grant it (carries the reason)
-│   ├── Fenced             a one-sided access was refused: the grant was revoked
-│   └── TransferFailed     bytes could not be moved                    (retryable)
-├── AuthFailed             a peer does not hold the cluster key, or a seal is wrong
-└── BadMessage             bytes from a wire that are not what they must be
-    └── OtherVersion       of a process that speaks another wire version
-"""
+"""The error tree. Each class says whether trying again can help."""
 
 from __future__ import annotations
 
 import enum
+
+# PullfillError
+# ├── ConfigError            bad flag, setting or file: fix it, then start again
+# │   └── NotNow             what the flags ask for cannot be had now        (retryable)
+# ├── IncompatibleError      peers disagree (model, dtype, layout, vLLM): names the field
+# ├── UnavailableError       a server or peer cannot be reached now      (retryable)
+# │   ├── QueueUnavailable   NATS down, slow, or no stream
+# │   ├── RegistryUnavailable etcd down or slow
+# │   └── PeerUnavailable    a worker cannot be reached
+# ├── EngineStuck            the engine takes no step any more: its worker leaves
+# ├── OverloadedError        a bounded thing is full                     (retryable)
+# │   └── QueueFull          the job stream refused the publish
+# ├── HandoffError           one prefill job cannot go on
+# │   ├── ClaimRefused       the decode worker does not grant it (carries the reason)
+# │   ├── Fenced             a one-sided access was refused: the grant was revoked
+# │   └── TransferFailed     bytes could not be moved                    (retryable)
+# ├── AuthFailed             a peer does not hold the cluster key, or a seal is wrong
+# └── BadMessage             bytes from a wire that are not what they must be
+#     └── OtherVersion       of a process that speaks another wire version
 
 
 class PullfillError(Exception):

@@ -3,8 +3,8 @@
 `make install` reads this on a bare Python, so it imports nothing.
 """
 
+# What `make install` installs.
 VLLM = "0.32.0"
-"""What `make install` installs."""
 
+# PyTorch of each release of vLLM that passes `make test-vllm`. Others are refused.
 TORCH = {"0.32.0": "2.13.0", "0.31.0": "2.13.0", "0.30.0": "2.13.0"}
-"""PyTorch of each release of vLLM that passes `make test-vllm`. Others are refused."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:  # loaded only by those who make weights
     from torch import Tensor
 from collections.abc import Sequence
 
+# Part of every digest. Raise it when the tokenizer, the template or the weights change: then
+# machines with an older demo model make a new one.
 FORMAT = 2
-"""Part of every digest. Raise it when the tokenizer, the template or the weights change: then
-machines with an older demo model make a new one."""
 
 END_OF_TEXT, PAD, TURN_END = "<|endoftext|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -94,8 +94,8 @@ class Recipe:
         }
 
 
+# The checkpoint behind `--model demo`.
 DEMO = Recipe(init_range=0.2, embedding=0.1, readable=True)
-"""The checkpoint behind `--model demo`."""
 
 
 # --------------------------------------------------------------------------- weights

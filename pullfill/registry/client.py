@@ -40,8 +40,8 @@ from pullfill.runtime.health import ServerHealth
 _DEADLINE, _NOT_FOUND, _EXHAUSTED, _OUT_OF_RANGE = 4, 5, 8, 11
 _UNAVAILABLE, _UNAUTHENTICATED = 14, 16
 _PASSING = frozenset({_DEADLINE, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED})
+# Said of a token from before a change of users or roles. Its code is that of a bad request.
 _OLD_AUTH = "revision of auth store is old"
-"""Said of a token from before a change of users or roles. Its code is that of a bad request."""
 
 
 class LeaseNotFound(RegistryUnavailable):
@@ -109,13 +109,12 @@ def read_failure(body: bytes) -> Failure:
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The header of an answer of etcd: which member answered, and the revision of its store.
+    """The header of an answer of etcd: the store that answered, and its revision.
 
     date: etcd's clock when it answered, in whole seconds since 1970. 0: unknown.
     """
 
     cluster_id: int = 0
-    member_id: int = 0
     revision: int = 0
     raft_term: int = 0
     date: float = 0.0
@@ -217,8 +216,8 @@ class _Api(AioClient):  # type: ignore[misc]
         self.server_version_sem = sem.Version(self.server_version)
 
 
+# Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant.
 PROBE = {"key": b"/pullfill/", "count_only": True}
-"""Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant."""
 
 
 class _Version(msgspec.Struct):

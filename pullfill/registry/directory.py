@@ -1,13 +1,7 @@
 """Who is in the cluster: a watched copy of the worker records, and descriptors on demand.
 
 Life: `start`, which returns once the first snapshot is in, → `close`. asyncio thread only.
-
-An outage of etcd ends no worker, so a missing key alone removes no member then:
-
-- While etcd does not answer, the members stay as last known.
-- If a key goes within `ttl_s + 2` s of the last failed call or broken stream, the worker stays a
-  member for that long. It may have lost its lease to the outage, and register again.
-- Otherwise the worker has drained or died, and is removed at once.
+While etcd does not answer, the members stay as last known.
 
 The functions above the class ask etcd once, and give orders to single workers.
 """
@@ -50,11 +44,10 @@ _KV_ROLES = frozenset({"decode", "prefill"})
 
 @dataclass(frozen=True, slots=True)
 class LiveWorker:
-    """A registered worker. create_revision: when its key was made."""
+    """A registered worker."""
 
     record: WorkerRecord
     lease_id: int
-    create_revision: int
 
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
@@ -70,12 +63,13 @@ def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerReco
 
 async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
     """All registered workers, oldest first. Unreadable ones are left out."""
-    found = []
-    for kv in (await client.get_prefix(keys.workers_prefix(namespace)))[0]:
+    workers = []
+    found, _ = await client.get_prefix(keys.workers_prefix(namespace))
+    for kv in sorted(found, key=lambda kv: kv.create_revision):
         with suppress(BadMessage):
             record = decode_worker_record(namespace, kv.key, kv.value)
-            found.append(LiveWorker(record, kv.lease, kv.create_revision))
-    return sorted(found, key=lambda worker: worker.create_revision)
+            workers.append(LiveWorker(record, kv.lease))
+    return workers
 
 
 async def _find(client: EtcdClient, namespace: str, instance_id: str) -> LiveWorker | None:
@@ -319,8 +313,10 @@ class Directory:
         if key not in self._members or key in self._leaving:
             return
         if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
+            # An outage of etcd ends no worker. This one may have lost its lease to the outage, and
+            # register again: it stays a member for so long.
             self._expect(key, self._grace_s)
-        else:
+        else:  # it has drained or died
             self._drop(key)
 
     def _expect(self, key: bytes, delay_s: float) -> None:

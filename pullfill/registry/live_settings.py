@@ -26,8 +26,8 @@ from pullfill.wire import Message, QueueSettings, RouterConfig
 T = TypeVar("T", bound=Message)
 
 _log = log.get("registry.settings")
+# A value that sets a setting back to its default.
 UNSET = "unset"
-"""A value that sets a setting back to its default."""
 _ROOT: dict[type[Message], str] = {RouterConfig: "router", QueueSettings: "queue"}
 
 

@@ -25,8 +25,8 @@ from pullfill.wire import SuspectRecord, decode, encode
 
 _log = log.get("registry.suspect_records")
 
+# Most fingerprints in etcd. A frontend refuses further ones alone, without telling the others.
 MAX_POSTED = 1000
-"""Most fingerprints in etcd. A frontend refuses further ones alone, without telling the others."""
 
 
 @dataclass(slots=True)

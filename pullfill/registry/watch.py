@@ -1,15 +1,8 @@
 """Watches all keys with a prefix, and misses no change, also over restarts of etcd.
 
 `watch_prefix` reads a snapshot at revision R, yields it as `Put`s and a `Synced`, then streams the
-changes from R+1. `rev` is the last revision whose message was yielded whole. When the stream has
-ended, the store is read *as of rev* once it answers again:
-
-- It is what we know: the watch goes on at rev+1. No change is missing.
-- It is not (compacted, or a store that restarted empty, maybe grown past rev since): take a new
-  snapshot, yield the difference, then `Synced` again.
-
-A stream that is silent for `idle_s` is renewed in the same way. So a half-open connection cannot
-hide changes for longer. `Follower` watches in a task of its own.
+changes from R+1. When the stream has ended or is silent, it goes on where it was, or yields the
+difference to a new snapshot, then `Synced` again. `Follower` watches in a task of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +72,6 @@ class _Changed(msgspec.Struct):
 
 class _Result(msgspec.Struct):
     header: Header = Header()
-    created: bool = False
     canceled: bool = False
     compact_revision: int = 0
     cancel_reason: str = ""
@@ -171,7 +163,8 @@ async def watch_prefix(
                         for event in batch:
                             yield event
             except TimeoutError:
-                continue  # silent for idle_s: renew
+                # Silent for idle_s. A half-open connection must not hide changes for longer.
+                continue
             except (_Lost, RevisionLost) as exc:
                 _log.info("watch of %s: %s; reading it again", shown, exc)
                 known.rev = min(known.rev, 0)
@@ -195,6 +188,9 @@ async def watch_prefix(
 
 async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
     """Whether etcd's keys at `known.rev` are those we know, so that the watch may go on there."""
+    # The store is read as of `rev`, the last revision whose message was yielded whole. If it holds
+    # what we know, no change after it is missing. Else it was compacted, or it restarted empty and
+    # may have grown past `rev` since: its number alone proves nothing.
     if known.rev <= 0:
         return False
     try:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# A worker closes a KV session that it opened after this many seconds without a job.
 IDLE_S = 60.0
-"""A worker closes a KV session that it opened after this many seconds without a job."""
 
 
 class IdleTimer:

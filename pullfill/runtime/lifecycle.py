@@ -23,17 +23,17 @@ from pullfill.runtime import log
 
 logger = log.get("lifecycle")
 
+# Longest time from the end of a drain, or from being forced, to the end of the process. The limits
+# of all steps add up to less. This one is for hangs that nobody thought of.
 EXIT_S = 20.0
-"""Longest time from the end of a drain, or from being forced, to the end of the process. The limits
-of all steps add up to less. This one is for hangs that nobody thought of."""
+# Longest time that `exit_within` waits for what `at_leave` has registered.
 LAST_S = 5.0
-"""Longest time that `exit_within` waits for what `at_leave` has registered."""
 # Longest time that it waits for its own line in the log, after that.
 _TELL_S = 0.1
+# Where `up` looks whether a process that died was told to leave. Such a process makes the file.
 LEAVING_ENV = "PULLFILL_LEAVING_FILE"
-"""Where `up` looks whether a process that died was told to leave. Such a process makes the file."""
+# Exit code of a worker whose engine raised an exception in a step. A request may be the cause.
 STEP_FAILED = 3
-"""Exit code of a worker whose engine raised an exception in a step. A request may be the cause."""
 
 
 class Stop:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+# Of madvise(2), Linux 5.14: make and map the pages, and keep what is in them.
 _POPULATE_WRITE = 23
-"""Of madvise(2), Linux 5.14: make and map the pages, and keep what is in them."""
 _STEP = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -18,8 +18,8 @@ from pullfill.errors import NotNow
 
 OPENMETRICS = "application/openmetrics-text"
 PLAIN = CONTENT_TYPE_PLAIN_0_0_4
+# The last line of an OpenMetrics page. A page without it was cut off.
 END = "# EOF\n"
-"""The last line of an OpenMetrics page. A page without it was cut off."""
 
 # For all metrics of the process, vLLM's too: they would double the number of series for nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]

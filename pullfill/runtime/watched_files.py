@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 
+# What changes with a file: its inode, size in bytes and time in ns. A text: it cannot be read.
 Stamp = tuple[int, int, int] | str
-"""What changes with a file: its inode, size in bytes and time in ns. A text: it cannot be read."""
 
 
 class WatchedFiles:

@@ -5,11 +5,9 @@
     with cluster(prefill=2) as c:
         client = openai.OpenAI(base_url=c.base_url, api_key="none")
 
-`cluster` runs `pullfill up` in a state directory of its own. The operating system picks all ports.
-The caller waits until requests can be sent. At the end of `with` the cluster drains, and its
-directory is removed. If the caller is killed, a process beside it (`guard`) ends the cluster.
-
-Everything runs in other processes, so this needs neither vLLM nor an event loop in the caller.
+It runs `pullfill up` in a state directory of its own, on free ports, and returns when requests can
+be sent. At the end of `with` the cluster drains, and its directory is removed. If the caller is
+killed, a process beside it (`guard`) ends the cluster.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from pullfill.errors import UnavailableError
 
 COMMAND = (sys.executable, "-P", "-m", "pullfill")
 GUARD = (sys.executable, "-P", "-c", f"from {__name__} import guard; guard()")
+# vLLM's flags for engines without a model: every token is the same, and computed in no time.
 MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
-"""vLLM's flags for engines without a model: every token is the same, and computed in no time."""
 _READY = "ready"
 
 

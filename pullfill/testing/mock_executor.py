@@ -3,13 +3,9 @@
     pullfill decode … --distributed-executor-backend pullfill.testing.mock_executor.MockExecutor
                       --additional-config '{"mock": {"prefill_tokens_per_s": 20000}}'
 
-It replaces only the computation. The engine core, its scheduler, prefix cache and block pool are
-vLLM's, and the connectors are ours. So decisions, block ids, hits and frees are those of a real
-worker. A step takes as long as the settings say. Each request that has computed all its tokens gets
-one more. The KV cache is real memory, and transfer workers copy it. Its bytes mean nothing, so only
-workers with this executor exchange it (compat.py).
-
-It needs no weights. All methods run on the engine thread, where a step sleeps.
+It replaces only the computation: decisions, block ids, hits and frees are those of a real worker. A
+step takes as long as the settings say. The KV cache is real memory, and transfer workers copy it.
+Needs no weights. All methods run on the engine thread, where a step sleeps.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ _KV_BYTES = 16 << 20  # 1 KiB per block of 16 tokens, by default
 class MockExecutor(Executor):  # type: ignore[misc]
     """One rank, in the engine's own process."""
 
+    # The bytes of its KV mean nothing: only workers with this executor exchange them (compat.py).
     KV_KIND = "mock"
 
     @staticmethod

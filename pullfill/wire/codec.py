@@ -28,7 +28,6 @@ from pullfill.errors import BadMessage, OtherVersion
 #   (`Compat.hash`), and none joins a namespace in which the other version lives.
 WIRE_VERSION = 11
 
-U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=0)]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]
 # Neither infinite nor NaN: one such duration would spoil a histogram's sum or a timer for good.

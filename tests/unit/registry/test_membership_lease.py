@@ -12,7 +12,7 @@ from pullfill.errors import RegistryUnavailable
 from pullfill.registry.client import Header, KeepAlive
 from pullfill.registry.membership import EtcdLease, LeaseFate, LeaseJudge
 
-STORE = Header(cluster_id=7, member_id=1, revision=10, raft_term=2)
+STORE = Header(cluster_id=7, revision=10, raft_term=2)
 
 
 class FakeClock:
@@ -28,7 +28,7 @@ def judge() -> LeaseJudge:
 
 
 def test_gone_in_a_continuous_conversation_is_revoked() -> None:
-    later = Header(cluster_id=7, member_id=2, revision=12, raft_term=2)
+    later = Header(cluster_id=7, revision=12, raft_term=2)
     assert judge().gone(1002.0, later) is LeaseFate.REVOKED
 
 
