@@ -16,7 +16,7 @@ from pullfill.net import peer_link
 from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLinks
-from pullfill.wire import Hello, WorkerRecord, WorkerState
+from pullfill.wire import Hello, WorkerRecord, WorkerState, encode
 from tests.support.control_rig import Decode, FakeDirectory, until
 from tests.support.handoff_rig import (
     COMPATIBLE,
@@ -28,7 +28,9 @@ from tests.support.handoff_rig import (
     settled,
     stuck_in_a_write,
 )
-from tests.support.transfer_rigs import COMPAT
+from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
+
+HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
 
 
 async def no_transfer_worker(_: Any) -> Any:
@@ -37,13 +39,12 @@ async def no_transfer_worker(_: Any) -> Any:
 
 @asynccontextmanager
 async def following(
-    key: ClusterKey | None = None, computes: str = "", **more: float
+    hello: Hello = HELLO, key: ClusterKey | None = None, **more: float
 ) -> AsyncIterator[tuple[DecodeLinks, FakeDirectory, Decode]]:
     """DecodeLinks that follow a directory, and a decode worker that listens."""
     decode, directory = Decode(key=key), FakeDirectory()
     await decode.server.start("127.0.0.1")
     seen: Any = directory
-    hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes=computes)
     links = DecodeLinks(
         seen, hello, COMPAT, no_transfer_worker, key, **more  # type: ignore[arg-type]
     )  # fmt: skip
@@ -56,18 +57,20 @@ async def following(
 
 
 async def test_a_greeting_may_be_long_and_one_that_nobody_takes_is_told_to_people(
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It describes the memory of each rank."""
-    key = ClusterKey(b"k" * 32)
-    for size, taken in ((2 * FIRST_FRAME, True), (HELLO_FRAME, False)):
-        async with following(key, "x" * size) as (links, directory, decode):
-            directory.put(replace(decode.record(), compat=COMPAT))
-            if taken:
-                assert (await links.find("decode-1")).connected
-            else:
-                await until(lambda: "our Hello has" in caplog.text)
-                assert not links.connected
+    region = shm_rig(tmp_path).region(DENSE)
+    region.owner.close()
+    of_rank = replace(region.descriptor, world_size=512, endpoints={"shm": "x" * 500})
+    hello = replace(HELLO, regions=tuple(replace(of_rank, rank=rank) for rank in range(512)))
+    assert 2 * FIRST_FRAME < len(encode(hello)) < HELLO_FRAME
+    async with following(hello, ClusterKey(b"k" * 32)) as (links, directory, decode):
+        directory.put(replace(decode.record(), compat=COMPAT))
+        assert (await links.find("decode-1")).connected
+    async with following(replace(HELLO, computes="x" * HELLO_FRAME)) as (links, directory, decode):
+        directory.put(replace(decode.record(), compat=COMPAT))
+        await until(lambda: "our Hello has" in caplog.text)
+        assert not links.connected
 
 
 async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
