@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _log = log.get("frontend.dispatch")
 
+# A lost worker may leave hundreds of requests. So many are placed before other callbacks of the
+# event loop run. Not one: the choices of a deadly answer shall meet the same worker.
+SLICE = 16
 # How many workers one request may leave.
 MAX_MIGRATIONS = 20
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
@@ -53,17 +56,13 @@ class Waiting:
     """Holds requests that are at no decode worker, until each is placed or its time is over.
 
     A request is added with `hold` and removed with `drop`. In between `soon` and `all_soon` call
-    `place` for it, which must not raise. At its deadline `expire` is called."""
+    `place` for it. At its deadline `expire` is called."""
 
     def __init__(
-        self,
-        place: Callable[[Flight, float], None],
-        expire: Callable[[Flight], None],
-        turn_s: float,
+        self, place: Callable[[Flight, float], None], expire: Callable[[Flight], None]
     ) -> None:
         self._place = place
         self._expire = expire
-        self._turn_s = turn_s
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, tuple[Flight, asyncio.TimerHandle]] = {}
         self._queue: dict[str, Flight] = {}
@@ -80,30 +79,25 @@ class Waiting:
             held[1].cancel()
 
     def soon(self, flights: Iterable[Flight]) -> None:
-        """Place these requests soon. A lost worker may leave hundreds, so in slices of `turn_s`."""
+        """Place these requests soon, in slices."""
         idle = not self._queue
         self._queue |= {flight.request_id: flight for flight in flights}
-        if idle and self._queue:
-            self._loop.call_soon(self._some)
+        if idle:
+            self._loop.call_soon(self._next)
 
     def all_soon(self) -> None:
         """Place all soon, the innocent first."""
         self.soon(sorted((flight for flight, _ in self._held.values()), key=likely))
 
-    def _some(self) -> None:
-        now, until = self._loop.time(), time.monotonic() + self._turn_s
-        try:
-            while self._queue:
-                request_id = next(iter(self._queue))
-                flight = self._queue.pop(request_id)
-                if request_id in self._held:
-                    self._place(flight, now)
-                if time.monotonic() >= until:
-                    break
-        finally:
-            # Also after an exception: else no request would ever be placed from here again.
-            if self._queue:
-                self._loop.call_soon(self._some)
+    def _next(self) -> None:
+        if not self._queue:
+            return
+        # Before `place`, so that an exception there stops none of the others.
+        self._loop.call_soon(self._next)
+        for request_id in list(itertools.islice(self._queue, SLICE)):
+            flight = self._queue.pop(request_id)
+            if request_id in self._held:
+                self._place(flight, self._loop.time())
 
 
 class Dispatcher:
@@ -136,7 +130,6 @@ class Dispatcher:
         self._waiting = Waiting(
             lambda flight, now: self._try(flight, self.route, now),
             lambda flight: self._fail(flight, flight.failure),
-            waits.turn,
         )
         self._waits = waits
         self._calls = itertools.count(1)

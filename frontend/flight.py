@@ -40,8 +40,6 @@ class Waits:
     # for each: of an innocent crash with 100 waiting prompts all go on after it.
     apart: float = 1.0
     look: float = 0.05
-    # So long requests are placed before other callbacks of the event loop run.
-    turn: float = 0.005
 
 
 WAITS = Waits()

@@ -85,21 +85,6 @@ async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: 
 
 
 @each_stock
-async def test_stages_are_explained(how: Any) -> None:
-    async with of(how) as rig:
-        got = await rig.ask()
-        record = rig.requests.get(got.json["id"])
-        assert record is not None
-        assert (record.path, record.state) == (how[0], "answered")
-        assert record.prefill_instance == rig.prefill[0].url
-        assert record.decode_instance == rig.decode[0].url
-        assert sorted((s.stage, s.result) for s in record.stages) == [
-            ("decode", "ok"), ("prefill", "ok"),
-        ]  # fmt: skip
-        assert record.prompt_tokens == len("hello")
-
-
-@each_stock
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("fault", ["breaks", "refuses", "full"])
 @pytest.mark.essential

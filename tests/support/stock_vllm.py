@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +19,6 @@ from tests.support import web
 from tests.support.etcd import free_ports
 from tests.support.zygote import Forked, zygote
 
-ENTRY = "tests.support.stock_entry"
 START_S = 120.0
 SEQS = 4
 """`--max-num-seqs` of each server."""
@@ -55,7 +55,7 @@ class StockVllm:
         """Start it. It can be killed and launched again: it keeps its address."""
         self.log.touch()
         self.process = zygote().spawn(
-            self._arguments(), self._environment(), self.log, module=ENTRY
+            self._arguments(), self._environment(), self.log, module=__name__
         )
 
     def ready(self) -> None:
@@ -134,3 +134,13 @@ def stock_vllm(
             server.launch()
             found.append(server)
         yield found
+
+
+def main() -> None:
+    """vLLM's own server, with one thing changed: its engine is forked, as vLLM does on GPUs."""
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.v1.engine import utils
+
+    # On CPUs vLLM spawns it, which imports for six seconds what the zygote has already imported.
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    entry.main()

@@ -208,8 +208,7 @@ async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
 
 async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    one_each_turn = Waits(turn=0.0)
-    async with rig(one, two, waits=one_each_turn) as r:
+    async with rig(one, two) as r:
         await r.ready(2)
         for i in range(400):
             r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))
@@ -226,9 +225,9 @@ async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
         one.leave()
         await until(lambda: len(two.added) == 400)
         watcher.cancel()
-        assert max(left) > 190, "they left all at once"
+        assert max(left) > 180, "they left all at once"
         drops = [before - after for before, after in pairwise(left)]
-        assert max(drops) == 1, "others had their turn between any two of them"
+        assert max(drops) <= dispatch.SLICE, "others had their turn between"
 
 
 async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:

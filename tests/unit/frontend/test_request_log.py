@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +13,11 @@ import pytest
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
+from pullfill.runtime import tracing
 from pullfill.wire import ExplainRecord
-from tests.support.fake_vllm import request
+from tests.support.fake_vllm import Request, request
 from tests.support.frontend_rig import FakeDecode, rig, until
+from tests.support.otlp import Receiver
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -261,3 +263,86 @@ def test_a_request_that_waits_has_left_its_last_worker_too() -> None:
     assert one.explained().migrated_from == ("d",)
     requests.over(one, error="no other worker")
     assert one.explained().migrated_from == (), "no other worker has continued it"
+
+
+# --------------------------------------------------------------------------- spans
+
+
+TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "frontend", "frontend-1")
+        yield receiver
+        tracing.close(20.0)
+
+
+def traced(request_id: str, headers: dict[str, str] | None) -> Request:
+    made = request(request_id)
+    made.trace_headers = headers
+    return made
+
+
+async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecode:
+    """Send one request, and return the worker that answered it. All spans are at the receiver."""
+    worker = FakeDecode()
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(traced(request_id, headers))
+        await until(lambda: request_id in r.sink.finished)
+    tracing.close(20.0)
+    return worker
+
+
+async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> None:
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    async with rig(one, two) as r:
+        await r.ready(2)
+        r.dispatcher.submit(traced("a-1", HEADERS))
+        await until(lambda: bool(one.added))
+        one.die()
+        await until(lambda: "a-1" in r.sink.finished)
+    tracing.close(20.0)
+    first, second = receiver.named("frontend.dispatch")
+    assert first.error
+    assert not second.error
+    assert second.links == (first.id,)
+    assert second.parent == first.parent == receiver.one("frontend.request").id
+
+
+async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
+    worker = FakeDecode(hold=True)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(traced("a-1", HEADERS))
+        await until(lambda: bool(worker.added))
+        r.dispatcher.abort(["a-1"])
+        await asyncio.sleep(0)
+    tracing.close(20.0)
+    assert receiver.one("frontend.request").error == "aborted"
+    assert receiver.one("frontend.dispatch").error == "aborted"
+
+
+async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
+    """vLLM finds it in the frontend, and aborts the request at its worker."""
+    worker = FakeDecode(hold=True)
+    async with rig(worker) as r:
+        await r.ready(1)
+        r.dispatcher.submit(traced("a-1", HEADERS))
+        await until(lambda: bool(worker.added))
+        record = r.dispatcher.flights["a-1"].record
+        r.dispatcher.abort(["a-1"], answered=True)
+        assert record.answer_ms is not None, "not cancelled"
+        await until(lambda: worker.aborted == ["a-1"])
+    tracing.close(20.0)
+    assert not receiver.one("frontend.request").error
+
+
+async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiver) -> None:
+    headers = {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
+    worker = await answered("a-1", headers)
+    assert worker.added[0].trace_headers == headers
+    assert receiver.spans == []
