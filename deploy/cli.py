@@ -10,11 +10,12 @@ peer.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import is_dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -119,12 +120,15 @@ class Command(click.Command):
                 values[name] = StateDir(given["state_dir"])
             else:
                 values[name] = given[name] if kind is None else kind(**given)
-        if code := self._function()(**values):
+        code = self._function()(**values)
+        if isinstance(code, Coroutine):
+            code = asyncio.run(code)
+        if code:
             ctx.exit(code)
 
-    def _function(self) -> Callable[..., int]:
+    def _function(self) -> Callable[..., Any]:
         module, name = self._where.split(".")
-        function: Callable[..., int] = getattr(import_module(f"pullfill.deploy.{module}"), name)
+        function: Callable[..., Any] = getattr(import_module(f"pullfill.deploy.{module}"), name)
         return function
 
     def _parts(self) -> Iterator[tuple[str, type | None, list[Flag]]]:

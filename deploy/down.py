@@ -37,17 +37,13 @@ _LONGEST = (
 )
 
 
-def down(
+async def down(
     state: StateDir,
     timeout_s: Annotated[float | None, Flag(_LONGEST, metavar="S", least=0)] = None,
 ) -> int:
     """Stop the cluster of a state directory, also when its `up` was killed. Return the exit code.
 
     timeout_s: as `drain_s` of `take_down`."""
-    return asyncio.run(_down(state, timeout_s))
-
-
-async def _down(state: StateDir, timeout_s: float | None) -> int:
     if not state.path.is_dir():
         click.echo(f"nothing runs from {state.path}")
         return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import click
@@ -39,7 +39,7 @@ from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord, WorkerRole,
 InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
 
 
-def drain(
+async def drain(
     ref: ClusterRef,
     instance_id: InstanceId,
     *,
@@ -47,16 +47,8 @@ def drain(
     timeout_s: LongestWait = 120.0,
 ) -> int:
     """Revoke the worker's lease, so that it drains. Return the exit code: 1 after `timeout_s`."""
-    return asyncio.run(_drain(ref, instance_id, wait, timeout_s))
-
-
-async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float) -> int:
     async with etcd_of(ref) as etcd:
-        known = {record.instance_id: record for record in await workers(etcd, ref.namespace)}
-        if instance_id not in known:
-            there = ", ".join(known) or "none"
-            raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
-        worker = known[instance_id]
+        worker = _named(await workers(etcd, ref.namespace), instance_id)
         # Before the revoke: afterwards the process may be gone and its pid another's.
         process = identify(worker.pid) if worker.host_id == host_id() else None
         report = await asyncio.to_thread(ask_worker, worker)
@@ -83,6 +75,15 @@ async def _drain(ref: ClusterRef, instance_id: str, wait: bool, timeout_s: float
         return 1
     click.echo(f"{instance_id} is gone after {took_s:.1f} s")
     return 0
+
+
+def _named(records: Sequence[WorkerRecord], instance_id: str) -> WorkerRecord:
+    """Return the record of that id. Raises ConfigError if there is none."""
+    for record in records:
+        if record.instance_id == instance_id:
+            return record
+    there = ", ".join(dict.fromkeys(record.instance_id for record in records)) or "none"
+    raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
 
 
 async def _until(
@@ -160,7 +161,7 @@ def recheck(ref: ClusterRef) -> int:
 # --------------------------------------------------------------------------- roles
 
 
-def change_role(
+async def change_role(
     ref: ClusterRef,
     instance_id: InstanceId,
     wanted: Annotated[WorkerRole, Flag("", name="prefill|decode|both")],
@@ -170,25 +171,19 @@ def change_role(
     force: Annotated[bool, Flag("Do so even if no decode worker is left")] = False,
 ) -> int:
     """Order the role. Return the exit code: 1 after `timeout_s`."""
-    return asyncio.run(_change_role(ref, instance_id, wanted, timeout_s if wait else None, force))
-
-
-async def _change_role(
-    ref: ClusterRef, instance_id: str, wanted: WorkerRole, wait_s: float | None, force: bool
-) -> int:
     async with etcd_of(ref) as etcd:
         await order(etcd, ref.namespace, instance_id, wanted, force=force)
-        if wait_s is None:
+        if not wait:
             click.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
             return 0
         took_s = await _until(
             f"{instance_id} becomes {wanted}",
             lambda: _has_role(etcd, ref.namespace, instance_id, wanted),
-            wait_s,
+            timeout_s,
         )
     if took_s is None:
         click.echo(
-            f"{instance_id} is not {wanted} after {wait_s:.0f} s, but goes on trying: "
+            f"{instance_id} is not {wanted} after {timeout_s:.0f} s, but goes on trying: "
             "`pullfill status` shows what it does"
         )
         return 1
@@ -201,11 +196,7 @@ async def order(
 ) -> None:
     """Order the role, if the worker can have it. Raises ConfigError, UnavailableError."""
     records = await workers(etcd, namespace)
-    if all(record.instance_id != instance_id for record in records):
-        others = dict.fromkeys(r.instance_id for r in records if r.role != "frontend")
-        there = ", ".join(others) or "none"
-        raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
-    record = next(record for record in records if record.instance_id == instance_id)
+    record = _named(records, instance_id)
     check_role(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
     if not await order_role(etcd, namespace, instance_id, wanted):
         raise UnavailableError(f"{instance_id} changes its role at this moment: try again")
@@ -265,17 +256,12 @@ def suspects(
             )
         clear_suspects(ref, fingerprint)
         return 0
-    rows = posted(ref)
+    rows = ask_etcd(ref, suspect_records.posted)
     if as_json:
         click.echo(json.dumps(rows))
     else:
         Console().print(suspects_table(rows) if rows else "no request is refused", soft_wrap=True)
     return 0
-
-
-def posted(ref: ClusterRef) -> list[dict[str, Any]]:
-    """Return the requests that all frontends refuse, from etcd. Raises RegistryUnavailable."""
-    return ask_etcd(ref, suspect_records.posted)
 
 
 def clear_suspects(ref: ClusterRef, fingerprint: str | None) -> None:

@@ -31,6 +31,7 @@ from pullfill.deploy.members import (
 from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
+from pullfill.registry import suspect_records
 from pullfill.snapshot import Cluster, WorkerRow, cluster_of
 from pullfill.wire import ServerStatus
 
@@ -102,7 +103,7 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
     reports = [(record, ask_worker(record)) for record in records]
     cluster = cluster_of(reports, ServerStatus(up=True, since_s=0.0))
     told: dict[str, Any] = msgspec.to_builtins(cluster)
-    return told | {"suspects": operate.posted(ref)}
+    return told | {"suspects": ask_etcd(ref, suspect_records.posted)}
 
 
 def workers_table(rows: Sequence[WorkerRow]) -> Table:

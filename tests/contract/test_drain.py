@@ -27,8 +27,7 @@ async def test_drain_says_what_kubernetes_does_next(
         worker = member(client, ns, "decode-1", ttl_s=10, changes={"http": url})
         await worker.join()
         ref = ClusterRef(ns, etcd.url, "nats://")
-        drained = await asyncio.to_thread(operate.drain, ref, "decode-1", wait=False, timeout_s=1.0)
-        assert drained == 0
+        assert await operate.drain(ref, "decode-1", wait=False, timeout_s=1.0) == 0
         await asyncio.wait_for(worker.revoked.wait(), 10)
         await worker.leave()
     *lines, last = capsys.readouterr().out.splitlines()

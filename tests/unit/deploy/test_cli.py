@@ -28,7 +28,7 @@ def error(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
         work.close()
         raise errors[-1]
 
-    monkeypatch.setattr("pullfill.deploy.down.asyncio.run", fail)
+    monkeypatch.setattr("pullfill.deploy.cli.asyncio.run", fail)
     return errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -72,7 +73,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
         state.write_launch(Launch(cluster_id="i", model="m", supervisor=identity(entry)))
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-        for command in (state.refuse_if_live, lambda: down.down(state, timeout_s=0)):
+        for command in (state.refuse_if_live, lambda: asyncio.run(down.down(state, timeout_s=0))):
             with pytest.raises(ConfigError, match="run this command there") as told:
                 command()
             assert space.partition("/")[0] in str(told.value)
@@ -99,7 +100,7 @@ def test_down_does_not_wait_for_a_directory_that_is_not_ours(tmp_path: Path) -> 
     """Nobody's lock is held there: no time helps."""
     (tmp_path / "lock").mkdir()
     with pytest.raises(ConfigError, match="cannot write"):
-        down.down(StateDir(tmp_path), timeout_s=60)
+        asyncio.run(down.down(StateDir(tmp_path), timeout_s=60))
 
 
 def test_a_record_that_cannot_be_read_is_not_no_record(tmp_path: Path) -> None:
