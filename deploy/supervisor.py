@@ -80,15 +80,8 @@ class Children:
         self.state = state
         self.view = view
         self.specs: dict[str, ProcessSpec] = {}
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
         self._recorded = True
-
-    def __getitem__(self, name: str) -> subprocess.Popen[bytes]:
-        return self._running[name]
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._running)
 
     def entry(self, name: str) -> ProcessEntry:
         """Return the process's record in cluster.json."""
@@ -104,7 +97,7 @@ class Children:
             child = spawn(spec.argv, log=log, env=env)
         except OSError as exc:
             raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
-        self._running[spec.name] = child
+        self.running[spec.name] = child
         self.specs[spec.name] = spec
         entries = {e.name: e for e in self.cluster.processes}
         # A process that is started again keeps its place.
@@ -139,7 +132,7 @@ class Children:
 
     def raise_if_dead(self, name: str) -> None:
         """Raise StartFailed, with the end of its log, if the process has ended."""
-        code = self._running[name].poll()
+        code = self.running[name].poll()
         if code is not None:
             self.view.set(name, "failed", exit_words(code))
             raise StartFailed(self.describe(name, f"died while starting ({exit_words(code)})"))
@@ -152,7 +145,7 @@ class Children:
 
     def reap(self) -> None:
         """Reap the children that have ended."""
-        for child in self._running.values():
+        for child in self.running.values():
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1)
 
@@ -220,7 +213,7 @@ class Keeper:
         # the state directory, so `pullfill down` never misses a process.
         deaths = Deaths(self._first_pause_s)
         while True:
-            code = await wait_exit(self._children[name])
+            code = await wait_exit(self._children.running[name])
             if self.stopped():
                 return
             if name not in SERVERS and (
@@ -359,9 +352,9 @@ class DiskWatch:
         if self._full:
             say(f"the disk of {self._path} has room again")
             self._children.record()
-        if self._nats_failed and self._restart and "nats" in self._children.names:
+        if self._nats_failed and self._restart and "nats" in self._children.running:
             say("nats starts again: it met a full disk, and stores nothing since then")
-            self._children["nats"].terminate()
+            self._children.running["nats"].terminate()
         self._full = self._nats_failed = False
 
     def _nats_complains(self) -> bool:
@@ -458,7 +451,7 @@ class Supervisor:
         """
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
         kept: list[asyncio.Task[Any]] = [
-            asyncio.create_task(keeper.keep(name)) for name in self._children.names
+            asyncio.create_task(keeper.keep(name)) for name in self._children.running
         ]
         disk = asyncio.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
         stop = asyncio.create_task(self._stop.wait())
@@ -574,7 +567,7 @@ class Supervisor:
                 for name, spec in list(waiting.items()):
                     if spec.after in waiting:
                         continue
-                    if name not in children.names:
+                    if name not in children.running:
                         children.launch(spec)
                         deadline = time.monotonic() + ready_s
                     children.raise_if_dead(name)

@@ -424,29 +424,21 @@ def cluster_of(
 
     etcd: as the caller sees it. workers_age_s: seconds since it last answered.
     tokens_per_s: what the frontend that asks gets from each decode worker."""
-    nats = nats_of(reports) or ServerStatus(up=False, since_s=0.0, error=UNTOLD)
+    # NATS is up if it answers any worker.
+    told = [s for _, report in reports if report and (s := report.servers.get("nats"))]
+    heard = [status for status in told if status.up] or told
+    unknown = ServerStatus(up=False, since_s=0.0, error=UNTOLD)
+    nats = max(heard, key=lambda status: status.since_s, default=unknown)
+    queues = [r.queue for record, r in reports if record.role == "decode" and r and r.queue]
     troubles = _troubles(reports)
     return Cluster(
         workers=tuple(
             _row(r, report, troubles[r.instance_id], tokens_per_s) for r, report in reports
         ),
         workers_age_s=workers_age_s,
-        queue=queue_of(reports),
+        queue=max(queues, key=lambda queue: queue.depth_jobs, default=None),
         servers={"nats": nats, "etcd": etcd},
     )
-
-
-def nats_of(reports: Reports) -> ServerStatus | None:
-    """Return the status of NATS: up if it answers any worker. None: no worker reports it."""
-    told = [s for _, report in reports if report and (s := report.servers.get("nats"))]
-    up = [status for status in told if status.up]
-    return max(up or told, key=lambda status: status.since_s, default=None)
-
-
-def queue_of(reports: Reports) -> QueueStatus | None:
-    """Return the longest queue that a decode worker reports. None: none knows its queue."""
-    found = [r.queue for record, r in reports if record.role == "decode" and r and r.queue]
-    return max(found, key=lambda queue: queue.depth_jobs, default=None)
 
 
 def _troubles(reports: Reports) -> dict[str, list[str]]:

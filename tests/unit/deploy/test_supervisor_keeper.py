@@ -96,8 +96,8 @@ class Rig:
             await asyncio.wait_for(task, PATIENCE_S)
 
     def kill_all(self) -> None:
-        for name in self.children.names:
-            self.children[name].kill()
+        for name in self.children.running:
+            self.children.running[name].kill()
         self.children.reap()
 
 
@@ -166,7 +166,7 @@ async def test_a_lock_that_cannot_be_opened_costs_one_try(
 
     monkeypatch.setattr(rig.state, "locked", locked)
     async with rig.keeping("decode-0"):
-        rig.children["decode-0"].kill()
+        rig.children.running["decode-0"].kill()
         await until(lambda: rig.recorded()["decode-0"].restarts == 1)
     assert "decode-0 was not started again: too many open files" in rig.said()
 
@@ -177,7 +177,7 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
     rig.launch("decode-0", "sleep 60")
     async with rig.keeping("decode-0") as task:
         with rig.state.locked():
-            rig.children["decode-0"].kill()
+            rig.children.running["decode-0"].kill()
             await until(lambda: "decode-0 died" in rig.said())
             await asyncio.sleep(0.05)
             assert not task.done()
@@ -203,13 +203,13 @@ def test_it_is_told_once_and_what_it_broke_is_mended(small: Rig) -> None:
         assert not list(small.state.path.glob(".*")), "no half of a file is left"
         assert small.said().count("is full (0 MiB free): serving goes on") == 1
         assert small.said().count("(No space left on device): other commands see an old list") == 1
-        assert all(small.children[name].poll() is None for name in small.children.names)
+        assert all(small.children.running[name].poll() is None for name in small.children.running)
     small.disk.look()
     assert list(small.recorded()) == ["nats", "etcd", "decode"]
     assert "has room again" in small.said()
     assert small.said().count("nats starts again: it met a full disk") == 1
-    assert small.children["nats"].wait(10) == -15, "it would go on storing nothing"
-    assert small.children["etcd"].poll() is None
+    assert small.children.running["nats"].wait(10) == -15, "it would go on storing nothing"
+    assert small.children.running["etcd"].poll() is None
     small.disk.look()
     assert small.said().count("nats starts again") == 1
 
@@ -219,7 +219,7 @@ def test_a_disk_that_was_full_for_a_moment(small: Rig) -> None:
     small.launch("nats", "echo '[ERR] write 1.blk: no space left on device'; exec sleep 60")
     eventually(lambda: small.state.log_of("nats").stat().st_size > 0, "it tells")
     small.disk.look()
-    assert small.children["nats"].wait(10) == -15
+    assert small.children.running["nats"].wait(10) == -15
     small.launch("nats", "sleep 60")
     small.disk.look()
-    assert small.children["nats"].poll() is None, "that line is about the process before"
+    assert small.children.running["nats"].poll() is None, "that line is about the process before"
