@@ -5,7 +5,7 @@ test_live_page.py looks at a real one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -70,14 +70,18 @@ def test_a_request_opens_its_waterfall_and_a_worker_its_history(browser: Browser
         page.locator("dialog button", has_text="Close").click()
 
 
-def test_charts_are_read_with_the_keyboard(browser: Browser, url: str) -> None:
+def test_charts_show_what_was_sent_and_are_read_with_the_keyboard(
+    browser: Browser, url: str
+) -> None:
     with look(browser, url) as found:
         page = found.page
         page.wait_for_selector("#charts path.line")
-        labels = page.locator("#charts svg").evaluate_all("all => all.map(e => e.ariaLabel)")
-        assert [label.split(":")[0] for label in labels] == [
-            "Time to first token", "Time between tokens", "Tokens/s", "Requests/s",
-            "Queue, seconds of work", "KV use of decode workers",
+        sent, lines = page.evaluate(LINES)
+        seconds = sent.get("seconds", 5)
+        kv = max(v[0] for name, v in sent["workers"].items() if name.startswith("decode"))
+        assert lines == [
+            [*sent["ttft_ms"]], [*sent["itl_ms"]], [sent["tokens_per_s"]],
+            [sent["done"] / seconds, sent.get("good", 0) / seconds], [sent["backlog_s"]], [kv],
         ]  # fmt: skip
         chart = page.locator("#charts svg").first
         chart.focus()
@@ -87,51 +91,10 @@ def test_charts_are_read_with_the_keyboard(browser: Browser, url: str) -> None:
         assert page.locator("#charts line.cursor").count() == 6, "one cursor for all"
         page.keyboard.press("Escape")
         assert " at " not in str(chart.get_attribute("aria-label"))
-        kinds = page.locator("#charts svg").first.locator("rect")
-        assert kinds.evaluate_all("all => all.map(e => e.getAttribute('class'))") == [
-            "m-outage", "m-joined", "m-drain",
-        ]  # fmt: skip
+        kinds = chart.locator("rect").evaluate_all("all => all.map(e => e.getAttribute('class'))")
+        assert kinds == ["m-outage", "m-joined", "m-drain"]
         page.keyboard.press("p")
         assert page.locator("#link").inner_text() == "paused"
-
-
-def test_the_data_path_of_each_chart(browser: Browser, url: str) -> None:
-    with look(browser, url) as found:
-        page = found.page
-        page.wait_for_selector("#charts path.line")
-
-        def run(module: str, code: str) -> Any:
-            return page.evaluate(
-                f"async () => {{ const m = await import('/pullfill/ui/{module}'); {code} }}"
-            )
-
-        points = "[{at: 0, v: 1}, {at: 5, v: 2}, {at: 10}, {at: 15, v: 4}, {at: 60, v: 5}]"
-        values = run("charts.js", f"return m.series({points}, (p) => p.v)")
-        assert values == [[2.5, 1], [7.5, 2], [12.5, None], [17.5, 4], [62.5, 5]]
-        runs = run("charts.js", f"return m.runs(m.series({points}, (p) => p.v))")
-        assert runs == [[[2.5, 1], [7.5, 2]], [[17.5, 4]], [[62.5, 5]]], "no line across a gap"
-        tops = run("charts.js", "return [0, 0.3, 1, 1.1, 4.9, 73, 2000].map(m.ceiling)")
-        assert tops == [1, 0.5, 1, 2, 5, 100, 2000]
-        at = run("charts.js", f"return [4, 12, 40].map((t) => m.pointAt({points}, t)?.at ?? null)")
-        assert at == [0, 10, None]
-        counts = "[{decisions: {'remote a': 1, 'local b': 2}}, {}, {decisions: {'remote a': 4}}]"
-        assert run("tables.js", f"return m.decisionsOf({counts})") == [
-            ["remote", "a", 5], ["local", "b", 2],
-        ]  # fmt: skip
-        away = "{up: false, since_s: 12, error: 'h:1: refused'}"
-        unknown = "{up: false, since_s: 0, error: 'unknown: nobody asks'}"
-        servers = f"servers: {{nats: {unknown}, etcd: {away}}}"
-        lines = ["NATS unknown: nobody asks", "etcd unreachable for 12 s: h:1: refused"]
-        assert run("dom.js", f"return m.outages({{workers: [{{}}], {servers}}})") == lines
-        assert run("dom.js", f"return m.outages({{{servers}}})") == lines[1:]
-        # Each line of the page against what the frontend sent.
-        sent, lines = page.evaluate(LINES)
-        seconds = sent.get("seconds", 5)
-        kv = max(v[0] for name, v in sent["workers"].items() if name.startswith("decode"))
-        assert lines == [
-            [*sent["ttft_ms"]], [*sent["itl_ms"]], [sent["tokens_per_s"]],
-            [sent["done"] / seconds, sent.get("good", 0) / seconds], [sent["backlog_s"]], [kv],
-        ]  # fmt: skip
 
 
 LINES = """() => {

@@ -66,72 +66,57 @@ def test_a_survey_that_finds_nothing_or_fails(
     assert finding.advice
 
 
-class TestDevice:
-    def machine(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, *devices: str
-    ) -> None:
-        """A machine whose nvidia-smi says this."""
-        tool = tmp_path / "nvidia-smi"
-        lines = "\n".join(devices)
-        tool.write_text(
-            f"#!/bin/sh\nif [ \"$1\" = -L ]; then cat <<'E'\n{lines}\nE\n"
-            f"else echo '| NVIDIA-SMI 1  CUDA Version: {driver} |'; fi\n"
-        )
-        tool.chmod(0o755)
-        monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def test_an_unknown_device_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(accelerator.DEVICE_ENV, "cuda12")
-        with pytest.raises(ValueError, match="use one of cpu, cuda13"):
-            accelerator.detect()
-
-    def test_a_driver_too_old_for_vllm_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        self.machine(monkeypatch, tmp_path, "12.9", "GPU 0: A")
-        with pytest.raises(ValueError, match=r"CUDA 12\.9.*driver 580.*PULLFILL_DEVICE=cpu") as why:
-            accelerator.detect()
-        assert "\n" not in str(why.value)
-        monkeypatch.setenv(accelerator.DEVICE_ENV, "cuda13")
-        assert accelerator.detect() == "cuda13"
-
-    @pytest.mark.parametrize(
-        ("visible", "refused"),
-        [
-            (None, True),
-            ("0", False),
-            ("GPU-a", False),
-            ("MIG-a", False),
-            ("MIG-a,MIG-b", True),
-            ("GPU-a,MIG-b", True),
-        ],
+def nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, driver: str, *devices: str
+) -> None:
+    """A machine whose nvidia-smi says this."""
+    tool, lines = directory / "nvidia-smi", "\n".join(devices)
+    tool.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = -L ]; then cat <<'E'\n{lines}\nE\n"
+        f"else echo '| NVIDIA-SMI 1  CUDA Version: {driver} |'; fi\n"
     )
-    def test_kv_stays_within_one_instance_of_mig(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, refused: bool
-    ) -> None:
-        instances = (
-            "  MIG 3g.71gb Device 0: (UUID: MIG-a)",
-            "  MIG 3g.71gb Device 1: (UUID: MIG-b)",
-        )
-        self.machine(monkeypatch, tmp_path, "13.0", "GPU 0: H200 (UUID: GPU-a)", *instances)
-        if visible is not None:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        options = plan.UpOptions(frontends=0)
-        if not refused:
-            return plan.check(options)
-        with pytest.raises(ConfigError, match=r"MIG .*set CUDA_VISIBLE_DEVICES to one") as why:
-            plan.check(options)
-        assert "\n" not in str(why.value)
-        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
-        plan.check(options)
+    tool.chmod(0o755)
+    monkeypatch.delenv(accelerator.DEVICE_ENV, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
 
-    def test_nvidia_smi_decides(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self.machine(monkeypatch, tmp_path, "13.2", "GPU 0: A", "GPU 1: B")
-        assert accelerator.detect() == "cuda13"
-        assert accelerator.gpu_count() == 2
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        assert accelerator.gpu_count() == 1
+
+def test_a_driver_too_old_for_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvidia_smi(monkeypatch, tmp_path, "12.9", "GPU 0: A")
+    with pytest.raises(ValueError, match=r"CUDA 12\.9.*driver 580.*PULLFILL_DEVICE=cpu"):
+        accelerator.detect()
+    monkeypatch.setenv(accelerator.DEVICE_ENV, "cuda13")
+    assert accelerator.detect() == "cuda13"
+    monkeypatch.setenv(accelerator.DEVICE_ENV, "cuda12")
+    with pytest.raises(ValueError, match="use one of cpu, cuda13"):
+        accelerator.detect()
+
+
+@pytest.mark.parametrize(
+    ("visible", "refused"),
+    [(None, True), ("0", False), ("MIG-a", False), ("MIG-a,MIG-b", True), ("GPU-a,MIG-b", True)],
+)
+def test_kv_stays_within_one_instance_of_mig(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, refused: bool
+) -> None:
+    instances = [f"  MIG 3g.71gb Device {n}: (UUID: MIG-{name})" for n, name in enumerate("ab")]
+    nvidia_smi(monkeypatch, tmp_path, "13.0", "GPU 0: H200 (UUID: GPU-a)", *instances)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    options = plan.UpOptions(frontends=0)
+    if refused:
+        with pytest.raises(ConfigError, match=r"MIG .*set CUDA_VISIBLE_DEVICES to one"):
+            plan.check(options)
         monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
-        assert (accelerator.detect(), accelerator.gpu_count()) == ("cpu", 0)
+    plan.check(options)
+
+
+def test_nvidia_smi_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(monkeypatch, tmp_path, "13.2", "GPU 0: A", "GPU 1: B")
+    assert (accelerator.detect(), accelerator.gpu_count()) == ("cuda13", 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert accelerator.gpu_count() == 1
+    monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
+    assert (accelerator.detect(), accelerator.gpu_count()) == ("cpu", 0)
