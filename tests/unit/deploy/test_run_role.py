@@ -87,22 +87,14 @@ class TestRoles:
             ("0.0.0.0", "address that others get"),
             ("::", "no IPv4 address"),
             ("203.0.113.1", "cannot listen on --host 203.0.113.1"),
-            ("nowhere.invalid", "no IPv4 address"),
         ],
     )
     def test_a_worker_needs_an_address_of_this_machine(
-        self, ran: list[Any], monkeypatch: pytest.MonkeyPatch, host: str, why: str
+        self, ran: list[Any], host: str, why: str
     ) -> None:
-        if host == "nowhere.invalid":
-
-            def unknown(*_: object, **__: object) -> None:
-                raise socket.gaierror(socket.EAI_NONAME, "no such name")
-
-            monkeypatch.setattr(socket, "getaddrinfo", unknown)
         result = runner.invoke(cli.app, ["decode", "--host", host])
         assert isinstance(result.exception, ConfigError)
         assert why in str(result.exception)
-        assert "--host 10.0.0.5" in str(result.exception) or "this machine" in str(result.exception)
         assert ran == []
 
     @pytest.mark.parametrize(

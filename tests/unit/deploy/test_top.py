@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pullfill.config import ClusterRef
+from pullfill.config import ClusterFile, ClusterRef
 from pullfill.deploy import cli
 from pullfill.deploy import top as command
+from pullfill.deploy.state import StateDir
 from pullfill.deploy.top import screen
 from pullfill.errors import ConfigError
 from pullfill.net.security import FrontendSecurity, Security
@@ -27,18 +27,13 @@ NOWHERE = "http://127.0.0.1:1"
 
 def ref(tmp_path: Path, url: str = "", admin: str = "") -> ClusterRef:
     """A cluster whose state directory names this frontend."""
-    cluster = {
-        "namespace": "n", "nats_url": "nats://127.0.0.1:1", "etcd_url": NOWHERE,
-        "frontend_url": url, "processes": [],
-    }  # fmt: skip
-    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
-    security = Security()
-    if admin:
-        key = tmp_path / "admin.key"
-        key.write_text(admin + "\n")
-        key.chmod(0o600)
-        security = Security(frontend=FrontendSecurity(admin_key_file=str(key)))
-    return ClusterRef("n", NOWHERE, "nats://127.0.0.1:1", tmp_path, security)
+    cluster = ClusterFile(namespace="n", nats_url="q", etcd_url=NOWHERE, frontend_url=url)
+    StateDir(tmp_path).write_cluster(cluster)
+    key = tmp_path / "admin.key"
+    key.write_text(admin + "\n")
+    key.chmod(0o600)
+    frontend = FrontendSecurity(admin_key_file=str(key) if admin else None)
+    return ClusterRef("n", NOWHERE, "q", tmp_path, Security(frontend=frontend))
 
 
 def test_one_screen_is_printed_where_there_is_no_terminal(

@@ -19,11 +19,6 @@ runner = CliRunner()
 
 
 class TestRefused:
-    @pytest.mark.parametrize("given", [["x"], ["--a=1", "x"]])
-    def test_a_stray_word(self, given: list[str]) -> None:
-        with pytest.raises(ConfigError, match="'x'"):
-            vllm_flags.check(given)
-
     @pytest.mark.parametrize(
         ("flag", "near"),
         [
@@ -59,6 +54,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("given", "why"),
         [
+            (["x"], "given as --flag value"),
+            (["--a=1", "x"], "given as --flag value"),
             (["--uds", "/run/s"], "frontend: it listens at --host and --port"),
             (["-asc", "2"], "frontend: --frontends N"),
             (["-dp", "2"], "--decode N"),
@@ -66,7 +63,7 @@ class TestRefused:
         ],
     )
     def test_what_pullfill_does_not_do(self, given: list[str], why: str) -> None:
-        with pytest.raises(ConfigError, match=f"{given[0]}: .*{why}"):
+        with pytest.raises(ConfigError, match=why):
             vllm_flags.check(given)
 
     @pytest.mark.parametrize("command", ["up", "decode", "prefill", "frontend"])
@@ -105,16 +102,14 @@ class TestOneRole:
         assert argvs["prefill"][-4:] == ["--max-num-seqs", "8", "--seed", "7"]
         assert argvs["frontend"][-2:] == ["--max-num-seqs", "8"]
 
-    @pytest.mark.parametrize(
-        "given", [["--speculative-config", '{"a": 1}'], ["-sc.method=ngram"], ["--spec-tokens=3"]]
-    )
     def test_frontends_learn_how_decode_workers_speculate(
-        self, options: list[plan.UpOptions], given: list[str]
+        self, options: list[plan.UpOptions]
     ) -> None:
+        given = ["--speculative-config", '{"a": 1}', "-sc.method=ngram", "--spec-tokens=3"]
         value = shlex.join(["-tp", "2", *given])
         assert runner.invoke(cli.app, ["up", "--decode-args", value]).exit_code == 0
         argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF, "id")}
-        assert argvs["decode"][-len(given) :] == argvs["frontend"][-len(given) :] == given
+        assert argvs["decode"][-4:] == argvs["frontend"][-4:] == given
         assert not set(given) & set(argvs["prefill"])
         assert "-tp" not in argvs["frontend"]
 
