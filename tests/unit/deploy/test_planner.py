@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -200,14 +199,15 @@ def cluster(**demand: float) -> dict[str, Any]:
     return {"workers": rows}
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> planner.Plan:
-    told = cluster(prefill_demand=0.5, backlog_s=4.0, pressure=0.6, kv=0.6, prompts=8, missed=8)
+def look(monkeypatch: pytest.MonkeyPatch, told: dict[str, Any]) -> planner.Plan:
+    """One look without --apply. tests/contract/test_planner_orders.py shows what that orders."""
     monkeypatch.setattr(planner, "ask", lambda _: told)
     return planner.look(REF, NOW, PlanState(), apply=False)
 
 
-def test_json(found: planner.Plan) -> None:
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    demand = {"prefill_demand": 0.5, "backlog_s": 4.0, "pressure": 0.6, "kv": 0.6}
+    found = look(monkeypatch, cluster(**demand, prompts=8, missed=8))
     told = planner.told(found)
     assert json.loads(json.dumps(told)) == told
     assert told["prefill"] == {
@@ -225,68 +225,12 @@ def test_json(found: planner.Plan) -> None:
     assert told["moves"] == [{"instance_id": "decode-2", "from": "decode", "to": "prefill"}]
 
 
-def test_without_a_report_there_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "ask", lambda _: {"workers": []})
-    with pytest.raises(UnavailableError, match="pullfill status"):
-        planner.show(REF, PlanSettings())
-
-
-# ------------------------------------------------------------------ --apply
-
-
-class Rig:
-    """Planners of one cluster, which wants its first prefill worker. kept: the key in etcd."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kept: list[RoleMove] = []
-        self.orders = list[tuple[str, str]]()
-        self.told = cluster(prefill_demand=0.5)
-        monkeypatch.setattr(planner, "ask", lambda _: self.told)
-        monkeypatch.setattr(
-            planner, "ask_etcd", lambda _, question: asyncio.run(question(None, "default"))
-        )
-        monkeypatch.setattr(planner, "last_move", self._last)
-        monkeypatch.setattr(planner, "note_move", self._note)
-        monkeypatch.setattr(planner.operate, "order", self._order)
-
-    async def _last(self, *_: object) -> tuple[RoleMove | None, int]:
-        return (self.kept[-1] if self.kept else None), len(self.kept)
-
-    async def _note(self, _: object, namespace: str, move: RoleMove, revision: int) -> bool:
-        assert revision == len(self.kept)
-        self.kept.append(move)
-        return True
-
-    async def _order(self, _: object, namespace: str, instance_id: str, wanted: WorkerRole) -> None:
-        assert self.kept[-1].instance_id == instance_id, "first noted, then ordered"
-        self.orders.append((instance_id, wanted))
-
-    def step(self, settings: PlanSettings = NOW) -> planner.Plan:
-        return planner.look(REF, settings, PlanState(), apply=True)
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(monkeypatch)
-
-
-def test_a_planner_that_starts_again_keeps_the_pause(rig: Rig) -> None:
-    rig.step()
-    rig.told["workers"][1]["role"] = "prefill"
-    rig.told["workers"].append(cluster()["workers"][1] | {"instance_id": "decode-3"})
-    rig.told["workers"][0]["load"]["demand"]["prefill_demand"] = 1.5
-    again = rig.step()
-    assert not again.move
-    assert "if that stays so, a worker changes in" in again.reason
-    assert rig.step(replace(NOW, cool_down_s=0.0)).move
-
-
-def test_without_a_decode_worker_a_prefill_worker_becomes_one(rig: Rig) -> None:
+def test_without_a_decode_worker_a_prefill_worker_becomes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two orders at the same time, or one and a death, may leave none."""
     row = {"instance_id": "p", "role": "prefill", "state": "ready", "load": {"elastic": "prefill"}}
-    rig.told = {"workers": [row]}
-    assert rig.step().move
-    assert rig.orders == [("p", WorkerRole.DECODE)]
-    rig.told = {"workers": [row | {"load": {}}]}
-    with pytest.raises(UnavailableError, match="pullfill status"):
-        rig.step()
+    assert moved(look(monkeypatch, {"workers": [row]})) == ("p", DECODE)
+    for nobody in ([row | {"load": {}}], []):
+        with pytest.raises(UnavailableError, match="pullfill status"):
+            look(monkeypatch, {"workers": nobody})

@@ -129,9 +129,10 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view:
     await quick.aclose()
 
 
-async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
+async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fail(
     view: View,
 ) -> None:
+    """So a viewer who gives up after a silence does so."""
     live = live_of(view, period_s=60.0, quiet_s=0.02)
     stream: Any = live.watch()
     assert (await next_of(stream)).whole
@@ -139,13 +140,8 @@ async def test_a_viewer_hears_something_between_snapshots_that_are_far_apart(
         assert await asyncio.wait_for(anext(stream), 5) == b""
     live.close()
     assert [body async for body in stream] == []
-
-
-async def test_a_report_that_fails_ends_nothing(view: View) -> None:
-    """Nothing is heard meanwhile, so that a viewer who gives up after a silence does so."""
     live = live_of(view, quiet_s=0.002)
-    stream: Any = live.watch()
-    view.fails = True
+    view.fails, view.asked, stream = True, 0, live.watch()
     waiting = asyncio.ensure_future(next_of(stream))
     while view.asked < 3:  # noqa: ASYNC110 - the view has no event to wait for
         await asyncio.sleep(0.005)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 
 from pullfill.frontend.live.history import Series
 from pullfill.frontend.live.rows import ended_of, flows_of, predicted_of
@@ -44,21 +43,16 @@ def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages(
     assert (cancelled.at, cancelled.itl_ms, cancelled.good) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "good"),
-    [
+def test_goodput_is_by_the_requests_own_targets_if_it_names_some() -> None:
+    for fields, good in (
         ({"targets_ms": (49.0, None)}, False),
         ({"targets_ms": (None, 7.9)}, False),
         ({"targets_ms": (None, 8.1)}, True),
         ({"first_token_ms": 101.0}, False),
         ({"answer_tokens": 1}, True),
         ({"targets_ms": ("nonsense", None)}, True),
-    ],
-)
-def test_goodput_is_by_the_requests_own_targets_if_it_names_some(
-    fields: dict[str, Any], good: bool
-) -> None:
-    assert ended_of(request(**fields), TARGETS).good is good
+    ):
+        assert ended_of(request(**fields), TARGETS).good is good  # type: ignore[arg-type]
 
 
 def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
@@ -70,14 +64,12 @@ def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
     assert series.now(10.0, 0.0).done_per_s == 0
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [("remote", 1.0), ("local", 2.0), ("local_chunked", 3.0), (None, 1.0)],
-)
-def test_the_prediction_is_that_of_the_choice(choice: str | None, expected: float) -> None:
+def test_the_prediction_is_that_of_the_choice() -> None:
     predicted = PredictedMs(remote=1.0, local=2.0, local_chunked=3.0)
-    found = msgspec.structs.replace(RECORD, choice=choice, predicted_ms=predicted)
-    assert predicted_of(found) == expected
+    choices = {"remote": 1.0, "local": 2.0, "local_chunked": 3.0, None: 1.0}
+    for choice, expected in choices.items():
+        found = msgspec.structs.replace(RECORD, choice=choice, predicted_ms=predicted)
+        assert predicted_of(found) == expected
     assert predicted_of(RECORD) is None
 
 
