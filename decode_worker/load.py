@@ -14,9 +14,9 @@ from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.engine.view import View
 from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
-from pullfill.worker.ports import View
 from pullfill.worker.sides import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)

@@ -531,5 +531,4 @@ def _welcome(
         supported_tasks=tasks,
         load=engine.view.load(draining),
         prefix_block_size=events.block_size,
-        no_prefix_events=events.missing,
     )

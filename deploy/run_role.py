@@ -59,7 +59,7 @@ def run_worker(
     extra = plan.role_flags(role, arguments, gpus=accelerator.gpu_count())
     options = replace(options, model=model)
     # It imports vLLM, which reads the environment.
-    from pullfill.worker.main import run
+    from pullfill.worker.process import run
 
     return run(role, ref, options, extra + vllm_flags.for_worker(arguments))
 

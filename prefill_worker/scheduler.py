@@ -21,6 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.groups import EMPTY, BlockOrder, Tables
+from pullfill.engine.view import View
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.rate import Rate
@@ -32,7 +33,7 @@ from pullfill.worker.context import (
     SchedulerHalf,
     WorkerContext,
 )
-from pullfill.worker.ports import StepReport, View
+from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier

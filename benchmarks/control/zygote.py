@@ -29,7 +29,7 @@ _MODULES = (
     "pullfill.decode_worker.side",
     "pullfill.prefill_worker.side",
     "pullfill.worker.connector",
-    "pullfill.worker.main",
+    "pullfill.worker.process",
     "pullfill.testing.mock_executor",
 )
 
@@ -118,7 +118,7 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         return
     _take(*_config(order["fork"], model, tuple(flags)))
     options = WorkerOptions(model=model, engine_stall_s=600.0, drain_timeout_s=3.0)
-    from pullfill.worker import main
+    from pullfill.worker import process
 
     if order["fork"] == "decode":
         from pullfill.decode_worker import scheduler
@@ -128,7 +128,7 @@ def _serve(order: dict[str, Any], model: str, flags: list[str]) -> None:
         from pullfill.prefill_worker import scheduler as prefill_side
 
         probes.install(prefill_side.PrefillScheduler, probes.PREFILL_CALLS, stats)
-    main.run(order["fork"], cluster, options, flags)
+    process.run(order["fork"], cluster, options, flags)
 
 
 def _end(children: list[int]) -> None:

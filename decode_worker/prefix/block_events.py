@@ -18,12 +18,12 @@ from collections.abc import Callable
 
 from pullfill import wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
+from pullfill.engine.view import View
 from pullfill.prefix import chain
 from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
-from pullfill.worker.ports import View
 
 logger = log.get("decode_worker.kv_events")
 

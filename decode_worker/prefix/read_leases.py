@@ -45,7 +45,8 @@ from pullfill.wire import (
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.intake import Intake
-    from pullfill.worker.ports import EngineThread, View
+    from pullfill.engine.view import View
+    from pullfill.worker.ports import EngineThread
 
 logger = log.get("decode_worker.leases")
 

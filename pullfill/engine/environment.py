@@ -15,8 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
@@ -134,25 +133,6 @@ def end_imports() -> None:
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Let `gc.collect` do nothing meanwhile, in the whole process.
-
-    vLLM calls it several times while it shuts an engine down. Each call visits every object of
-    every module. That is most of the CPU time of a worker's end, and frees nothing that the end of
-    the process does not free."""
-    collect = gc.collect
-
-    def nothing(generation: int = 2) -> int:
-        return 0
-
-    gc.collect = nothing
-    try:
-        yield
-    finally:
-        gc.collect = collect
 
 
 def untrack(plain: list[Any]) -> None:

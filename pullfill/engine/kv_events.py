@@ -1,7 +1,8 @@
 """vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
 
 vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts ours in that
-place. A publisher that the user has configured (--kv-events-config) still gets every event.
+place. A publisher that the user has configured (--kv-events-config) still gets every event, with
+whole block hashes.
 
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
 is removed, and mean nothing to other processes.
@@ -15,12 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-_INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
-# What must be told of stored blocks. A release of vLLM that tells less has no events here.
-_FIELDS = frozenset({"block_hashes", "parent_block_hash", "token_ids", "block_size", "medium",
-                     "lora_name", "extra_keys", "group_idx"})  # fmt: skip
+INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +110,11 @@ def origin(stored: Stored) -> tuple[str, int]:
 class KvEvents:
     """The events of one engine. `switch_on` before the engine is built, then `attach`.
 
-    block_size: tokens of a block. 0: there are no events.
-    missing: why there are no events, though the engine has a prefix cache."""
+    block_size: tokens of a block. 0: there are no events."""
 
     def __init__(self) -> None:
-        self._ints = False
         self._scheduler: Any = None
         self.places = Places({}, 0)
-        self.missing = ""
 
     @property
     def block_size(self) -> int:
@@ -131,14 +124,12 @@ class KvEvents:
         """Have vLLM collect events in the engine that is built next. config: its VllmConfig.
 
         Changes `config` and the environment of this process."""
-        from vllm import envs
         from vllm.config.kv_events import KVEventsConfig
 
         theirs = config.kv_events_config
         if theirs is None or not theirs.enable_kv_cache_events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        self._ints = bool(getattr(envs, _INTS, False))
-        os.environ[_INTS] = "0"  # only a whole hash can be looked up in the prefix cache
+        os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
     def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
         """Get the events from now on.
@@ -146,23 +137,13 @@ class KvEvents:
         core: vLLM's EngineCore, before its first step.
         take: called with the changes of each step, on the engine thread. It must not block or
         raise."""
-        from vllm.distributed.kv_events import BlockStored
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
         scheduler = core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        if not pool.enable_caching:
-            return
-        convert: Any = maybe_convert_block_hash
-        if untold := _FIELDS.difference(BlockStored.__struct_fields__):
-            self.missing = f"this release of vLLM tells no {min(untold)} of a stored block"
-        elif not isinstance(convert(b"handle"), bytes):
-            self.missing = f"{_INTS} was read before pullfill set it"
-        else:
+        if pool.enable_caching:
             self.places = places_of(scheduler.kv_cache_config)
             self._scheduler = scheduler
             scheduler.kv_event_publisher = Publisher(
-                scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
+                scheduler.kv_event_publisher, pool, self.places, take
             )
 
     def look(self) -> None:
@@ -179,17 +160,10 @@ class Publisher:
 
     theirs: vLLM's publisher of the user's configuration. It gets every event.
     pool: vLLM's BlockPool.
-    places, take: see `KvEvents`.
-    ints: whether the user's publisher gets hashes as integers."""
+    places, take: see `KvEvents`."""
 
     def __init__(
-        self,
-        theirs: Any,
-        pool: Any,
-        places: Places,
-        take: Callable[[list[Change]], None],
-        *,
-        ints: bool,
+        self, theirs: Any, pool: Any, places: Places, take: Callable[[list[Change]], None]
     ) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -198,47 +172,34 @@ class Publisher:
         self._pool = pool
         self._places = places
         self._take = take
-        self._ints = ints
         self._key = make_block_hash_with_group_id
-        self._batch = kv_events.KVEventBatch
-        self._stored, self._removed = kv_events.BlockStored, kv_events.BlockRemoved
-        self._kinds = (self._stored, self._removed)
-        self._cleared = kv_events.AllBlocksCleared
-        self._own, self._offloaded = kv_events.MEDIUM_GPU, kv_events.MEDIUM_CPU
+        self._vllm = kv_events
         self.get_publisher_config = theirs.get_publisher_config
 
     def publish(self, batch: Any) -> None:
         """Take the events of one step. batch: vLLM's KVEventBatch."""
         changes: list[Change] = []
-        gone: list[bytes] = []
-        gone_from = 0
         for event in batch.events:
-            kind = type(event)
-            place = self._place(event) if kind in self._kinds else 0
-            if kind is self._removed and place:
-                if place != gone_from:  # vLLM tells of each removed block alone
-                    gone, gone_from = [], place
-                    changes.append(Removed(place, gone))
-                gone += self._lost(event)
-                continue
-            gone_from = 0
-            if kind is self._stored and place and self._fits(event):
-                changes.append(
-                    Stored(place, event.block_hashes, event.parent_block_hash, event.token_ids,
-                           event.lora_name or "", event.extra_keys)
-                )  # fmt: skip
-            elif kind is self._cleared:
+            if isinstance(event, self._vllm.AllBlocksCleared):
                 changes.append(Cleared())
+            elif not (place := self._place(event)):
+                continue
+            elif isinstance(event, self._vllm.BlockStored):
+                if self._fits(event):
+                    changes.append(
+                        Stored(place, event.block_hashes, event.parent_block_hash, event.token_ids,
+                               event.lora_name or "", event.extra_keys)
+                    )  # fmt: skip
+            else:
+                changes.append(Removed(place, self._lost(event)))
         if changes:
             self._take(changes)
         if self._theirs is not None:
-            if self._ints:
-                batch.events = [_with_ints(event) for event in batch.events]
             self._theirs.publish(batch)
 
     def publish_now(self, events: list[Any]) -> None:
         """As `publish`, with the time of now."""
-        self.publish(self._batch(ts=time.time(), events=events))
+        self.publish(self._vllm.KVEventBatch(ts=time.time(), events=events))
 
     def shutdown(self) -> None:
         """End the user's publisher."""
@@ -249,9 +210,9 @@ class Publisher:
         """Return the bit of the event's group and memory. 0: its blocks do not count."""
         bit = self._places.bits.get(event.group_idx, 0)
         medium = event.medium
-        if medium == self._own:
+        if medium == self._vllm.MEDIUM_GPU:
             return bit
-        return bit << len(self._places.bits) if medium == self._offloaded else 0
+        return bit << len(self._places.bits) if medium == self._vllm.MEDIUM_CPU else 0
 
     def _fits(self, event: Any) -> bool:
         """Whether each block has its tokens. Not so for a part of a block, or in a window."""
@@ -261,21 +222,7 @@ class Publisher:
     def _lost(self, event: Any) -> Sequence[bytes]:
         """Return which blocks are gone. vLLM's event does not tell of another copy of a block."""
         handles: Sequence[bytes] = event.block_hashes
-        if event.medium != self._own:
+        if event.medium != self._vllm.MEDIUM_GPU:
             return handles
         find, group = self._pool.cached_block_hash_to_block.get_one_block, event.group_idx
         return [one for one in handles if find(self._key(one, group)) is None]
-
-
-def _with_ints(event: Any) -> Any:
-    """Return the event with hashes as vLLM makes them of the whole ones by default."""
-    changed: dict[str, Any] = {}
-    if hashes := getattr(event, "block_hashes", None):
-        changed["block_hashes"] = [_int(each) for each in hashes]
-    if (parent := getattr(event, "parent_block_hash", None)) is not None:
-        changed["parent_block_hash"] = _int(parent)
-    return msgspec.structs.replace(event, **changed)
-
-
-def _int(handle: bytes) -> int:
-    return int.from_bytes(handle, "big") & ((1 << 64) - 1)

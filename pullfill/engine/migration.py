@@ -169,14 +169,16 @@ def fingerprint(request: Any) -> str:
     if tokens is not None:
         add("tokens", _tokens(tokens))
     if request.prompt_embeds is not None:
-        add("embeds", _tensor(request.prompt_embeds))
+        import torch
+
+        add("embeds", request.prompt_embeds.contiguous().view(torch.uint8).numpy().tobytes())
     for feature in request.mm_features or ():
         where = feature.mm_position
         add("feature", f"{feature.identifier} {where.offset} {where.length}".encode())
     if request.lora_request is not None:
         add("lora", f"{request.lora_request.lora_name} {request.lora_request.lora_path}".encode())
     if request.sampling_params is not None:
-        add("sampling", _fields(request, request.sampling_params))
+        add("sampling", _normal(_sampling(request)))
     if request.pooling_params is not None:
         add("pooling", _normal(request.pooling_params))
     return hashed.hexdigest()
@@ -189,32 +191,17 @@ def _tokens(tokens: Any) -> bytes:
         return repr(tokens).encode()  # no valid token ids, but the request still gets a name
 
 
-def _tensor(tensor: Any) -> bytes:
-    import torch
-
-    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + bytes(raw)
-
-
-def _fields(request: Any, params: Any) -> bytes:
-    values: dict[str, Any] = {
-        name: sorted(value) if isinstance(value, set) else value
-        for name in params.__struct_fields__
-        if name not in _NOT_OF_THE_ENGINE
-        for value in (getattr(params, name),)
-    }
+def _sampling(request: Any) -> dict[str, Any]:
+    values = msgspec.structs.asdict(request.sampling_params)
+    for name in _NOT_OF_THE_ENGINE:
+        values.pop(name, None)
     choice = choice_of(request.request_id, request.external_req_id)
     if choice and values.get("seed") is not None:
         values["seed"] -= int(choice)  # vLLM counts the seed up from choice to choice
-    return _normal(values)
+    return values
 
 
 def _normal(value: Any) -> bytes:
     """The same bytes for equal values, in whatever order their keys came."""
-    return repr(_sorted(msgspec.to_builtins(value, enc_hook=repr, str_keys=True))).encode()
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return sorted((key, _sorted(item)) for key, item in value.items())
-    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+    plain = msgspec.to_builtins(value, enc_hook=repr, str_keys=True, order="sorted")
+    return msgspec.json.encode(plain)

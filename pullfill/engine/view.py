@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 
-class EngineView:
-    """One engine, as its sides see it (pullfill/worker/ports.py: `View`).
+class View:
+    """One engine, as its sides see it: a port (pullfill/worker/ports.py).
 
     core: vLLM's EngineCore.
+    config: vLLM's VllmConfig. Not to be changed.
     tier: vLLM's own KV offloading beside our connector. None: there is none.
+    chunks: how many tokens a step may compute.
     in_flight: vLLM's set of requests for which it reserves blocks."""
 
     def __init__(self, core: Any) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.groups import ONE_GROUP, Groups
+from pullfill.engine.view import View
 from pullfill.errors import ConfigError
-from pullfill.worker.ports import Steps, View
+from pullfill.worker.ports import Steps
 
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry

@@ -1,4 +1,4 @@
-"""The five ports by which a side knows vLLM. It knows vLLM by nothing else.
+"""The five ports by which a side knows vLLM: these four, and `View` (engine/view.py).
 
     vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
 
@@ -10,17 +10,10 @@ adapters alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from pullfill.engine.front_wire import LoadReport
-from pullfill.engine.kv_events import Change, KvEvents
-
-if TYPE_CHECKING:
-    from pullfill.engine.tier import Tier
-    from pullfill.engine.view import PrefillChunks, Seats
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -104,48 +97,6 @@ class Submit(Protocol):
         """Abort a request if it still runs.
 
         forgotten: called on the engine thread once the engine runs no such request any more."""
-
-
-class View(Protocol):
-    """What a side sees of the engine, and the limits that it may set. Engine thread, but
-    `counts`, the blocks, `config` and `prepare` from any thread.
-
-    config: vLLM's VllmConfig. Not to be changed.
-    tier: vLLM's own KV offloading. None: there is none.
-    chunks: how many tokens a step may compute.
-    in_flight: vLLM's set of requests for which it reserves blocks."""
-
-    config: Any
-    tier: Tier | None
-    chunks: PrefillChunks
-    in_flight: set[Any]
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many requests run, and how many wait."""
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that no request holds, cached ones included."""
-
-    @property
-    def usable_blocks(self) -> int:
-        """Number of blocks that requests can hold."""
-
-    @property
-    def mid_step(self) -> bool:
-        """Whether a scheduled step has not run yet."""
-
-    def load(self, draining: bool) -> LoadReport:
-        """Return the load. Takes time in proportion to the number of requests."""
-
-    def seats(self, reserve: bool) -> Seats:
-        """Return the seats of requests that run or will run."""
-
-    def prepare(self, request: Any, tokens: memoryview) -> Generator[None, None, Any]:
-        """Make vLLM's Request with its block hashes, slice by slice. The generator returns it."""
-
-    def tell_blocks(self, events: KvEvents, take: Callable[[list[Change]], None]) -> None:
-        """Have `events` call `take` with the changes of each step. Before the first step."""
 
 
 class MemoryLifetime(Protocol):

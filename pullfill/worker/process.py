@@ -1,4 +1,6 @@
-"""One worker process: an engine, its KV memory, and a decode side, a prefill side, or both.
+"""`pullfill decode`, `pullfill prefill`: one worker process, from flags to exit code.
+
+It has an engine, its KV memory, and a decode side, a prefill side, or both:
 
     engine thread loads the model ┐
                                   ├─▶ sides are built ─▶ registered ─▶ serving ─▶ drain ─▶ closed
@@ -14,19 +16,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NoReturn
 
-from pullfill.config import ClusterRef, pod_name, restarts_so_far
-from pullfill.engine import args, compat, environment, kv_offloading
+from pullfill.config import ClusterRef, pod_name, ranks_of, restarts_so_far
+from pullfill.engine import args, check, compat, environment, kv_offloading
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife, EngineWatchdog
-from pullfill.engine.view import EngineView
-from pullfill.errors import BadMessage, ConfigError
-from pullfill.net.this_host import host_id
-from pullfill.options import WorkerOptions
+from pullfill.engine.view import View
+from pullfill.errors import BadMessage, ConfigError, PullfillError, exit_code
+from pullfill.ids import new_instance_id
+from pullfill.net.this_host import allow_open_files, host_id
+from pullfill.options import LogFormat, WorkerOptions
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
@@ -34,7 +39,7 @@ from pullfill.registry.membership import Membership
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log, metrics, tracing
 from pullfill.runtime.health import UP
-from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, end, exit_within, until
+from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, end, exit_within, leave, until
 from pullfill.runtime.probe import ProbeServer
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import (
@@ -51,7 +56,68 @@ from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.switch import Side, Switch
 
-NO_OFFLOADING = "--elastic does not work with vLLM's KV offloading: leave out one of them"
+# By name, as vLLM gets the connector: the rooms of the sides import this one.
+ROLES = {
+    "decode": ("pullfill.decode_worker.side", "DecodeRole"),
+    "prefill": ("pullfill.prefill_worker.side", "PrefillRole"),
+}
+
+
+def run(
+    first: str, cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]
+) -> NoReturn:
+    """Run one worker that begins as `first`, until told to leave. Does not return: it ends the
+    process, so that no thread of a library can hold it.
+
+    Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer
+    (`errors.exit_code`)."""
+    log.setup(first, as_json=options.log_format is LogFormat.JSON)
+    allow_open_files()
+    environment.begin_imports()
+    eager = "--enforce-eager" in vllm_args
+    core = options.cores[0] if len(options.cores) == 1 else None
+    ranks = ranks_of(list(vllm_args))
+    environment.prepare(cpu=core, model=options.model, eager=eager, ranks=ranks)
+
+    async def serve() -> int:
+        names = [first]
+        if options.elastic:
+            names = list(ROLES)
+            if options.advertise_kv:
+                raise ConfigError(
+                    "--elastic needs a KV port for each role, and --advertise-kv names one: leave "
+                    "it out"
+                )
+        name = options.instance_id or new_instance_id("worker" if options.elastic else first)
+        roles: list[Any] = []
+        for number, role in enumerate(names):
+            module, kind = ROLES[role]
+            # Of two sides, the prefill side listens at the port after that of the decode side.
+            port = options.kv_port and options.kv_port + number
+            own = replace(options, instance_id=name, kv_port=port)
+            # The prefill side gets the decode side beside it.
+            roles.append(getattr(import_module(module), kind)(cluster, own, *roles))
+        process = WorkerProcess(roles, first, name, cluster, options, list(vllm_args))
+        return await process.serve()
+
+    asyncio.run(_serve(first, serve))
+    raise AssertionError("unreachable")
+
+
+async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+    """Serve, and end the process from inside the loop."""
+    # Closing the loop would wait for whatever its threads still do.
+    try:
+        check.require_version()
+        code = await serve()
+    except PullfillError as exc:
+        log.complain(exc)
+        code = exit_code(exc)
+    except Exception:
+        log.get(f"{role}_worker").exception("%s worker failed", role)
+        code = 1
+    tracing.close()
+    leave(code)
 
 
 class WorkerProcess:
@@ -222,7 +288,7 @@ class WorkerProcess:
         described = compat.describe(
             self._config, self._served_name, self._fingerprint, first.geometry
         )
-        view = EngineView(core)
+        view = View(core)
         for half in self._halves:
             half.built(view)
         loop = OwnLoop(host, core, self._life, first.adapters, self._halves)
@@ -318,10 +384,11 @@ class WorkerProcess:
 
 
 def refuse_offloading(config: Any) -> None:
-    """Raises ConfigError, however it was asked for. config: vLLM's."""
-    # Main looks at the flags before anything is loaded. But vLLM has several, and files of flags.
+    """Raise ConfigError if vLLM's config offloads KV, by whatever flag or file of flags."""
     if kv_offloading.size_of(config):
-        raise ConfigError(NO_OFFLOADING)
+        raise ConfigError(
+            "--elastic does not work with vLLM's KV offloading: leave out one of them"
+        )
 
 
 async def _all(work: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.engine.view import View
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
@@ -17,7 +18,7 @@ from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.memory import Copier
 from pullfill.worker.own_loop import OwnLoop
-from pullfill.worker.ports import EngineThread, Submit, View
+from pullfill.worker.ports import EngineThread, Submit
 
 C = TypeVar("C", bound=WorkerContext)
 

@@ -24,7 +24,7 @@ from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import prefill_request
-from pullfill.engine.view import EngineView
+from pullfill.engine.view import View
 from pullfill.errors import BadMessage, NotNow
 from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
@@ -140,7 +140,7 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
         kept.append(Memory(context))
         shutdown = core.shutdown
         core.shutdown = lambda: [kept[0].order.append("freed"), shutdown()]
-        view = EngineView(core)
+        view = View(core)
         half.built(view)
         loop = OwnLoop(host, core, life, context.adapters, [half])
         host.use(loop)

@@ -13,7 +13,7 @@ import pytest
 
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
-from pullfill.engine.view import EngineView, Seats
+from pullfill.engine.view import Seats, View
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
@@ -162,7 +162,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
 
     def built(core: Any) -> None:
         life: Any = None
-        context.scheduler.built(EngineView(core))
+        context.scheduler.built(View(core))
         loop = OwnLoop(host, core, life, context.adapters, [context.scheduler])
         host.use(loop)
         engine = PrefillEngine(loop, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0)

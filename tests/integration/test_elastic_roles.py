@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,8 @@ from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt, truth
 
 pytestmark = pytest.mark.engine
+# Below those that the kernel gives to whoever asks for any.
+KV_PORT = 20_000 + 2 * (os.getpid() % 5_000)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def worker(elastic: Cluster) -> Worker:
     """The elastic worker, as decode worker. A test may end it."""
     found = elastic.workers[-1]
     if found.role == "frontend" or not found.alive:
-        found = elastic.launch("decode", "--elastic")
+        found = elastic.launch("decode", "--elastic", f"--kv-port={KV_PORT}")
         elastic.wait_ready(found)
     elif elastic.load_of(found)["elastic"] != "decode":
         become(elastic, found, "decode")
@@ -144,6 +148,8 @@ def test_a_worker_that_is_both_decodes_and_prefills(
     elastic.set_router(itl_ms=10_000)
     become(elastic, worker, "both")
     assert states(elastic, worker) == {("decode", "ready"), ("prefill", "ready")}
+    for port in (KV_PORT, KV_PORT + 1):  # one for each side
+        socket.create_connection(("127.0.0.1", port)).close()
     with Load(elastic, seed=3200, max_tokens=3) as load:
         until(lambda: prefilled_by(load, worker) > 2 and decoded_by(load, worker) > 2, 60, "both")
     load.check(oracle)

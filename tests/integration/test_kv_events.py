@@ -28,11 +28,11 @@ from tests.support.prefix_cache import BLOCK, Cache
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`switch_on` sets a variable that vLLM may have read before."""
-    monkeypatch.delenv(kv_events._INTS, raising=False)
+    monkeypatch.delenv(kv_events.INTS, raising=False)
     had = envs._is_envs_cache_enabled()
     envs.disable_envs_cache()
     yield
-    os.environ.pop(kv_events._INTS, None)
+    os.environ.pop(kv_events.INTS, None)
     if had:
         envs.enable_envs_cache()
 
@@ -86,11 +86,7 @@ def test_what_is_told_is_what_vllm_has_cached(windows: int, seed: int) -> None:
     assert most > 20
 
 
-@pytest.mark.parametrize("ints", [True, False])
-def test_a_publisher_of_the_user_gets_every_event(
-    ints: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(kv_events._INTS, str(int(ints)))
+def test_a_publisher_of_the_user_gets_every_event() -> None:
     theirs = Recorder()
     cache = Cache(20, windows=1, theirs=theirs)
     assert cache.config.kv_events_config.publisher == "zmq"
@@ -98,20 +94,13 @@ def test_a_publisher_of_the_user_gets_every_event(
     assert cache.run(request)
     cache.step_ends()
     assert {event.group_idx for event in theirs.events} == {0, 1}
-    wanted: list[Any] = request.block_hashes
-    if ints:
-        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-        monkeypatch.setenv(kv_events._INTS, "1")
-        wanted = list(map(maybe_convert_block_hash, wanted))
-        assert all(isinstance(one, int) for one in wanted)
-    assert theirs.events[-1].block_hashes == wanted
+    assert theirs.events[-1].block_hashes == request.block_hashes
     assert cache.told == cache.cached()
     cache.scheduler.kv_event_publisher.shutdown()
     assert theirs.ended
 
 
-def test_events_that_come_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_come_without_a_step() -> None:
     cache = Cache(20)
     request = cache.request(list(range(3 * BLOCK)))
     assert cache.run(request)
@@ -123,24 +112,12 @@ def test_events_that_come_without_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.told == set()
 
 
-def test_hashes_that_were_read_as_integers_before_are_told() -> None:
-    """Then a block that was removed cannot be looked up in the prefix cache."""
-    cache = Cache(20)
-    os.environ[kv_events._INTS] = "1"
-    events = KvEvents()
-    events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
-    assert (events.block_size, events.missing) == (
-        0,
-        f"{kv_events._INTS} was read before pullfill set it",
-    )
-
-
 def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
     cache = Cache(20)
     cache.manager.block_pool.enable_caching = False
     events = KvEvents()
     events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
-    assert (events.block_size, events.missing) == (0, "")
+    assert events.block_size == 0
 
 
 @pytest.mark.parametrize("theirs", [False, True])
@@ -168,7 +145,7 @@ def test_the_scheduler_of_a_worker_publishes_to_us(model_path: Path, theirs: boo
     assert scheduler.kv_cache_manager.block_pool.enable_kv_cache_events
     taken: list[Any] = []
     events.attach(SimpleNamespace(scheduler=scheduler), taken.extend)
-    assert (events.missing, events.block_size) == ("", BLOCK)
+    assert events.block_size == BLOCK
     assert scheduler.get_kv_event_publisher_config() is None
     assert scheduler.reset_prefix_cache()
     events.look()

@@ -63,7 +63,6 @@ class Cache:
             kv_event_publisher=theirs or NullEventPublisher(),
         )
         self.events.attach(SimpleNamespace(scheduler=self.scheduler), self.take)
-        assert self.events.missing == ""
         self.held = Held(self.events.places)
         self.told: set[int] = set()
         self.names: dict[bytes, int] = {}

@@ -40,7 +40,7 @@ CORE_FOLDERS = ("wire", "net", "runtime", "prefix")
 ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 
 ENTRY_POINTS = {
-    "pullfill.worker.main",
+    "pullfill.worker.process",
     "pullfill.frontend.main",
     "pullfill.queue.nats_connection",
 }

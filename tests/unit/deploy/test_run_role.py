@@ -27,8 +27,8 @@ class TestRoles:
     def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         """What a role's `run` was called with. The environment is put back afterwards."""
         calls: list[Any] = []
-        for room, first in (("worker", ()), ("frontend", ("frontend",))):
-            main: Any = ModuleType(f"pullfill.{room}.main")
+        for name, first in (("worker.process", ()), ("frontend.main", ("frontend",))):
+            main: Any = ModuleType(f"pullfill.{name}")
             main.run = lambda *given, first=first: calls.append((*first, *given)) or 7
             monkeypatch.setitem(sys.modules, main.__name__, main)
         monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)

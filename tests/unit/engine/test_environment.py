@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -10,14 +9,11 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from pullfill.engine import environment
 from pullfill.engine.environment import Heap
-from pullfill.engine.host import EngineHost
 from tests.support.fakes import FakeClock
 
 REPO = Path(__file__).resolve().parents[3]
@@ -186,22 +182,6 @@ assert gc.is_tracked(late) and any(one is late for one in gc.get_objects()), "no
 
 def test_what_was_imported_is_not_looked_at_again() -> None:
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
-
-
-def test_an_engine_shuts_down_without_collecting_garbage() -> None:
-    """vLLM's collections took seconds of CPU at the end of each worker."""
-    collections, real = list[str](), gc.collect
-    host: Any = EngineHost(SimpleNamespace())  # type: ignore[arg-type]
-    host.core = SimpleNamespace(shutdown=lambda: gc.collect())
-    gc.disable()
-    gc.callbacks.append(note := lambda phase, _: collections.append(phase))
-    try:
-        host.shutdown()
-        assert collections == []
-        assert gc.collect is real
-    finally:
-        gc.callbacks.remove(note)
-        gc.enable()
 
 
 def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:

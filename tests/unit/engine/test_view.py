@@ -9,7 +9,7 @@ import pytest
 
 from pullfill.engine import release, view
 from pullfill.engine.kv_events import Places
-from pullfill.engine.view import LOOK, EngineView, PrefillChunks, Seats
+from pullfill.engine.view import LOOK, PrefillChunks, Seats, View
 from pullfill.errors import Outcome
 from tests.support.fakes import FakeRequest
 from tests.unit.decode_worker.test_scheduler import Rig
@@ -89,7 +89,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
-    seen = EngineView(scheduler)
+    seen = View(scheduler)
     idle = seen.load(draining=True)
     assert (idle.uncached_tokens_queued, idle.active_blocks, idle.draining) == (0, 0, True)
     scheduler.counts, scheduler.pool.free = (2, 2), 70
@@ -112,11 +112,11 @@ def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
     for cached in range(7):
         scheduler.pool.cached = set(request.block_hashes[: 2 * cached])
         # The last token is always computed, so the last block is never a hit.
-        assert EngineView(scheduler).hit(request) == min(cached, 5) * BLOCK
+        assert View(scheduler).hit(request) == min(cached, 5) * BLOCK
 
 
 def test_a_waiting_request_is_looked_up_once(scheduler: Scheduler) -> None:
-    seen = EngineView(scheduler)
+    seen = View(scheduler)
     scheduler.add("new", 41)
     first = seen.load(draining=False)
     asked = scheduler.pool.looked_up
