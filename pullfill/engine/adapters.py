@@ -144,7 +144,6 @@ class Adapters:
     # adapter is loaded before its first request enters. vLLM loads it again from the copy only.
 
     def __init__(self) -> None:
-        self._files = AdapterFiles()
         self._given = 0
         self._loaded: OrderedDict[str, tuple[LoRARequest, _Copy]] = OrderedDict()
         self._paths: dict[str, str] = {}
@@ -163,7 +162,7 @@ class Adapters:
         fields: those of vLLM's LoRARequest, as they came over the wire."""
         try:
             asked = _converted(fields)
-            named = self.named(asked, content)
+            named = self.named(asked if parted(asked.lora_name)[1] else _identified(asked))
         except BadMessage as exc:
             failure = exc
 
@@ -180,18 +179,12 @@ class Adapters:
 
         return load
 
-    def named(self, asked: LoRARequest, read: Callable[[str], str] | None = None) -> LoRARequest:
-        """Return the LoRARequest of a frontend with its identity as name, and our copy as path.
+    def named(self, asked: LoRARequest) -> LoRARequest:
+        """Note the path of an adapter. Returns its LoRARequest as `placed` does.
 
-        To be called before vLLM hashes the prompt. Any thread. Raises BadMessage.
+        To be called before vLLM hashes the prompt. Any thread.
 
-        asked: it has its identity already, unless the frontend is of an older build.
-        read: computes the digest of files whose identity is asked for."""
-        name, told = parted(asked.lora_name)
-        if not told:
-            path = _resolved(asked.lora_path)
-            told = _content(name, path, asked.is_3d_lora_weight, read or self._files.read)
-            asked = msgspec.structs.replace(asked, lora_name=identity(name, told), lora_path=path)
+        asked: its name is an identity."""
         if asked.lora_name not in self._loaded:
             self._paths[asked.lora_name] = asked.lora_path
         return self.placed(asked)
@@ -303,6 +296,13 @@ def _resolved(path: str) -> str:
     from vllm.lora.utils import get_adapter_absolute_path
 
     return str(get_adapter_absolute_path(path))
+
+
+def _identified(asked: LoRARequest) -> LoRARequest:
+    """Return the adapter with the identity of the files that are at its path now."""
+    path = _resolved(asked.lora_path)
+    told = _content(asked.lora_name, path, asked.is_3d_lora_weight, content)
+    return msgspec.structs.replace(asked, lora_name=identity(asked.lora_name, told), lora_path=path)
 
 
 def _content(name: str, path: str, is_3d: bool, read: Callable[[str], str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,18 +20,16 @@ from pullfill.errors import IncompatibleError
 NO_ATTENTION = "none"
 UNSCALED = "1"
 
-Scales = dict[str, tuple[list[float], list[float]]]
-
 
 @dataclass(frozen=True, slots=True)
 class RankAttention:
     """What one rank knows about its layers. Holds plain types only: it is sent between processes.
 
     backends: vLLM's names of the attention backends.
-    scales: for each layer, the scales of K and of V: one number, or one per KV head of the rank."""
+    scales: name of a layer, its scales of K, and of V: one number, or one per KV head."""
 
     backends: frozenset[str] = frozenset()
-    scales: Scales | None = None
+    scales: frozenset[tuple[str, tuple[float, ...], tuple[float, ...]]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +60,27 @@ def attention_of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAtten
     found = {name: layers[name] for name in layer_names if name in layers}
     return RankAttention(
         frozenset(layer.get_attn_backend().get_name() for layer in found.values()),
-        {
-            name: (layer._k_scale.flatten().tolist(), layer._v_scale.flatten().tolist())
+        frozenset(
+            (
+                name,
+                tuple(layer._k_scale.flatten().tolist()),
+                tuple(layer._v_scale.flatten().tolist()),
+            )
             for name, layer in found.items()
             if hasattr(layer, "_k_scale")
-        },
+        ),
     )
 
 
-def join_attention(ranks: Mapping[tuple[int, int], RankAttention], kv_heads: int) -> Attention:
-    """Join what the ranks know. The result does not depend on how the model is split over ranks.
-
-    ranks: by (pipeline rank, tensor-parallel rank).
-    kv_heads: number of KV heads of the whole model.
-    """
-    backends = sorted(frozenset[str]().union(*(rank.backends for rank in ranks.values())))
-    tp_size = 1 + max(tp for _, tp in ranks)
-    parts: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for _, rank in sorted(ranks.items()):
-        for layer, scales in (rank.scales or {}).items():
-            parts.setdefault(layer, []).append(scales)
-    whole = {
-        layer: [_whole([part[which] for part in told], tp_size, kv_heads) for which in (0, 1)]
-        for layer, told in sorted(parts.items())
-    }
-    scaled = any(scales != [1.0] for pair in whole.values() for scales in pair)
-    return Attention("+".join(backends) or NO_ATTENTION, _digest(whole) if scaled else UNSCALED)
-
-
-def _whole(parts: Sequence[list[float]], tp_size: int, kv_heads: int) -> list[float]:
-    """Return one layer's scales, one per KV head, or a single number if all are equal.
-
-    parts: the layer's scales on each tensor-parallel rank. With more ranks than KV heads several
-    neighbours hold the same head. Then one of them counts."""
-    copies = max(1, tp_size * len(parts[0]) // kv_heads)
-    heads = [scale for part in parts[::copies] for scale in part]
-    return heads[:1] if len(set(heads)) == 1 else heads
-
-
-def _digest(scales: Mapping[str, list[list[float]]]) -> str:
-    text = json.dumps(scales, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def join_attention(ranks: Collection[RankAttention]) -> Attention:
+    """Join what the ranks know. The result does not depend on how layers are split over ranks."""
+    backends = sorted(frozenset[str]().union(*(rank.backends for rank in ranks)))
+    # Ranks that share a layer have the same number for it. With a number for each head they do not,
+    # so then only workers that split their heads alike exchange KV.
+    scales = sorted(frozenset().union(*(rank.scales for rank in ranks)))
+    digest = hashlib.blake2b(json.dumps(scales).encode(), digest_size=8).hexdigest()
+    scaled = any({*k, *v} != {1.0} for _, k, v in scales)
+    return Attention("+".join(backends) or NO_ATTENTION, digest if scaled else UNSCALED)
 
 
 @dataclass(frozen=True, slots=True)

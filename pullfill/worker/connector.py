@@ -99,8 +99,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
-        stored = {rank: told.attention for rank, told in metadata.items()}
-        whole = kv.join_attention(stored, self._heads)
+        whole = kv.join_attention([told.attention for told in metadata.values()])
         told = {rank: rank_told.region for rank, rank_told in metadata.items()}
         whole = replace(whole, groups=groups.groups_of(self._kv_cache_config))
         self.attach(told, self._heads, whole)

@@ -128,7 +128,7 @@ def test_kv_scales_are_where_vllm_keeps_them() -> None:
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"l": layer})
     )
-    assert attention_of_rank(config, ["l"]).scales == {"l": ([1.0], [1.0])}
+    assert attention_of_rank(config, ["l"]).scales == {("l", (1.0,), (1.0,))}
 
 
 def test_vllms_flag_names_the_mock_and_the_mock_has_no_model() -> None:

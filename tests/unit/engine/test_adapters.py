@@ -114,7 +114,8 @@ class Worker:
 
     def enter(self, name: str, path: Path, number: int = 1, request_id: str = "") -> Any:
         """A request enters the engine. Returns its LoRARequest there."""
-        request = SimpleNamespace(lora_request=self.adapters.named(asked(name, path, number)))
+        named = name if "@" in name else identity(name, content(str(path)))
+        request = SimpleNamespace(lora_request=self.adapters.named(asked(named, path, number)))
         hashed = request.lora_request
         self.adapters.admit(self.core, request)
         own = request.lora_request

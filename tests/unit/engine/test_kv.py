@@ -14,7 +14,6 @@ from pullfill.engine.kv import (
     UNSCALED,
     Attention,
     Geometry,
-    RankAttention,
     attention_of_rank,
     device_of,
     executor_without_model,
@@ -110,8 +109,6 @@ def test_where_the_kv_memory_is(
 
 torch: Any = Late("torch")
 
-HEADS = 4
-
 
 def layer(k: Any, v: Any, backend: str = "FLASH_ATTN") -> SimpleNamespace:
     """An attention layer of vLLM, as it is once the weights are loaded."""
@@ -121,59 +118,35 @@ def layer(k: Any, v: Any, backend: str = "FLASH_ATTN") -> SimpleNamespace:
     )
 
 
-def rank(layers: dict[str, Any]) -> RankAttention:
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    return attention_of_rank(config, [*layers, "shared.with.another"])
-
-
-def alone(k: Any, v: Any, backend: str = "FLASH_ATTN") -> Attention:
-    return join_attention(
-        {(0, 0): rank({"l.0": layer(k, v, backend), "l.1": layer(k, v, backend)})}, HEADS
-    )
+def joined(*ranks: dict[str, Any]) -> Attention:
+    """What is told of ranks that have these layers."""
+    told = []
+    for layers in ranks:
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        told.append(attention_of_rank(config, [*layers, "shared.with.another"]))
+    return join_attention(told)
 
 
 def test_an_unscaled_cache_says_so_whatever_the_shape() -> None:
-    assert join_attention({(0, 0): rank({})}, HEADS) == Attention(NO_ATTENTION, UNSCALED)
-    assert alone(1.0, 1.0) == alone([1.0] * HEADS, [1.0]) == Attention("FLASH_ATTN", UNSCALED)
+    assert joined({}) == Attention(NO_ATTENTION, UNSCALED)
+    for ones in (1.0, [1.0] * 4):
+        assert joined({"l": layer(ones, 1.0)}) == Attention("FLASH_ATTN", UNSCALED)
 
 
-@pytest.mark.parametrize(("k", "v"), [(0.5, 0.25), (0.25, 0.5), ([0.25, 0.5, 0.5, 0.5], 0.25)])
-def test_other_scales_are_told_apart(k: Any, v: Any) -> None:
-    other = alone(k, v)
-    assert other.scales != alone(0.25, 0.25).scales != UNSCALED
-    assert len(other.scales) == 16
+def test_other_scales_are_told_apart() -> None:
+    scales = (0.25, 0.25), (0.5, 0.25), (0.25, 0.5), ([0.25, 0.5, 0.5, 0.5], 0.25)
+    told = {joined({"l.0": layer(1.0, 1.0), "l.1": layer(*pair)}).scales for pair in scales}
+    assert len(told - {UNSCALED}) == len(scales)
+    assert all(len(digest) == 16 for digest in told)
 
 
-def test_backends_of_all_layers_count() -> None:
-    mixed = {"l.0": layer(1.0, 1.0, "TRITON_ATTN"), "l.1": layer(1.0, 1.0, "FLASHINFER")}
-    assert join_attention({(0, 0): rank(mixed)}, HEADS).backend == "FLASHINFER+TRITON_ATTN"
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_a_split_model_has_the_scales_of_the_whole(tp: int) -> None:
-    """Per tensor every rank has the same number; per head each has its own heads', and with more
-    ranks than heads neighbours have the same head."""
-    k, v = [0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]
-
-    def mine(values: list[float], number: int) -> list[float]:
-        count = max(1, HEADS // tp)
-        first = number * HEADS // tp
-        return values[first : first + count]
-
-    split = {(0, n): rank({"l": layer(mine(k, n), mine(v, n))}) for n in range(tp)}
-    assert join_attention(split, HEADS) == join_attention({(0, 0): rank({"l": layer(k, v)})}, HEADS)
-    one = {(0, n): rank({"l": layer(0.5, 0.25)}) for n in range(tp)}
-    assert join_attention(one, HEADS) == join_attention(
-        {(0, 0): rank({"l": layer(0.5, 0.25)})}, HEADS
-    )
-
-
-def test_pipeline_stages_add_up() -> None:
-    layers = {"l.0": layer(0.5, 0.5), "l.1": layer(0.25, 0.5)}
-    stages = {(n, 0): rank({name: made}) for n, (name, made) in enumerate(layers.items())}
-    other = layers | {"l.1": layer(0.25, 0.75)}
-    assert join_attention(stages, HEADS) != join_attention({(0, 0): rank(other)}, HEADS)
-    assert join_attention(stages, HEADS) == join_attention({(0, 0): rank(layers)}, HEADS)
+def test_how_layers_are_split_over_ranks_does_not_matter() -> None:
+    layers = {"l.0": layer(0.5, 0.5, "TRITON_ATTN"), "l.1": layer(0.25, 0.5)}
+    whole = joined(layers)
+    assert whole.backend == "FLASH_ATTN+TRITON_ATTN"
+    assert joined(layers, layers) == whole
+    assert joined(*({name: made} for name, made in layers.items())) == whole
+    assert joined(layers | {"l.1": layer(0.25, 0.75)}) != whole
 
 
 @pytest.mark.parametrize(
