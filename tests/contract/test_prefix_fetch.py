@@ -188,7 +188,7 @@ async def test_a_copy_after_the_lease_does_not_count(pair: Pair, gate: Gate) -> 
 
 async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, gate: Gate) -> None:
     served = await pair.reading(gate)
-    pair.holder.ledger.new_incarnation("holder-i1")
+    pair.holder.ledger.new_incarnation("i1")
     gate.open.set()
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetch) == (False, "expired")

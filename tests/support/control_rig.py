@@ -21,6 +21,7 @@ from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.wire import (
     SILENT_S,
     Commit,
+    Compat,
     Grant,
     Hello,
     Revoke,
@@ -37,6 +38,30 @@ from tests.support.transfer_rigs import COMPAT
 BLOCKS = (0, 5, 6)
 
 
+def handoff_of(
+    name: str,
+    fences: Any,
+    queue: Any,
+    *,
+    traces: RequestTraces | None = None,
+    model: CostModel | None = None,
+    compat: Compat = COMPAT,
+    **more: Any,
+) -> Handoff:
+    """A decode worker's handoff, with a ledger that wakes it. more: arguments of `Ledger`."""
+    loop, wake = asyncio.get_running_loop(), asyncio.Event()
+    ledger = Ledger(
+        fences,
+        incarnation="i0",
+        on_action=lambda: loop.call_soon_threadsafe(wake.set),
+        **more,
+    )
+    return Handoff(
+        ledger, queue, traces or RequestTraces(name), peers=Peers(), model=model or CostModel(),
+        wake=wake, instance_id=name, compat_hash=compat.hash(),
+    )  # fmt: skip
+
+
 class Decode:
     """One decode worker's control server over a real ledger."""
 
@@ -46,27 +71,12 @@ class Decode:
         key: ClusterKey | None = None,
         name: str = "decode-1",
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self.name = name
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
         self.fences = LoopbackFences(64, 8)
-        self.ledger = Ledger(
-            self.fences,
-            incarnation="i0",
-            on_action=lambda: self._loop.call_soon_threadsafe(self.handoff.wake.set),
-        )
-        queue: Any = self
-        self.handoff = Handoff(
-            self.ledger,
-            queue,
-            RequestTraces(name),
-            peers=Peers(),
-            model=CostModel(),
-            wake=asyncio.Event(),
-            instance_id=name,
-            compat_hash=COMPAT.hash(),
-        )
+        self.handoff = handoff_of(name, self.fences, self)
+        self.ledger = self.handoff.ledger
         self.server = ControlServer(
             self.handoff, instance_id=name, compat=COMPAT, silent_s=silent_s, key=key
         )

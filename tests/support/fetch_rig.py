@@ -16,10 +16,6 @@ import pytest
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.cost import CostModel
-from pullfill.decode_worker.handoff import Handoff
-from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix import read_leases
 from pullfill.decode_worker.prefix.fetches import PrefixFetches
 from pullfill.decode_worker.prefix.holders import Holders
@@ -36,6 +32,7 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
+from tests.support.control_rig import handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.handoff_rig import COMPATIBLE, Served
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
@@ -112,7 +109,7 @@ class FetchWorker:
 
     def __init__(self, rig: Rig, name: str) -> None:
         self.name = name
-        self.region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.region = rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.pages = self.region.pages
         self.pool = CachePool(NUM_BLOCKS, hash_block_size=BLOCK)
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
@@ -127,7 +124,10 @@ class FetchWorker:
         self.served: dict[str, Served] = {}
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
-        self.ledger = Ledger(self.region.owner.fences, incarnation=f"{name}-i0")
+        self.handoff = handoff_of(
+            name, self.region.owner.fences, None, traces=self.traces, compat=COMPATIBLE
+        )
+        self.ledger = self.handoff.ledger
         blocks = JobBlocks(BLOCK)
         blocks.bind(self.pool)
         self.context = DecodeContext(
@@ -141,11 +141,6 @@ class FetchWorker:
         )
         self.leases = ReadLeases(
             self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
-        )  # fmt: skip
-        queue: Any = None  # nobody uses it
-        self.handoff = Handoff(
-            self.ledger, queue, self.traces, peers=Peers(), model=CostModel(),
-            wake=asyncio.Event(), instance_id=name, compat_hash=COMPATIBLE.hash(),
         )  # fmt: skip
         self.control = ControlServer(
             self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases

@@ -24,10 +24,7 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.cost import CostModel
-from pullfill.decode_worker.handoff import Handoff
-from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.outlook import Outlook
-from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
@@ -50,7 +47,7 @@ from pullfill.wire import (
     WorkerRecord,
     WorkerState,
 )
-from tests.support.control_rig import FakeDirectory, until
+from tests.support.control_rig import FakeDirectory, handoff_of, until
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.memory_queue import MemoryQueue
@@ -85,32 +82,20 @@ class DecodeHalf:
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
     ) -> None:
         self.name, self._host, self.producer, self._clock = name, host, producer, clock
-        self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.pages = self.region.pages
         self.pool = FakePool(NUM_BLOCKS)
         self.requests: dict[str, Served] = {}
         self.cached: list[int] = []
         self.traces = RequestTraces(name)
-        loop = asyncio.get_running_loop()
-        self.ledger = Ledger(
-            self.region.owner.fences,
-            incarnation=f"{name}-i0",
-            kv_mode=kv_mode,
-            clock=clock,
-            on_event=lambda: loop.call_soon_threadsafe(self.step),
-            on_action=lambda: loop.call_soon_threadsafe(self.handoff.wake.set),
-        )
         self.model = CostModel()
-        self.handoff = Handoff(
-            self.ledger,
-            producer,
-            self.traces,
-            peers=Peers(),
-            model=self.model,
-            wake=asyncio.Event(),
-            instance_id=name,
-            compat_hash=COMPATIBLE.hash(),
-        )
+        loop = asyncio.get_running_loop()
+        self.handoff = handoff_of(
+            name, self.region.owner.fences, producer, traces=self.traces, model=self.model,
+            compat=COMPATIBLE, kv_mode=kv_mode, clock=clock,
+            on_event=lambda: loop.call_soon_threadsafe(self.step),
+        )  # fmt: skip
+        self.ledger = self.handoff.ledger
         self.control = ControlServer(
             self.handoff,
             instance_id=name,
@@ -164,7 +149,7 @@ class DecodeHalf:
         await self.control.start(self._host)
         return WorkerRecord(
             instance_id=self.name,
-            incarnation=f"{self.name}-i0",
+            incarnation="i0",
             role="decode",
             state=WorkerState.READY,
             model="m",
@@ -261,7 +246,7 @@ class PrefillHalf:
         longest: int = 999,
     ) -> None:
         self.name, self._cluster = name, cluster
-        self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation=f"{name}-i0")
+        self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.read_grants = ReadGrants(self.local.owner.fences)
         self.budget = Budget(400, **cluster.budget)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)

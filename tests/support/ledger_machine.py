@@ -232,11 +232,10 @@ class LedgerMachine(RuleBasedStateMachine):
         type(self).seen |= self.model.seen
 
 
-def explore(examples: int, steps: int, *, find_only: bool = False, repeat: bool = True) -> set[str]:
+def explore(examples: int, steps: int, *, repeat: bool = True) -> set[str]:
     """Run `examples` random orders of `steps` events each. Returns the names of what happened in
     them. Raises what a check raises.
 
-    find_only: do not look for a smaller example of a failure.
     repeat: use the same orders each time.
     """
     LedgerMachine.seen = set()
@@ -249,7 +248,7 @@ def explore(examples: int, steps: int, *, find_only: bool = False, repeat: bool 
             database=None,
             derandomize=repeat,
             print_blob=False,
-            phases=[Phase.generate] if find_only else [Phase.generate, Phase.shrink],
+            phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         ),
     )

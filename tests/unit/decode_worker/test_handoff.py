@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.cost import CostModel
-from pullfill.decode_worker.handoff import Handoff, OpenedJob
-from pullfill.decode_worker.ledger import Entry, Ledger, Settle
-from pullfill.decode_worker.peers import Peer, Peers
-from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.handoff import OpenedJob
+from pullfill.decode_worker.ledger import Entry, Settle
+from pullfill.decode_worker.peers import Peer
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
 from pullfill.wire import Progress
 from tests.support import said
-from tests.support.control_rig import until
+from tests.support.control_rig import handoff_of, until
 from tests.support.loopback import LoopbackFences
 
 
@@ -30,15 +28,10 @@ class Rig:
         self.commits: list[str] = []
         self.refuses: QueueFull | None = None
         self.fences = LoopbackFences(8, 8)
-        self.ledger = Ledger(self.fences, incarnation="i")
-        queue: Any = self
-        self.peers = Peers()
-        self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
         self.model = CostModel()
-        self.handoff = Handoff(
-            self.ledger, queue, RequestTraces("d"), peers=self.peers, model=self.model,
-            wake=asyncio.Event(), instance_id="d", compat_hash="c",
-        )  # fmt: skip
+        self.handoff = handoff_of("d", self.fences, self, model=self.model)
+        self.ledger, self.peers = self.handoff.ledger, self.handoff.peers
+        self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
 
     def write_within_s(self) -> float:
         """How long a job of ten blocks may take."""
@@ -74,7 +67,7 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
     rig = Rig()
     rig.send("waits", urgency=Urgency.LOOSE)
     rig.send("taken", urgency=Urgency.TIGHT)
-    said.grant(rig.ledger, "taken", "i", "writer")
+    said.grant(rig.ledger, "taken", "i0", "writer")
     await until(lambda: rig.claims)
     assert rig.stored == [("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)]
     assert rig.claims == ["taken"]
@@ -88,9 +81,9 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
 
     async def publish(job_id: str, *args: Any) -> Receipt:
         receipt = await real(job_id, *args)
-        assert said.grant(rig.ledger, job_id, "i", "writer").grant is not None
+        assert said.grant(rig.ledger, job_id, "i0", "writer").grant is not None
         if job_id == "done":
-            assert said.commit(rig.ledger, job_id, 1, "i", "writer", 1) is None
+            assert said.commit(rig.ledger, job_id, 1, "i0", "writer", 1) is None
         return receipt
 
     monkeypatch.setattr(rig, "publish", publish)
@@ -122,7 +115,7 @@ async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
     rig = Rig()
 
     async def gone(receipts: list[Receipt]) -> list[Receipt]:
-        grant = said.grant(rig.ledger, "left", "i", "writer").grant
+        grant = said.grant(rig.ledger, "left", "i0", "writer").grant
         assert grant is not None
         rig.fences.valid(grant.fence).holders += 1
         rig.ledger.give_up("left", Outcome.CANCELLED)
@@ -152,7 +145,7 @@ async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
 async def test_a_writer_that_was_given_up_says_nothing_about_its_link() -> None:
     """It may have been stopped in its write for a minute. That kept later prompts local."""
     rig = Rig()
-    late = Progress(job_id="gone", attempt=1, incarnation="i", blocks=4, write_s=60.0)
+    late = Progress(job_id="gone", attempt=1, incarnation="i0", blocks=4, write_s=60.0)
     before = rig.write_within_s()
     for _ in range(3):
         rig.handoff.progress(rig.peers["p"], late)
