@@ -2,7 +2,7 @@
 
 The scheduler (scheduler.py) calls `decide` for each prompt. It walks RULES in order. The first rule
 that answers has decided, and its name is the reason that `pullfill explain` shows. A policy is a
-rule too. So a new reason is a new function here, and a line in RULES.
+rule too. So a new reason is a new entry of OF_THE_REQUEST or OF_THE_CLUSTER.
 
 A rule is a pure function of vLLM's Request and the `Situation`. It answers None if it does not
 mind. Rules run on the engine thread. Arguments and results are msgspec structs, because a frozen
@@ -12,7 +12,6 @@ dataclass takes ten times as long to make.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import msgspec
@@ -113,14 +112,14 @@ class Decision(msgspec.Struct, frozen=True):
 Rule = Callable[[Any, Situation], Decision | None]
 
 
-def stays(applies: Callable[[Any, Situation], object]) -> Rule:
-    """Make a rule of a condition: where it holds, the prompt stays, for the condition's name."""
-    here = Decision(False, applies.__name__)
+def stays(reason: str, applies: Callable[[Any, Situation], object]) -> Rule:
+    """Make a rule of a condition: where it holds, the prompt stays, for this reason."""
+    here = Decision(False, reason)
 
-    @wraps(applies)
     def rule(request: Any, now: Situation) -> Decision | None:
         return here if applies(request, now) else None
 
+    rule.__name__ = reason
     return rule
 
 
@@ -137,28 +136,9 @@ def first(rules: Sequence[Rule], request: Any, now: Situation) -> Decision | Non
     return None
 
 
-# ---------------------------------------------------------------- what a request needs
-# A job holds token ids, a LoRA adapter and multimodal inputs. A prompt whose KV depends on more is
-# prefilled here.
+# ---------------------------------------------------------------- rules of more than one line
 
 
-@stays
-def resumed(request: Any, now: Situation) -> object:
-    return request.num_output_tokens or request.num_preemptions
-
-
-@stays
-def fallback(request: Any, now: Situation) -> object:
-    return now.fell_back
-
-
-@stays
-def prompt_logprobs(request: Any, now: Situation) -> object:
-    # vLLM wants the logits of each token then, and a prefill worker brings KV only.
-    return request.skip_reading_prefix_cache
-
-
-@stays
 def multimodal(request: Any, now: Situation) -> object:
     if not request.mm_features:
         return False
@@ -170,68 +150,15 @@ def multimodal(request: Any, now: Situation) -> object:
     )
 
 
-@stays
-def prompt_embeds(request: Any, now: Situation) -> object:
-    return request.prompt_embeds is not None or request.prompt_token_ids is None
-
-
-@stays
-def lora(request: Any, now: Situation) -> object:
-    return request.lora_request is not None and now.adapter is None
-
-
-@stays
-def pooling(request: Any, now: Situation) -> object:
-    return request.pooling_params is not None
-
-
-@stays
-def cache_salt(request: Any, now: Situation) -> object:
-    # The salt is the user's. A job with a longer one would be refused as poison.
-    return request.cache_salt is not None and len(request.cache_salt) > MAX_TEXT
-
-
 def engine(request: Any, now: Situation) -> Decision | None:
     """Reasons: speculation, kv_groups, no_transport."""
     return Decision(False, now.engine) if now.engine else None
 
 
-# ---------------------------------------------------------------- length and policy
-
-
-@stays
-def policy_always_local(request: Any, now: Situation) -> object:
-    return now.config.policy is RouterPolicy.ALWAYS_LOCAL
-
-
-@stays
-def prefix_hit(request: Any, now: Situation) -> object:
-    return now.hit_tokens and _short(now)
-
-
-@stays
-def short_prompt(request: Any, now: Situation) -> object:
-    return _short(now)
-
-
-def _short(now: Situation) -> bool:
+def short(request: Any, now: Situation) -> object:
     # Length is the policy `conditional`. The others send what has one token for a prefill worker.
     conditional = now.config.policy is RouterPolicy.CONDITIONAL
     return now.remote_tokens == 0 or (conditional and not now.long)
-
-
-# ---------------------------------------------------------------- what a remote prefill needs
-
-
-@stays
-def draining(request: Any, now: Situation) -> object:
-    return now.draining
-
-
-@stays
-def queue_unavailable(request: Any, now: Situation) -> object:
-    # It comes before the prefill workers, because while NATS is away nobody pulls either.
-    return not now.queue_available
 
 
 def no_prefill_worker(request: Any, now: Situation) -> Decision | None:
@@ -241,37 +168,6 @@ def no_prefill_worker(request: Any, now: Situation) -> Decision | None:
     return Decision(False, now.self_check or "no_prefill_worker")
 
 
-@stays
-def prompt_too_long(request: Any, now: Situation) -> object:
-    return now.oversize == PROMPT_TOO_LONG
-
-
-@stays
-def job_too_large(request: Any, now: Situation) -> object:
-    return now.oversize == JOB_TOO_LARGE
-
-
-@stays
-def claims_stalled(request: Any, now: Situation) -> object:
-    return now.claims_stalled
-
-
-@stays
-def quarantine_full(request: Any, now: Situation) -> object:
-    return now.quarantine_full
-
-
-@stays
-def queue_full(request: Any, now: Situation) -> object:
-    return now.queue_jobs >= now.config.max_prefill_queue_size
-
-
-@stays
-def queue_wait(request: Any, now: Situation) -> object:
-    return now.forecast.wait_s > now.config.max_queue_wait_s
-
-
-@stays
 def slow_link(request: Any, now: Situation) -> object:
     told = now.forecast
     if told.commit_within_s > MAX_TIMEOUT_S:
@@ -279,11 +175,6 @@ def slow_link(request: Any, now: Situation) -> object:
     # With the policy `cost` the time of writing is part of a prediction, so it does not decide.
     slow = 0 < SLOW_TIMES * told.prefill_s < told.write_s
     return slow and told.write_s > SLOW_S and now.config.policy is not RouterPolicy.COST
-
-
-@stays
-def remote_full(request: Any, now: Situation) -> object:
-    return now.remote_kv > now.config.max_remote_kv_fraction
 
 
 def policy_always_remote(request: Any, now: Situation) -> Decision | None:
@@ -310,18 +201,49 @@ _BY_COST = {
     Choice.CHUNKED: Decision(False, "cost_chunked"),
 }
 
+# ---------------------------------------------------------------- all rules, in their order
 
-# Prompts whose KV no other worker can compute or have. First, as nothing changes that.
+# A job holds token ids, a LoRA adapter and multimodal inputs. A prompt whose KV depends on more is
+# prefilled here. These come first, as nothing changes that.
 OF_THE_REQUEST: tuple[Rule, ...] = (
-    resumed, fallback, prompt_logprobs, multimodal, prompt_embeds, lora, pooling, cache_salt,
+    stays("resumed", lambda request, now: request.num_output_tokens or request.num_preemptions),
+    stays("fallback", lambda request, now: now.fell_back),
+    # vLLM wants the logits of each token then, and a prefill worker brings KV only.
+    stays("prompt_logprobs", lambda request, now: request.skip_reading_prefix_cache),
+    stays("multimodal", multimodal),
+    stays(
+        "prompt_embeds",
+        lambda request, now: request.prompt_embeds is not None or request.prompt_token_ids is None,
+    ),
+    stays("lora", lambda request, now: request.lora_request is not None and now.adapter is None),
+    stays("pooling", lambda request, now: request.pooling_params is not None),
+    # The salt is the user's. A job with a longer one would be refused as poison.
+    stays("cache_salt", lambda request, now: len(request.cache_salt or "") > MAX_TEXT),
     engine,
-)  # fmt: skip
+)
 # What a prefill worker can take, and is worth it: the policy, then length, then load.
 OF_THE_CLUSTER: tuple[Rule, ...] = (
-    policy_always_local, prefix_hit, short_prompt, draining, queue_unavailable, no_prefill_worker,
-    prompt_too_long, job_too_large, claims_stalled, quarantine_full, queue_full, queue_wait,
-    slow_link, remote_full, policy_always_remote, cost,
-)  # fmt: skip
+    stays(
+        "policy_always_local",
+        lambda request, now: now.config.policy is RouterPolicy.ALWAYS_LOCAL,
+    ),
+    stays(PREFIX_HIT, lambda request, now: now.hit_tokens and short(request, now)),
+    stays("short_prompt", short),
+    stays("draining", lambda request, now: now.draining),
+    # It comes before the prefill workers, because while NATS is away nobody pulls either.
+    stays("queue_unavailable", lambda request, now: not now.queue_available),
+    no_prefill_worker,
+    stays(PROMPT_TOO_LONG, lambda request, now: now.oversize == PROMPT_TOO_LONG),
+    stays(JOB_TOO_LARGE, lambda request, now: now.oversize == JOB_TOO_LARGE),
+    stays("claims_stalled", lambda request, now: now.claims_stalled),
+    stays("quarantine_full", lambda request, now: now.quarantine_full),
+    stays("queue_full", lambda request, now: now.queue_jobs >= now.config.max_prefill_queue_size),
+    stays("queue_wait", lambda request, now: now.forecast.wait_s > now.config.max_queue_wait_s),
+    stays("slow_link", slow_link),
+    stays("remote_full", lambda request, now: now.remote_kv > now.config.max_remote_kv_fraction),
+    policy_always_remote,
+    cost,
+)
 RULES = OF_THE_REQUEST + OF_THE_CLUSTER
 
 
