@@ -48,7 +48,7 @@ class Outlook:
     etcd: ServerHealth
     num_blocks: int
     draining: bool = False
-    _said: set[tuple[str, int]] = field(default_factory=set)
+    _seldom: log.Seldom = field(default_factory=lambda: log.Seldom(3600.0))
 
     def situation(self, request: Any, hit_tokens: int) -> Situation:
         """Return everything that a rule may look at. request: vLLM's Request."""
@@ -110,32 +110,19 @@ class Outlook:
         local_tokens = self.context.blocks.local_tokens
         tokens = prompt_tokens - local_tokens
         longest = max((peer.max_prompt_tokens or math.inf for peer in pulling), default=math.inf)
+        size = u32.SIZE * (tokens + self.context.blocks.targets(prompt_tokens, 0)) + _JOB_ROOM
         if tokens > longest:
-            self._say(
-                PROMPT_TOO_LONG,
-                int(longest),
-                f"a prompt of {prompt_tokens} tokens stays here, like all of more than "
-                f"{longest + local_tokens}: no connected prefill worker takes them. Give one "
-                "a larger --max-model-len",
-            )
-            return PROMPT_TOO_LONG
-        blocks = self.context.blocks.targets(prompt_tokens, 0)
-        size, most = u32.SIZE * (tokens + blocks) + _JOB_ROOM, self.producer.max_body
-        if 0 < most < size:
-            self._say(
-                JOB_TOO_LARGE,
-                most,
-                f"a prompt of {prompt_tokens} tokens stays here, like all whose jobs are larger "
-                f"than NATS takes: {size} bytes, at most {most}: {RAISE_PAYLOAD}",
-            )
-            return JOB_TOO_LARGE
-        return ""
-
-    def _say(self, reason: str, limit: int, text: str) -> None:
-        """Log why a prompt is too long. Once for each limit."""
-        if (reason, limit) not in self._said:
-            self._said.add((reason, limit))
-            logger.warning("%s", text)
+            reason, most = PROMPT_TOO_LONG, longest + local_tokens
+            why = f"no connected prefill worker takes more than {most:.0f} (its --max-model-len)"
+        elif 0 < self.producer.max_body < size:
+            reason, most = JOB_TOO_LARGE, self.producer.max_body
+            why = f"its job has {size} bytes, and NATS takes {most}: {RAISE_PAYLOAD}"
+        else:
+            return ""
+        if (more := self._seldom.due(reason)) is not None:
+            told = "a prompt of %d tokens stays here, like all that are as long: %s%s"
+            logger.warning(told, prompt_tokens, why, more)
+        return reason
 
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""

@@ -217,7 +217,7 @@ async def build(
     )
     return DecodeSide(
         engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
-        checks, meter, options, partial(_join, checks, etcd, cluster.namespace),
+        checks, meter, options, etcd, cluster.namespace,
     )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ class DecodeSide(Service):
 
     answer: from then on this side answers vLLM.
     frontends: None if another loop than ours steps the engine. Clients then come to vLLM's server.
-    join: begins the self-checks with the workers in the registry."""
+    """
 
     engine: Engine[WorkerContext]
     context: DecodeContext
@@ -239,7 +239,8 @@ class DecodeSide(Service):
     checks: Checks | None
     meter: StepMeter
     options: WorkerOptions
-    join: Callable[[Callable[[], None]], None]
+    etcd: EtcdClient
+    namespace: str
     _drains = _rests = False
 
     async def begin(self) -> None:
@@ -268,7 +269,8 @@ class DecodeSide(Service):
 
     async def start(self, note: Callable[[], None]) -> None:
         # Frontends and prefill workers connect by themselves once the worker is registered.
-        self.join(note)
+        if self.checks is not None:
+            self.checks.join(self.etcd, self.namespace, note)
 
     def checking(self) -> str:
         if self.checks is None or not self.checks.joining:
@@ -509,13 +511,6 @@ class NoFences:
 def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay_s: float) -> None:
     """Have the engine's loop take a turn after so many seconds. Engine thread."""
     loop.call_soon_threadsafe(loop.call_later, delay_s, wake)
-
-
-def _join(
-    checks: Checks | None, etcd: EtcdClient, namespace: str, note: Callable[[], None]
-) -> None:
-    if checks is not None:
-        checks.join(etcd, namespace, note)
 
 
 def _welcome(

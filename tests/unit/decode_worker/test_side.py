@@ -22,7 +22,7 @@ def decode_side(part: Any, outlook: Any, frontends: Any) -> DecodeSide:
     unused: Any = None
     return DecodeSide(
         part, part, unused, frontends, part, part, outlook, None, unused, WorkerOptions(model="m"),
-        unused,
+        unused, "ns",
     )  # fmt: skip
 
 
