@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,27 +33,6 @@ async def test_a_silent_worker_is_gone_and_one_that_pings_stays(
     await until(lambda: decode.server.peers.instances == ["prefill-1"])
     assert (await prefill.claim()).attempt == 2
     assert prefill.lost == 0
-
-
-@pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)
-async def test_a_silent_decode_worker_is_let_go_of(
-    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.05)
-    closed: list[int] = []
-
-    async def opened(_: object) -> Any:
-        return SimpleNamespace(
-            busy=False, close=lambda: closed.append(1), transport="fake", why_not_better=()
-        )
-
-    prefill = await connect(silent_s=0.25, open_transfer_worker=opened)
-    await prefill.link.transfer.get()
-    (peer,) = decode.server.peers.values()
-    monkeypatch.setattr(peer.channel, "write", lambda message: None)
-    await until(lambda: prefill.lost == 1)
-    assert closed == [1], "its credits are written off"
-    await until(lambda: prefill.link.connected)
 
 
 async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(

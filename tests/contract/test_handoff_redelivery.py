@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from pullfill.decode_worker import ledger
-from pullfill.prefill_worker.puller import MAX_WAITING, Budget, Puller
+from pullfill.prefill_worker.puller import MAX_WAITING, Puller
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamDelivery
 from pullfill.wire import PrefillJob, ToDecode, encode, u32
@@ -252,71 +251,6 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     assert (holder.budget.completed, other.budget.completed) == (0, 1)
 
 
-# ------------------------------------------------------------------ a decode worker that is gone
-
-GONE = "decode-gone"
-JOBS, TOKENS = 30, 1024
-"""Each job alone fills the budget of a prefill worker here. It waits in the line of the live one's
-short prompts (queue/contract.py), which therefore do not pass it."""
-
-
-async def publish_backlog(cluster: Cluster, jobs: int = JOBS) -> None:
-    for number in range(jobs):
-        job = PrefillJob(
-            job_id=f"gone-{number}", incarnation="i", decode_instance=GONE,
-            request_id="r", compat=COMPATIBLE.hash(),
-            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]), timeout_s=1.0,
-        )  # fmt: skip
-        await cluster.decodes["decode-1"].producer.publish(job.job_id, encode(job), TOKENS)
-
-
-@pytest.mark.parametrize("how", ["left", "dead"])
-async def test_the_backlog_of_a_decode_worker_that_is_gone_costs_nothing(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """left: its key was removed. dead: its key still exists, but its control port refuses
-    connections."""
-    held = set[str]()
-    pulled = Budget.pulled
-
-    def note_slow(self: Budget, job_id: str, tokens: int) -> None:
-        def look() -> None:
-            charge = self._charges.get(job_id)
-            if charge is not None and charge.counted and not charge.granted:
-                held.add(job_id)
-
-        asyncio.get_running_loop().call_later(0.9 * self._claim_s, look)
-        pulled(self, job_id, tokens)
-
-    monkeypatch.setattr(Budget, "pulled", note_slow)
-    live = await cluster.decode()
-    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
-    record = cluster.directory.members[live.name]
-    nowhere = msgspec.structs.replace(
-        record, instance_id=GONE, control="tcp://127.0.0.1:1", incarnation="i"
-    )
-    cluster.directory.put(nowhere)
-    if how == "left":
-        cluster.directory.remove(GONE)
-    for prefill in prefills:
-        prefill.puller.start()
-
-    async def answer() -> None:
-        served = [live.send(prompt(30, seed=n)) for n in range(2)]
-        await settled(*served)
-        assert all(live.right(request) for request in served)
-
-    await answer()
-    await publish_backlog(cluster)
-    await answer()
-    # A stall of this process may let one for each worker hold its budget for that time.
-    assert sum(job_id.startswith("gone-") for job_id in held) < JOBS / 3
-    if how == "dead":
-        cluster.directory.remove(GONE)
-    await cluster.check_clean()
-    assert sum(prefill.budget.completed for prefill in prefills) == 4
-
-
 async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
     """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
     live = await cluster.decode()
@@ -326,13 +260,20 @@ async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster
         find = prefill.links.find
 
         async def late(instance_id: str, find: Any = find, **how: bool) -> Any:
-            if instance_id == GONE:
+            if instance_id == "decode-gone":
                 await answer.wait()
             return await find(instance_id, **how)
 
         prefill.links.find = late  # type: ignore[method-assign]
         prefill.puller.start()
-    await publish_backlog(cluster, 2 * MAX_WAITING + 10)
+    for number in range(2 * MAX_WAITING + 10):
+        job = PrefillJob(
+            job_id=f"gone-{number}", incarnation="i", decode_instance="decode-gone",
+            request_id="r", compat=COMPATIBLE.hash(),
+            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]), timeout_s=1.0,
+        )  # fmt: skip
+        # Each alone fills the budget of a prefill worker.
+        await live.producer.publish(job.job_id, encode(job), 1024)
     await until(lambda: all(p.budget.waiting == MAX_WAITING for p in prefills), 30)
     await until(lambda: not any(p.budget.tokens for p in prefills))
     await asyncio.sleep(0.1)

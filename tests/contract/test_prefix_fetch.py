@@ -15,7 +15,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, holders, read_leases
 from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
-from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.errors import TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Adapter, FenceToken, Lease, LeaseAsk, u32
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
@@ -282,18 +282,6 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "fetched"
 
 
-async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
-    at, known = pair.holder.holds(PREFIX), pair.asker.holders
-    first, second = await asyncio.gather(known.use(at), known.use(at))
-    assert first is second
-    known.failed("holder")
-    assert first.over
-    with pytest.raises(PeerUnavailable, match="just now"):
-        await known.use(at)
-    known.worked("holder")
-    assert await known.use(at) is not first
-
-
 async def test_an_address_where_nobody_answers(pair: Pair) -> None:
     tokens = prompt(PREFIX + 1)
     hint = pair.holder.holds(PREFIX)
@@ -425,15 +413,6 @@ async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     await until(lambda: served.loaded is not None)
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetched_tokens) == (False, 0)
-
-
-async def test_a_connection_that_is_made_while_the_worker_leaves(pair: Pair) -> None:
-    using = asyncio.create_task(pair.asker.holders.use(pair.holder.holds(PREFIX)))
-    await asyncio.sleep(0)
-    await pair.asker.holders.close()
-    with pytest.raises(PeerUnavailable):
-        await using
-    await until(lambda: not pair.holder.leases._askers)
 
 
 async def test_an_adapter_that_vllm_refuses_gets_an_answer(
