@@ -61,52 +61,43 @@ class Targets(msgspec.Struct, frozen=True):
 
 
 class Option(msgspec.Struct, frozen=True):
-    """What one choice is expected to cost.
-
-    raw_s: seconds from now to the first token, by the rates. ttft_s: the same, corrected by how far
-    such predictions were off lately.
-    cost: about the number of requests that miss their targets by this choice: the prompt itself,
-    whose first token may be late, and the streams, whose next token may be."""
+    """What one choice is expected to cost."""
 
     choice: Choice
-    raw_s: float
-    ttft_s: float
+    raw_s: float  # seconds from now to the first token, by the rates
+    ttft_s: float  # the same, corrected by how far such predictions were off lately
+    # About the number of requests that miss their targets by this choice: the prompt itself, whose
+    # first token may be late, and the streams, whose next token may be.
     cost: float
 
 
 class Prefill(msgspec.Struct):
-    """One prompt, from its prediction to its end.
-
-    start: tokens of its hit. tokens: the others. waited_s: how long it had waited when decided.
-    here: what a prefill by this worker costs, the cheapest choice first.
-    there: what one by a prefill worker costs.
-    known: a prefill worker that pulls was measured. probe: what is known of them is old, or nothing
-    is, and no other prompt is about to find out.
-    ahead: the part of the queue that one prefill worker computes before, of which `done_s` seconds
-    are over. alone_s: its own computation there.
-    began: when a prefill worker is thought to have begun with it. 0: not yet.
-    option: what was chosen. None: nothing can be learned from it, as it became another choice.
-    left: prompt tokens that are not computed yet, after `at` others.
-    streaming: its first token is out."""
+    """One prompt, from its prediction to its end."""
 
     targets: Targets
     decided: float
-    waited_s: float
-    start: int
-    tokens: int
-    left: int
+    waited_s: float  # how long it had waited when decided
+    start: int  # tokens of its hit
+    tokens: int  # those after the hit
+    left: int  # prompt tokens that are not computed yet, after `at` others
     at: int
-    here: tuple[Option, ...] = ()
-    there: Option | None = None
-    known: bool = False
+    here: tuple[Option, ...] = ()  # what a prefill by this worker costs, the cheapest choice first
+    there: Option | None = None  # what a prefill by a prefill worker costs
+    known: bool = False  # a prefill worker that pulls was measured
+    # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
+    # out.
     probe: bool = False
+    # The part of the queue that one prefill worker computes before, of which `done_s` seconds are
+    # over.
     ahead: Span = (0.0, 0.0)
     done_s: float = 0.0
-    alone_s: float = 0.0
+    alone_s: float = 0.0  # its own computation there
+    # When a prefill worker is thought to have begun with it. 0: not yet.
     began: float = 0.0
     choice: Choice = Choice.AT_ONCE
+    # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
-    streaming: bool = False
+    streaming: bool = False  # its first token is out
     measured: Measured | None = None
 
     @property
@@ -134,26 +125,21 @@ class Prefill(msgspec.Struct):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one step computes.
+    """What one step computes."""
 
-    streams: requests that get a token or two. computed: span of the prompts.
-    first: requests that get their first token.
-    known: False: it computes more than this, so its time teaches nothing."""
-
-    streams: int
-    computed: Span
-    first: tuple[str, ...]
-    known: bool
+    streams: int  # requests that get a token or two
+    computed: Span  # span of the prompts
+    first: tuple[str, ...]  # requests that get their first token
+    known: bool  # false: it computes more than this, so its time teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """How a decision ended, in milliseconds. regret: None: nothing to compare with.
-
-    error: of the prediction, as a share of the outcome. None: there was none."""
+    """How a decision ended, in milliseconds."""
 
     first_token_ms: float
-    regret_ms: float | None = None
+    regret_ms: float | None = None  # None: nothing to compare with
+    # Error of the prediction, as a share of the outcome. None: there was none.
     error: float | None = None
 
 

@@ -33,21 +33,16 @@ _FULL = 0.9
 
 @dataclass(slots=True)
 class _Bucket:
-    """What was noted in one second.
-
-    prompts: number of prompts that wanted a prefill worker. tokens: their tokens to compute.
-    kept: tokens of those prompts that stayed because there was no prefill worker.
-    missed: number of prompts that wanted a prefill worker and were computed here.
-    here_s: seconds of computation of all other prompts.
-    streams_s: seconds with streams, each multiplied by the time between two tokens and divided by
-    the target of that time."""
+    """What was noted in one second."""
 
     at: float
-    tokens: int = 0
-    prompts: int = 0
-    kept: int = 0
-    missed: int = 0
-    here_s: float = 0.0
+    tokens: int = 0  # tokens to compute of prompts that wanted a prefill worker
+    prompts: int = 0  # number of prompts that wanted a prefill worker
+    kept: int = 0  # those of prompts that stayed because there was no prefill worker
+    missed: int = 0  # number of prompts that wanted a prefill worker and were computed here
+    here_s: float = 0.0  # seconds of computation of all other prompts
+    # Seconds with streams, each multiplied by the time between two tokens and divided by the target
+    # of that time.
     streams_s: float = 0.0
 
 

@@ -50,18 +50,13 @@ _USUAL = span(0, 1024)
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """How long one remote prefill is expected to take, in seconds. 0: unknown.
+    """How long one remote prefill is expected to take, in seconds. 0: unknown."""
 
-    wait_s: in the queue.
-    prefill_s: the computation by a prefill worker.
-    write_s: the writing of the KV, which happens during the computation.
-    claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
-    deadlines for its claim and its commit must allow.
-    """
-
-    wait_s: float = 0.0
-    prefill_s: float = 0.0
-    write_s: float = 0.0
+    wait_s: float = 0.0  # in the queue
+    prefill_s: float = 0.0  # the computation by a prefill worker
+    write_s: float = 0.0  # the writing of the KV, which happens during the computation
+    # claim_within_s, commit_within_s: the least time, from the moment it is queued, that the
+    # deadlines for its claim and its commit must allow.
     claim_within_s: float = 0.0
     commit_within_s: float = 0.0
 
@@ -75,16 +70,14 @@ def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
 
 
 class Queue(msgspec.Struct, frozen=True):
-    """What the job of a prompt would meet.
+    """What the job of a prompt would meet."""
 
-    instances: the prefill workers that pull and are connected. workers: how many pull in all.
-    jobs, tokens: in front of it, those in work included. blocks: to be written for it."""
-
-    instances: Collection[str] = ()
-    workers: int = 1
+    instances: Collection[str] = ()  # the prefill workers that pull and are connected
+    workers: int = 1  # how many pull in all
+    # jobs, tokens: in front of it, those in work included.
     jobs: int = 0
     tokens: int = 0
-    blocks: int = 0
+    blocks: int = 0  # to be written for it
 
     def ahead(self, ours: Span, our_tokens: int, our_jobs: int, own: Span) -> Span:
         """Return the part of the work in front that one prefill worker must do first.
@@ -102,12 +95,12 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """A remote prefill that was committed. at: when, in seconds of a monotonic clock."""
+    """A remote prefill that was committed."""
 
     request_id: str
     instance: str
     stages: StageTimings
-    at: float
+    at: float  # when, in seconds of a monotonic clock
 
 
 class _Worker:

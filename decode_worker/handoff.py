@@ -73,11 +73,7 @@ _GRANTED = metrics.CLAIM.labels("granted")
 
 @dataclass(slots=True)
 class OpenedJob:
-    """A job that was just opened in the ledger, to be encoded and published.
-
-    features: vLLM's multimodal inputs of the prompt.
-    trace: as in `PrefillJob`.
-    to: see `Decision`."""
+    """A job that was just opened in the ledger, to be encoded and published."""
 
     job_id: str
     request_id: str
@@ -91,9 +87,9 @@ class OpenedJob:
     priority: int
     timeout_s: float
     urgency: Urgency = Urgency.NORMAL
-    features: Sequence[Any] = ()
-    trace: str = ""
-    to: str = ""
+    features: Sequence[Any] = ()  # vLLM's multimodal inputs of the prompt
+    trace: str = ""  # as in `PrefillJob`
+    to: str = ""  # see `Decision`
 
 
 class Handoff:

@@ -90,46 +90,36 @@ _NEXT = {
 
 @dataclass(slots=True)
 class Sums:
-    """Of all open jobs.
+    """Of all open jobs."""
 
-    jobs: number of jobs in each state.
-    queued_tokens: tokens to compute for the jobs that nobody has claimed.
-    uncomputed: tokens that prefill workers have still to compute.
-    unwritten: blocks that prefill workers have still to write for jobs that they hold.
-    targets: blocks that jobs bind: prefill workers write to them, or they are held."""
-
-    jobs: Counter[JobState] = field(default_factory=Counter)
-    queued_tokens: int = 0
-    uncomputed: int = 0
-    unwritten: int = 0
-    targets: int = 0
+    jobs: Counter[JobState] = field(default_factory=Counter)  # number of jobs in each state
+    queued_tokens: int = 0  # tokens to compute for the jobs that nobody has claimed
+    uncomputed: int = 0  # tokens that prefill workers have still to compute
+    unwritten: int = 0  # blocks that prefill workers have still to write for jobs that they hold
+    targets: int = 0  # blocks that jobs bind: prefill workers write to them, or they are held
 
 
 @dataclass(slots=True)
 class Entry:
-    """One open job. Only the ledger changes it, with its lock held.
-
-    blocks: all blocks of the prompt on this worker, hit blocks first. The writer may touch only
-    `blocks[first_target:]`.
-    timeout_s: most seconds for the whole job.
-    tokens: number of tokens that a prefill worker must compute.
-    claim_timeout_s: most seconds for each wait for a claim.
-    hedge_s: if nobody claims the job within so many seconds, the prompt is computed here, even if
-    claim_timeout_s is longer.
-    stall_s: an attempt that makes progress may go on beyond timeout_s. It ends after this many
-    seconds without progress.
-    to: the only prefill worker that gets the job: name of its connection. Such a job tells nothing
-    about the queue. Empty: the job is published."""
+    """One open job. Only the ledger changes it, with its lock held."""
 
     job_id: str
     request_id: str
+    # All blocks of the prompt on this worker, hit blocks first. The writer may touch only
+    # `blocks[first_target:]`.
     blocks: tuple[int, ...]
     first_target: int
-    timeout_s: float
-    tokens: int = 0
-    claim_timeout_s: float = math.inf
+    timeout_s: float  # most seconds for the whole job
+    tokens: int = 0  # number of tokens that a prefill worker must compute
+    claim_timeout_s: float = math.inf  # most seconds for each wait for a claim
+    # If nobody claims the job within so many seconds, the prompt is computed here, even if
+    # claim_timeout_s is longer.
     hedge_s: float = math.inf
+    # An attempt that makes progress may go on beyond timeout_s. It ends after this many seconds
+    # without progress.
     stall_s: float = 0.0
+    # The only prefill worker that gets the job: name of its connection. Such a job tells nothing
+    # about the queue. Empty: the job is published.
     to: str = ""
 
     # Times by the ledger's clock. queued_at is infinite for a job that is not published yet:

@@ -13,31 +13,25 @@ from pullfill.wire import Grant, KvMode, Load
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connected prefill worker. `name` is unique per connection and is the ledger's writer.
-
-    reader: reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
-    connects, closed when it is lost.
-    computes: digest of how the worker rounds.
-    adapters: whether the worker can load LoRA adapters.
-    features: whether the worker takes multimodal inputs.
-    max_prompt_tokens: length of the longest prompt that it takes. 0: as ours.
-    pulls, why_not: whether it pulls jobs of this decode worker, and why not.
-    busy: what its last Heartbeat said.
-    heard: when the last message came, by the loop's clock."""
+    """One connected prefill worker. `name` is unique per connection and is the ledger's writer."""
 
     name: str
     instance_id: str
     channel: Channel
-    heard: float
+    heard: float  # when the last message came, by the loop's clock
+    # Reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
+    # connects, closed when it is lost.
     reader: KvReader | None = None
-    computes: str = ""
-    adapters: bool = False
-    features: bool = False
+    computes: str = ""  # digest of how the worker rounds
+    adapters: bool = False  # whether the worker can load LoRA adapters
+    features: bool = False  # whether the worker takes multimodal inputs
+    # Length of the longest prompt that it takes. 0: as ours.
     max_prompt_tokens: int = 0
     leaving: bool = False
+    # pulls, why_not: whether it pulls jobs of this decode worker, and why not.
     pulls: bool = True
     why_not: str = ""
-    busy: bool = False
+    busy: bool = False  # what its last Heartbeat said
     load: Load = field(default_factory=Load)
 
     def in_reach(self, grant: Grant) -> Grant:

@@ -409,17 +409,14 @@ class RequestServer:
 
 @dataclass(slots=True, eq=False)
 class Frontend:
-    """One connection.
-
-    clogged: its send queue is full, because the frontend does not read.
-    follows: it wants to know which blocks are stored and removed."""
+    """One connection."""
 
     identity: bytes
     index: int
     last_seen: float
     name: str = ""
-    clogged: bool = False
-    follows: bool = False
+    clogged: bool = False  # its send queue is full, because the frontend does not read
+    follows: bool = False  # it wants to know which blocks are stored and removed
     requests: set[str] = field(default_factory=set)
 
     def silent(self, now: float) -> bool:
@@ -432,15 +429,12 @@ class Frontend:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request that the request server has accepted.
-
-    coming: it is not in the engine yet.
-    wanted: it was not aborted since it was accepted."""
+    """One request that the request server has accepted."""
 
     id: str
     frontend: Frontend
-    coming: bool = True
-    wanted: bool = True
+    coming: bool = True  # it is not in the engine yet
+    wanted: bool = True  # it was not aborted since it was accepted
 
 
 def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:

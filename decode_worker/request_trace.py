@@ -38,11 +38,10 @@ _IN_SPAN = (
 
 @dataclass(slots=True, frozen=True)
 class _Spans:
-    """Names of the spans of one request. Those who work for it get `remote` in the job.
+    """Names of the spans of one request. Those who work for it get `remote` in the job."""
 
-    above: the frontend's span. request, remote: `decode.request`, `decode.remote_prefill`."""
-
-    above: Context
+    above: Context  # the frontend's span
+    # request, remote: `decode.request`, `decode.remote_prefill`.
     request: Context
     remote: Context
 
@@ -58,32 +57,28 @@ class _Spans:
 
 @dataclass(slots=True)
 class _RequestTrace:
-    """Times (`_at`) are those of the traces' clock.
-
-    told: the fields of `ExplainRecord` that are known so far. timings: those of its `timings_ms`.
-    brought, stages: the same, as the prefill worker says at its commit. They count if vLLM has
-    loaded the KV.
-    planned_fetch: number of tokens that are read from another decode worker.
-    fetched_at: when that read ended. Infinite: nothing was read. fetch_bytes: what it moved.
-    claims: attempt, prefill worker and time of each claim.
-    ended_at: when vLLM was told how the remote prefill had ended. outcome: how. Empty: not yet.
-    again: its fetch has failed, so it will be decided about once more."""
+    """Times (`_at`) are those of the traces' clock."""
 
     situation: Situation
     decision: Decision
     decided_at: float
     spans: _Spans | None
+    # The fields of `ExplainRecord` that are known so far.
     told: dict[str, Any] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)  # the same, of its `timings_ms`
+    # The same as the prefill worker says at its commit. It counts once vLLM has loaded the KV.
     brought: dict[str, Any] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
-    planned_fetch: int = 0
+    planned_fetch: int = 0  # number of tokens that are read from another decode worker
+    # When that read ended. Infinite: nothing was read.
     fetched_at: float = math.inf
-    fetch_bytes: int = 0
-    again: bool = False
+    fetch_bytes: int = 0  # what it moved
+    again: bool = False  # its fetch has failed, so it will be decided about once more
+    # Attempt, prefill worker and time of each claim.
     claims: list[tuple[int, str, float]] = field(default_factory=list)
     committed_at: float = 0.0
-    ended_at: float = 0.0
+    ended_at: float = 0.0  # when vLLM was told how the remote prefill had ended
+    # How the remote prefill has ended. Empty: not yet.
     outcome: str = ""
 
     @property

@@ -49,43 +49,32 @@ SLOW_S = 1.0
 
 
 class Situation(msgspec.Struct, frozen=True):
-    """What this worker knows when it decides about one prompt.
+    """What this worker knows when it decides about one prompt."""
 
-    prompt_tokens: all tokens of the prompt.
-    hit_tokens: its leading tokens that are in the local prefix cache.
-    local_tokens: its last tokens, which this worker always computes itself.
-    config: the router's settings.
-    engine: why this engine exchanges no KV with others. Empty: it does.
-    fell_back: a remote prefill of this request was given up.
-    adapter: the request's LoRA adapter as other workers find it. None: it has none, or none can.
-    takes_features: a prefill worker that pulls takes multimodal inputs.
-    queue_jobs: jobs that wait, without those in work.
-    remote_kv: share of the KV cache that open remote prefills would hold, this one included.
-    claims_stalled: jobs were queued and nobody claimed them (ledger.py).
-    prefill_workers: number of prefill workers that pull jobs of this worker.
-    oversize: why no prefill worker can get a prompt of this length. Empty: one can.
-    self_check: why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
-    costs: what the prefill is expected to cost here and there. None: nothing was predicted.
-    """
-
-    prompt_tokens: int
-    hit_tokens: int
-    local_tokens: int = 1
-    config: RouterConfig = RouterConfig()
+    prompt_tokens: int  # all tokens of the prompt
+    hit_tokens: int  # its leading tokens that are in the local prefix cache
+    local_tokens: int = 1  # its last tokens, which this worker always computes itself
+    config: RouterConfig = RouterConfig()  # the router's settings
+    # Why this engine exchanges no KV with others. Empty: it does.
     engine: str = ""
-    fell_back: bool = False
+    fell_back: bool = False  # a remote prefill of this request was given up
+    # The request's LoRA adapter as other workers find it. None: it has none, or none can.
     adapter: Adapter | None = None
-    takes_features: bool = False
-    prefill_workers: int = 0
+    takes_features: bool = False  # a prefill worker that pulls takes multimodal inputs
+    prefill_workers: int = 0  # number of prefill workers that pull jobs of this worker
+    # Why the self-check lets no prefill worker bring KV. Empty: there is no such reason.
     self_check: str = ""
+    # Why no prefill worker can get a prompt of this length. Empty: one can.
     oversize: str = ""
     queue_available: bool = False
-    claims_stalled: bool = False
-    queue_jobs: int = 0
+    claims_stalled: bool = False  # jobs were queued and nobody claimed them (ledger.py)
+    queue_jobs: int = 0  # jobs that wait, without those in work
     quarantine_full: bool = False
+    # Share of the KV cache that open remote prefills would hold, this one included.
     remote_kv: float = 0.0
     draining: bool = False
     forecast: Forecast = Forecast()
+    # What the prefill is expected to cost here and there. None: nothing was predicted.
     costs: Prefill | None = None
 
     @property
@@ -100,12 +89,11 @@ class Situation(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """remote False: prefill here. `reason` is a metric label: a small fixed set of words.
-
-    to: name of the prefill worker's connection that gets the job. Empty: the queue gets it."""
+    """remote False: prefill here. `reason` is a metric label: a small fixed set of words."""
 
     remote: bool
     reason: str
+    # Name of the prefill worker's connection that gets the job. Empty: the queue gets it.
     to: str = ""
 
 

@@ -60,16 +60,13 @@ be compared: then it serves, and prefills every prompt itself."""
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """What the comparison needs to know about this worker.
-
-    computes: see `WorkerRecord`.
-    blocks: length of the compared prompt."""
+    """What the comparison needs to know about this worker."""
 
     instance_id: str
     compat_hash: str
-    computes: str
+    computes: str  # see `WorkerRecord`
     block_size: int
-    blocks: int
+    blocks: int  # length of the compared prompt
     vocabulary: int
     layers: int
     kv_dtype: str
@@ -304,20 +301,16 @@ class Incomplete(Exception):
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """One request of a comparison.
-
-    writer: name of the prefill worker's connection. Empty: prefilled here.
-    blocks: how many of its first blocks are copied, in each KV cache group.
-    settled: whether the remote prefill has ended. loaded: whether it brought the KV.
-    took_s: how long the request took.
-    pages: the copied KV, once for each group of ranks that hold the same heads."""
+    """One request of a comparison."""
 
     request_id: str
+    # Name of the prefill worker's connection. Empty: prefilled here.
     writer: str
-    blocks: int
-    settled: bool = False
-    loaded: bool = False
-    took_s: float = 0.0
+    blocks: int  # how many of its first blocks are copied, in each KV cache group
+    settled: bool = False  # whether the remote prefill has ended
+    loaded: bool = False  # whether it brought the KV
+    took_s: float = 0.0  # how long the request took
+    # The copied KV, once for each group of ranks that hold the same heads.
     pages: list[Pages] = field(default_factory=list)
     logprobs: dict[int, float] = field(default_factory=dict)
 

@@ -93,49 +93,33 @@ class FetchTurn(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """One prompt's fetch. Lengths are in tokens, whole blocks.
-
-    at: the holder.
-    start, end: the lease is asked for the tokens from `start` to `end`.
-    least: fewer tokens are not fetched.
-    within_s: most seconds for the connection, and again for the answer. copy_s: for the copy.
-
-    Written by the engine thread:
-
-    wanted: False once the request has ended or goes another way.
-    begin_at: where the copy begins, which is the end of the local hit.
-    answer_by: when the prompt is computed if the holder is still being asked.
-
-    Written by the asyncio thread:
-
-    leased: the end of what is leased. 0: the holder has not answered yet, or has given no lease.
-    seconds: how long the read has taken. measured: nothing had to be opened for it.
-    kv_bytes, transport: of the copy.
-    blocks: has a result once `begin` was called.
-    ended: nothing is asked for or copied any more."""
+    """One prompt's fetch. Lengths are in tokens, whole blocks."""
 
     request_id: str
-    at: PrefixHolder
+    at: PrefixHolder  # the holder
     prompt: Sequence[int]
+    # start, end: the lease is asked for the tokens from `start` to `end`.
     start: int
     end: int
-    least: int
+    least: int  # fewer tokens are not fetched
     cache_salt: str | None
     adapter: Adapter | None
-    within_s: float = 0.0
-    copy_s: float = 0.0
+    within_s: float = 0.0  # most seconds for the connection, and again for the answer
+    copy_s: float = 0.0  # most seconds for the copy
+    # Written by the engine thread.
     turn: FetchTurn = FetchTurn.WAITING
-    wanted: bool = True
-    begin_at: int = 0
-    answer_by: float = 0.0
-    leased: int = 0
+    wanted: bool = True  # false once the request has ended or goes another way
+    begin_at: int = 0  # where the copy begins, which is the end of the local hit
+    answer_by: float = 0.0  # when the prompt is computed if the holder is still being asked
+    # Written by the asyncio thread.
+    leased: int = 0  # the end of the lease. 0: the holder has given none, or not answered yet
     outcome: FetchOutcome = FetchOutcome.CANCELLED
-    seconds: float = 0.0
-    measured: bool = False
-    kv_bytes: int = 0
+    seconds: float = 0.0  # how long the read has taken
+    measured: bool = False  # nothing had to be opened for it
+    kv_bytes: int = 0  # of the copy, as the transport is
     transport: str = ""
-    blocks: asyncio.Future[Sequence[int]] | None = None
-    ended: bool = False
+    blocks: asyncio.Future[Sequence[int]] | None = None  # has a result once `begin` was called
+    ended: bool = False  # nothing is asked for or copied any more
 
 
 class PrefixFetches:

@@ -61,28 +61,24 @@ NOT_HELD, BUSY = "not_held", "busy"
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """One lease.
-
-    blocks: vLLM's blocks that it pins.
-    incarnation: of this worker when the lease was given.
-    unproved: the lease has ended, but its reader may still read."""
+    """One lease."""
 
     number: int
     fence: FenceToken
-    blocks: list[Any]
-    incarnation: str
+    blocks: list[Any]  # vLLM's blocks that it pins
+    incarnation: str  # of this worker when the lease was given
     timer: asyncio.TimerHandle | None = None
-    unproved: bool = False
+    unproved: bool = False  # the lease has ended, but its reader may still read
 
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """One connection. leases: those that have not ended. gone: the connection has ended."""
+    """One connection."""
 
     channel: Channel
     name: str
-    leases: dict[int, _Lease] = field(default_factory=dict)
-    gone: bool = False
+    leases: dict[int, _Lease] = field(default_factory=dict)  # those that have not ended
+    gone: bool = False  # the connection has ended
 
 
 class ReadLeases:
