@@ -32,12 +32,9 @@ FILES_S = 20.0
 """How long a prefill worker may take to read an adapter's files. A network drive may hang."""
 
 
-class NoAdapter(OutOfReach):
-    """This worker cannot compute with the job's LoRA adapter. Another one may."""
-
-
-class NoFeatures(OutOfReach):
-    """This worker takes fewer multimodal inputs than the job has. Another one may take them."""
+class CannotCompute(OutOfReach):
+    """This worker lacks the job's LoRA adapter, or takes fewer multimodal inputs than it has.
+    Another one may compute it."""
 
 
 class PrefillEngine:
@@ -89,17 +86,17 @@ class PrefillEngine:
     async def check_adapter(self, adapter: Adapter) -> None:
         """Check that this machine has the adapter's files, as they are for the decode worker.
 
-        Raises NoAdapter."""
+        Raises CannotCompute."""
         try:
             async with asyncio.timeout(FILES_S):
                 found = await self._files.content(adapter.path)
         except TimeoutError:
-            raise NoAdapter(
+            raise CannotCompute(
                 f"LoRA adapter {adapter.name}: {adapter.path} was not read in {FILES_S:.0f} s"
             ) from None
         if found != adapter.content:
             why = "has other files" if found else "is not"
-            raise NoAdapter(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
+            raise CannotCompute(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
 
     def end(self, task: PrefillTask) -> None:
         """Forget the task, and abort its request if it still runs.
@@ -110,10 +107,10 @@ class PrefillEngine:
     def _check_features(self, task: PrefillTask) -> None:
         """Check that the engine takes so many inputs. Else its scheduler would wait for ever.
 
-        Raises NoFeatures."""
+        Raises CannotCompute."""
         for modality, count in Counter(f.modality for f in task.features).items():
             if count > (most := self._limit(modality)):
-                raise NoFeatures(
+                raise CannotCompute(
                     f"the prompt has {count} inputs of type {modality}, and this worker takes "
                     f"{most} (--limit-mm-per-prompt)"
                 )
@@ -125,7 +122,7 @@ def _ended(task: PrefillTask, outcome: Future[Any]) -> None:
     if failure is None:
         return
     if isinstance(failure, BadMessage):
-        failure = NoAdapter(str(failure))
+        failure = CannotCompute(str(failure))
     else:
         about = log.ids(job_id=task.job_id, attempt=task.attempt)
         logger.error("job %s: %s", task.job_id, failure, exc_info=failure, extra=about)

@@ -80,7 +80,7 @@ class Handoff:
     link: the connection over which it is claimed, and that brought the grant.
     task: what the engine and the transfer worker do for the attempt.
     _done: the end of the attempt. None when all KV is written, else what has ended it. There is a
-    new one for each claim, because a connection may break before its answer comes."""
+    new one for each claim, because a connection may break while the job is held."""
 
     running: asyncio.Task[None]
     job: PrefillJob
@@ -123,7 +123,8 @@ class Handoff:
             logger.exception("job %s failed; its message gets a nak", self.job_id)
             await self.settle("nak")
         finally:
-            self._leave_link()
+            if hasattr(self, "link"):
+                self.link.jobs.pop(self.job_id, None)
             self._send_spans()
 
     async def _steps(self) -> None:
@@ -147,23 +148,21 @@ class Handoff:
     async def claim(self) -> None:
         """Ask the decode worker for a grant. Raises ClaimRefused, PeerUnavailable.
 
-        If the job's blocks are held, ask again later. If the connection breaks, ask again over a
-        new one, because the job may have been granted."""
+        If the job's blocks are held, ask again later."""
         job, budget = self.job, self._puller.budget
         failpoints.hit("prefill.before_claim")
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         if not self._puller.links.is_up(job.decode_instance):
             budget.waits(self.job_id)
-        await self._find_link()
+        self.link = await self._puller.links.find(job.decode_instance, trial=self.trial)
+        self.link.jobs[self.job_id] = self
         asked = time.monotonic()
         while True:
             self._done = loop.create_future()
             try:
                 grant = await self.link.claim(self.job_id, job.incarnation, self.first.ack_subject)
                 break
-            except ConnectionLost:
-                await self._find_link()
             except ClaimRefused as exc:
                 wait_s = exc.retry_after_s
                 if exc.reason != RefuseReason.HELD.value or wait_s is None:
@@ -175,8 +174,6 @@ class Handoff:
                 else:
                     budget.waits(self.job_id)
                 await asyncio.sleep(wait_s)
-                if self._done.done():  # the connection was lost meanwhile
-                    await self._find_link()
         budget.granted(self.job_id)
         self.grant, self._holds_grant = grant, True
         if self._revoked >= grant.attempt:
@@ -185,15 +182,6 @@ class Handoff:
         _GRANTED.inc()
         failpoints.hit("prefill.after_claim")
         log.about(attempt=grant.attempt)
-
-    async def _find_link(self) -> None:
-        link = await self._puller.links.find(self.job.decode_instance, trial=self.trial)
-        self._leave_link()
-        self.link, link.jobs[self.job_id] = link, self
-
-    def _leave_link(self) -> None:
-        if (link := getattr(self, "link", None)) is not None:
-            link.jobs.pop(self.job_id, None)
 
     # ------------------------------------------------------------------ step 7: compute_and_write
 

@@ -75,10 +75,6 @@ class NotSent(QueueUnavailable):
     """Nothing left this process: the request cannot have had an effect."""
 
 
-class NoResponders(NotSent):
-    """The server is there, but nothing listens on the subject (no stream, no JetStream)."""
-
-
 class NatsConnection:
     """See the module. All methods belong to one asyncio loop. Any thread may read `up`.
 
@@ -170,8 +166,8 @@ class NatsConnection:
     ) -> Msg:
         """Send one request and return its answer.
 
-        Raises NotSent, NoResponders, QueueUnavailable (no answer: it may have had its effect),
-        QueueFull (larger than the server's max_payload)."""
+        Raises NotSent (no connection, or nobody listens on the subject), QueueUnavailable (no
+        answer: it may have had its effect), QueueFull (larger than the server's max_payload)."""
         client = self.client
         if len(payload) + HEADER_ROOM * bool(headers) > client.max_payload:
             too_large = QueueFull(
@@ -185,7 +181,7 @@ class NatsConnection:
             async with asyncio.timeout(timeout_s):
                 return await client.request(subject, payload, timeout_s, headers=headers)
         except nats.errors.NoRespondersError:
-            raise NoResponders(f"NATS at {self.shown_url} has nobody on {subject}") from None
+            raise NotSent(f"NATS at {self.shown_url} has nobody on {subject}") from None
         except TimeoutError:
             raise QueueUnavailable(
                 f"NATS at {self.shown_url} gave no answer within {timeout_s:g} s"

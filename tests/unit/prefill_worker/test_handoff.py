@@ -19,7 +19,7 @@ from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
-from pullfill.prefill_worker.engine import NoAdapter
+from pullfill.prefill_worker.engine import CannotCompute
 from pullfill.prefill_worker.handoff import patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
@@ -121,7 +121,7 @@ class Worker:
         )  # fmt: skip
 
     async def _check_adapter(self, adapter: Adapter) -> None:
-        raise NoAdapter(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
+        raise CannotCompute(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
 
     async def _find(self, instance_id: str, **_: bool) -> Any:
         if not self.known:

@@ -276,6 +276,13 @@ def engine_with(found: int | None) -> tuple[Engine, FakeTier]:
     return engine, tier
 
 
+def test_what_it_has_whole_is_not_read_from_the_decode_worker() -> None:
+    engine, tier = engine_with(None)
+    assert engine.side.matched(engine.request, BLOCK) == (None, False), "vLLM asks again"
+    tier.found = 3 * BLOCK
+    assert engine.side.matched(engine.request, BLOCK) == (0, False), "vLLM asks the tier next"
+
+
 def test_a_read_begins_after_the_step_that_ends_copies_from_its_blocks() -> None:
     engine, tier = engine_with(2 * BLOCK)
     assert engine.admit() == 3 * BLOCK
