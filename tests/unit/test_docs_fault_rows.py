@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROWS = sorted({*range(1, 30)} - {24})  # 24 is retired
-LONG = "pytest.mark.long"
 ESSENTIAL = "pytest.mark.essential"
 _PROMISE = re.compile(r"^(?:(\d+) \| )?[^|]+ \| `(tests/[\w/]+\.py::\w+)`$", re.M)
 
@@ -68,23 +67,6 @@ def test_each_row_of_the_matrix_is_promised_and_owned_by_a_test_with_its_number(
     owned = [(int(row), owner) for row, owner in promises() if row]
     assert {row for row, _ in owned} == set(ROWS)
     assert [(r, o) for r, o in owned if o not in fault_tests()[r]] == []
-
-
-def test_the_rows_that_only_make_chaos_runs_are_told() -> None:
-    short = set()
-    for path in (ROOT / "tests/chaos").glob("test_*.py"):
-        body = ast.parse(path.read_text()).body
-        if any(isinstance(node, ast.Assign) and LONG in ast.unparse(node) for node in body):
-            continue
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                match = re.match(r"test_row_(\d+)_", node.name)
-                if match and LONG not in map(ast.unparse, node.decorator_list):
-                    short.add(int(match[1]))
-    text = " ".join((ROOT / "docs/failure-modes.md").read_text().split())
-    told = re.search(r"`make test` all but rows ([\d, and]+)\.", text)
-    assert told is not None
-    assert {int(row) for row in re.findall(r"\d+", told[1])} == set(ROWS) - short
 
 
 def test_there_are_no_other_rows() -> None:

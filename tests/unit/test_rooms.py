@@ -186,28 +186,6 @@ def test_every_room_is_looked_at() -> None:
     assert outside - {"__pycache__"} == (set(ROOMS) - {CORE}) | set(CORE_FOLDERS)
 
 
-def test_unit_tests_are_named_after_modules() -> None:
-    """`tests/unit/<room>/test_<module>.py`, or `test_<module>_<aspect>.py`."""
-    wrong = []
-    for folder in (ROOT / "tests" / "unit").iterdir():
-        if folder.name in ROOMS:
-            known = names_in(folder.name)
-            tests = {path.stem.removeprefix("test_"): path for path in folder.glob("test_*.py")}
-            wrong += [p for t, p in tests.items() if not any(f"{t}_".startswith(k) for k in known)]
-    assert wrong == []
-
-
-def names_in(room: str) -> set[str]:
-    """Each folder and module of a room as `name_`, `folder_name_`. The room itself is one, too."""
-    base = ROOT / ROOMS[room][0]
-    folders = CORE_FOLDERS if room == CORE else [p.name for p in base.iterdir() if p.is_dir()]
-    found = {f"{name}_" for name in (room, *folders)}
-    for file in files_of(ROOT, room):
-        parts = file.relative_to(base).with_suffix("").parts
-        found |= {f"{'_'.join(parts)}_", f"{parts[-1]}_"}
-    return found
-
-
 def test_links_are_relative_and_lead_to_the_rooms() -> None:
     for room, (folder, _) in ROOMS.items():
         link = ROOT / "pullfill" / room
