@@ -42,27 +42,26 @@ class OtherCluster(ConfigError):
 
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
-    """One process of a local cluster.
-
-    started: the kernel's start time in clock ticks since boot (field 22 of /proc/PID/stat). A pid
-    may be used again, but not with the same start time.
-    space: where the pid is valid (`this_host.pid_space`). Empty: an older pullfill recorded it.
-    url: where a frontend answers.
-    restarts: how often the process died and was started again.
-    gave_up: why it is not started again any more, with the last lines of its log. Empty while it
-    is restarted.
-    drain_s: how long it may drain."""
+    """One process of a local cluster."""
 
     name: str
     role: str
     instance_id: str | None
     pid: int
     log: str
+    # The kernel's start time in clock ticks since boot (field 22 of /proc/PID/stat). A pid may be
+    # used again, but not with the same start time.
     started: int = 0
+    # Where the pid is valid (`this_host.pid_space`). Empty: an older pullfill recorded it.
     space: str = ""
+    # Where a frontend answers.
     url: str = ""
+    # How often the process died and was started again.
     restarts: int = 0
+    # Why it is not started again any more, with the last lines of its log. Empty while it is
+    # restarted.
     gave_up: str = ""
+    # How long it may drain.
     drain_s: float = 60.0
 
 

@@ -52,35 +52,34 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """How a field is given on a command line. The flag's default is the field's.
-
-    name: `--lease-ttl` for the field `lease_ttl_s`, unless it is named here. `INSTANCE_ID` and
-    `[NAME]` are arguments.
-    metavar: the word for the value in `--help`.
-    least, most: bounds of a number.
-    role: the only role that has the flag. Empty: all that have the class.
-    up: `pullfill up` has the flag too, for the processes that it starts.
-    env: an environment variable that is read when the flag is not given.
-    given: type of the value on the command line, if it is not the field's.
-    parse: makes the field's value of the given one. Raises ConfigError.
-    text: makes the given value of the field's value.
-    field, default, type: set by `declared`. type: of the value on the command line.
-    """
+    """How a field is given on a command line. The flag's default is the field's."""
 
     help: str = field(kw_only=False)
+    # `--lease-ttl` for the field `lease_ttl_s`, unless it is named here. `INSTANCE_ID` and `[NAME]`
+    # are arguments.
     name: str = ""
+    # The word for the value in `--help`.
     metavar: str | None = None
+    # Bounds of a number.
     least: float | None = None
     most: float | None = None
+    # The only role that has the flag. Empty: all that have the class.
     role: str = ""
+    # `pullfill up` has the flag too, for the processes that it starts.
     up: bool = False
+    # An environment variable that is read when the flag is not given.
     env: str | None = None
     hidden: bool = False
+    # Type of the value on the command line, if it is not the field's.
     given: Any = None
+    # Makes the field's value of the given one. Raises ConfigError.
     parse: Callable[[Any], Any] = lambda value: value
+    # Makes the given value of the field's value.
     text: Callable[[Any], str] = str
+    # The last three are set by `declared`.
     field: str = ""
     default: Any = None
+    # The type of the value on the command line.
     type: Any = None
 
 
@@ -502,14 +501,7 @@ def _devices(role: str) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class UpOptions:
-    """The command line of `up`.
-
-    workers, frontend: what every worker and every frontend is started with.
-    etcd_url, nats_url: servers to use. None: start one.
-    settings: `KEY=VALUE`, stored in etcd before workers start.
-    vllm_args: vLLM flags of every process.
-    role_args: vLLM flags by role. They come after the flags for all roles.
-    """
+    """The command line of `up`."""
 
     model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
     decode: int = flag(1, "Decode workers", metavar="N", least=0)
@@ -526,13 +518,18 @@ class UpOptions:
     ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
     restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
     namespace: str = "default"
+    # Servers to use. None: start one.
     etcd_url: str | None = None
     nats_url: str | None = None
     security: Security = OPEN
+    # What every worker and every frontend is started with.
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     frontend: FrontendOptions = field(default_factory=FrontendOptions)
+    # `KEY=VALUE`, stored in etcd before workers start.
     settings: list[str] = field(default_factory=list)
+    # vLLM flags of every process.
     vllm_args: list[str] = field(default_factory=list)
+    # vLLM flags by role. They come after the flags for all roles.
     role_args: dict[str, list[str]] = field(default_factory=dict)
 
     @property

@@ -27,28 +27,26 @@ MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The shape of a Llama in float32, and the seed and the scales of its random weights.
-
-    head_dim: 32, 64, 80, 96, 112, 128 or another that the CPU attention of vLLM takes.
-    init_range: standard deviation of the weights. With Llama's 0.02 a random model answers nearly
-    the same whatever the prompt. That would hide wrong KV.
-    embedding: times init_range for the embeddings. The smaller it is, the more the next token
-    depends on the context, and the less on the last token alone.
-    readable: answer in printable ASCII characters only, and sometimes end the answer.
-    """
+    """The shape of a Llama in float32, and the seed and the scales of its random weights."""
 
     hidden: int = 192
     layers: int = 4
     heads: int = 8
     kv_heads: int = 4
+    # 32, 64, 80, 96, 112, 128 or another that the CPU attention of vLLM takes.
     head_dim: int = 32
     intermediate: int = 512
     vocab: int = 384
     max_positions: int = 8192
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    # Standard deviation of the weights. With Llama's 0.02 a random model answers nearly the same
+    # whatever the prompt. That would hide wrong KV.
     init_range: float = 0.05
+    # Times init_range for the embeddings. The smaller it is, the more the next token depends on the
+    # context, and the less on the last token alone.
     embedding: float = 1.0
+    # Answer in printable ASCII characters only, and sometimes end the answer.
     readable: bool = False
     seed: int = 20
 

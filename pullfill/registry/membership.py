@@ -54,17 +54,15 @@ class LeaseJudge:
     """Tells a lease that somebody has revoked from one that an outage of etcd has cost. No I/O.
 
     It was REVOKED only if nothing else can have ended it since the last answered keep-alive.
-    Everything else is an OUTAGE. Times are clock seconds.
-
-    last_ok: when the last answered keep-alive was sent.
-    header: of its answer.
-    broken_at: when the conversation with etcd last broke. None: not since `last_ok`.
-    """
+    Everything else is an OUTAGE. Times are clock seconds."""
 
     # A worker that registers again for no reason loses nothing. One that drains for no reason does.
     ttl_s: float
+    # When the last answered keep-alive was sent.
     last_ok: float
+    # The header of its answer.
     header: Header
+    # When the conversation with etcd last broke. None: not since `last_ok`.
     broken_at: float | None = None
 
     def alive(self, sent_at: float, header: Header) -> None:

@@ -16,20 +16,19 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class MockSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the mock model.
+    """Settings of the mock model."""
 
-    prefill_tokens_per_s: how fast prompts are computed. 0: in no time.
-    step_s: seconds that each step takes besides, also if it only decodes.
-    token: the token that is always sampled.
-    layers, kv_heads, head_size: the shape of the KV cache.
-    device: where the KV cache is. `auto`: where vLLM would put it here."""
-
+    # How fast prompts are computed. 0: in no time.
     prefill_tokens_per_s: _Number = 0.0
+    # Seconds that each step takes besides, also if it only decodes.
     step_s: _Number = 0.0
+    # The token that is always sampled.
     token: _Count = 75
+    # The shape of the KV cache.
     layers: _Count = 2
     kv_heads: _Count = 1
     head_size: _Count = 8
+    # Where the KV cache is. `auto`: where vLLM would put it here.
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

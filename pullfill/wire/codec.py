@@ -84,28 +84,26 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Compat(Message, frozen=True, kw_only=True):
-    """What two workers must share to exchange KV bytes. Compared field by field at join.
-
-    block_size: number of tokens of a block.
-    page_bytes: of one layer and KV head of a block.
-    layout: order of pages.
-    attention, kv_scales: see engine/kv.py.
-    kv_groups: see engine/groups.py.
-    """
+    """What two workers must share to exchange KV bytes. Compared field by field at join."""
 
     model: str
     model_fingerprint: str
     vllm: str
     dtype: str
     kv_cache_dtype: str
+    # Number of tokens of a block.
     block_size: Count
+    # Order of pages.
     layout: str
     num_layers: Count
     num_kv_heads: Count
+    # Bytes of one layer and KV head of a block.
     page_bytes: Count
     isa: str
+    # See engine/kv.py.
     attention: str
     kv_scales: str
+    # See engine/groups.py.
     kv_groups: str
 
     def hash(self, version: int = WIRE_VERSION) -> str:

@@ -32,17 +32,17 @@ class Op(enum.IntEnum):
 
 
 class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
-    """Block events first .. first + len(ops) - 1. Without events: nothing happened since.
-
-    ops: one `Op` for each event. hashes: one hash for each event.
-    held, digest: how many blocks the worker holds after these events, and the low 63
-    bits of their hashes xored. None when the worker has gone on meanwhile."""
+    """Block events first .. first + len(ops) - 1. Without events: nothing happened since."""
 
     v: Version = WIRE_VERSION
     epoch: Epoch
     first: Count
+    # One `Op` for each event.
     ops: Ops
+    # One hash for each event.
     hashes: HashBytes
+    # How many blocks the worker holds after these events, and the low 63 bits of their hashes
+    # xored. None when the worker has gone on meanwhile.
     held: Count | None = None
     digest: U63 = 0
 
@@ -52,14 +52,15 @@ class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
 
     The pages are not of one moment: blocks that came or went while they were read may be in them or
     not. So a follower that has all pages applies all events from number `at` on. It has what the
-    worker has when it reaches `upto`, the number of the next event when this page was read.
-    page: counted from 0. last: no page follows."""
+    worker has when it reaches `upto`, the number of the next event when this page was read."""
 
     v: Version = WIRE_VERSION
     epoch: Epoch
     at: Count
     upto: Count
+    # Counted from 0.
     page: Count
+    # Whether no page follows.
     last: bool
     hashes: HashBytes
 

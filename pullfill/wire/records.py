@@ -30,46 +30,43 @@ class DecodePolicy(enum.StrEnum):
 
 
 class RouterConfig(Message, frozen=True, kw_only=True):
-    """`config/router`, JSON in etcd, watched by decode workers and frontends (hot).
-
-    decode_policy: how frontends choose the decode worker of a request.
-    max_local_prefill_length: tokens beyond the prefix hit that are still prefilled locally.
-    max_prefill_queue_size: jobs waiting in the queue, those in work not counted, above which
-    prefill stays local.
-    max_queue_wait_s: prefill stays local if a job is expected to wait longer in the queue.
-    max_remote_kv_fraction: share of the KV cache that open remote prefills may bind.
-    remote_timeout_s: how long a remote prefill may take before the prompt is prefilled locally. If
-    it is expected to take long, it gets more time.
-    claim_timeout_s: how long of that it may wait for a prefill worker to claim it. If it is
-    expected to wait long, it gets more time.
-    min_fetch_tokens: a prefix is read from another decode worker only if that holds at least so
-    many tokens more. 0: never.
-    ttft_ms, itl_ms: with the policy `cost`, the targets of requests that name none: time to the
-    first token, and time between two tokens.
-    hedge: as long as no prefill worker has claimed a prompt, the decode worker may compute it. It
-    does so as soon as that is needed to meet the target for the first token.
-    tight_ttft_ms: jobs whose target for the first token is at most this come first in the queue.
-    loose_ttft_ms: jobs whose target for the first token is at least this come last in the queue.
-    stock_share: share of the requests that a frontend's stock vLLM servers get, if it has any.
-    refuse_s: how long frontends refuse a request at which decode workers died.
-    """
+    """`config/router`, JSON in etcd, watched by decode workers and frontends (hot)."""
 
     policy: RouterPolicy = RouterPolicy.CONDITIONAL
+    # How frontends choose the decode worker of a request.
     decode_policy: DecodePolicy = DecodePolicy.KV
+    # Tokens beyond the prefix hit that are still prefilled locally.
     max_local_prefill_length: Annotated[int, Meta(ge=0)] = 512
+    # Jobs waiting in the queue, those in work not counted, above which prefill stays local.
     max_prefill_queue_size: Annotated[int, Meta(ge=0)] = 64
+    # Prefill stays local if a job is expected to wait longer in the queue.
     max_queue_wait_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    # Share of the KV cache that open remote prefills may bind.
     max_remote_kv_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    # How long a remote prefill may take before the prompt is prefilled locally. If it is expected
+    # to take long, it gets more time.
     remote_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    # How long of that it may wait for a prefill worker to claim it. If it is expected to wait long,
+    # it gets more time.
     claim_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    # A prefix is read from another decode worker only if that holds at least so many tokens more.
+    # 0: never.
     min_fetch_tokens: Annotated[int, Meta(ge=0)] = 256
+    # With the policy `cost`, the targets of requests that name none: time to the first token, and
+    # time between two tokens.
     ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
     itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
+    # As long as no prefill worker has claimed a prompt, the decode worker may compute it. It does
+    # so as soon as that is needed to meet the target for the first token.
     hedge: bool = False
+    # Jobs whose target for the first token is at most this come first in the queue.
     tight_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 500.0
+    # Jobs whose target for the first token is at least this come last in the queue.
     loose_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 5000.0
+    # Share of the requests that a frontend's stock vLLM servers get, if it has any.
     stock_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    # Long enough to tell people, short enough that a repaired cluster does not refuse for hours.
+    # How long frontends refuse a request at which decode workers died. Long enough to tell people,
+    # short enough that a repaired cluster does not refuse for hours.
     refuse_s: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
 
 
@@ -77,21 +74,19 @@ class QueueSettings(Message, frozen=True, kw_only=True):
     """`config/queue`, JSON in etcd, watched by decode and prefill workers.
 
     None: not set. Then a new stream gets pullfill's default, and a stream that exists keeps what
-    it has.
+    it has."""
 
-    replicas: servers of a NATS cluster that hold each stream.
-    max_bytes: size of the job stream above which a new job is refused.
-    max_jobs: jobs pending and in flight above which a new job is refused.
-    ack_wait_s: silence of a prefill worker after which NATS delivers its job again.
-    max_deliver: deliveries of one job, after which it is a dead letter.
-    publish_timeout_s: silence of NATS after which a decode worker prefills locally.
-    """
-
+    # Servers of a NATS cluster that hold each stream.
     replicas: Annotated[int, Meta(ge=1, le=5)] | None = None
+    # Size of the job stream above which a new job is refused.
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    # Jobs pending and in flight above which a new job is refused.
     max_jobs: Annotated[int, Meta(ge=1)] | None = None
+    # Silence of a prefill worker after which NATS delivers its job again.
     ack_wait_s: Annotated[float, Meta(ge=1, le=3600)] | None = None
+    # Deliveries of one job, after which it is a dead letter.
     max_deliver: Annotated[int, Meta(ge=1, le=100)] | None = None
+    # Silence of NATS after which a decode worker prefills locally.
     publish_timeout_s: Annotated[float, Meta(ge=0.05, le=60)] | None = None
 
 
@@ -139,14 +134,7 @@ class WorkerState(enum.StrEnum):
 
 
 class WorkerRecord(Message, frozen=True, kw_only=True):
-    """`workers/{role}/{instance_id}`: one process, on its lease.
-
-    data: ZMQ address for requests (decode); control: TCP address for claims (decode);
-    http: base URL of the probe server (/live /ready /metrics /status).
-    restarts: how often `pullfill up` has started it again.
-    computes: digest of how it rounds (`engine.compat.rounding_digest`). Empty: it takes part in no
-    self-check.
-    """
+    """`workers/{role}/{instance_id}`: one process, on its lease."""
 
     v: Version = WIRE_VERSION
     instance_id: Id
@@ -160,27 +148,32 @@ class WorkerRecord(Message, frozen=True, kw_only=True):
     host_id: Id
     pid: Count
     started_at: Finite
+    # Base URL of the probe server (/live /ready /metrics /status).
     http: str = ""
+    # A decode worker's ZMQ address for requests.
     data: str = ""
+    # A decode worker's TCP address for claims.
     control: str = ""
     max_model_len: Count = 0
+    # How often `pullfill up` has started it again.
     restarts: Count = 0
+    # Digest of how it rounds (`engine.compat.rounding_digest`). Empty: it takes part in no
+    # self-check.
     computes: Text = ""
 
 
 class AdapterRecord(Message, frozen=True, kw_only=True):
-    """`adapters/{name}`: a LoRA adapter that the cluster serves. It has no lease.
-
-    path: where each worker has its files.
-    content: digest of these files (`engine.adapters`). Workers refuse other files.
-    layout_3d: vLLM's `is_3d_lora_weight`.
-    number: grows with each load of the name, so that workers know the newest one."""
+    """`adapters/{name}`: a LoRA adapter that the cluster serves. It has no lease."""
 
     v: Version = WIRE_VERSION
     name: Text
+    # Where each worker has its files.
     path: Text
+    # Digest of these files (`engine.adapters`). Workers refuse other files.
     content: Id
+    # vLLM's `is_3d_lora_weight`.
     layout_3d: bool = False
+    # Grows with each load of the name, so that workers know the newest one.
     number: Count = 0
 
 
@@ -218,87 +211,63 @@ class Timings(Message, frozen=True, kw_only=True):
 class Expected(Message, frozen=True, kw_only=True):
     """How long one remote prefill was expected to take when the decision was made, in seconds.
 
-    None: it was not measured yet, and the decision counted it as 0.
+    None: it was not measured yet, and the decision counted it as 0."""
 
-    queue: the wait for a prefill worker. prefill: the computation.
-    kv_write: the writing of the KV. Most of it happens during the computation.
-    claim_timeout, timeout: how long the job had, or would have had, to be claimed and to be
-    committed, if it made no progress.
-    """
-
+    # The wait for a prefill worker.
     queue: Finite | None = None
     prefill: Finite | None = None
+    # Most of it happens during the computation.
     kv_write: Finite | None = None
+    # How long the job had, or would have had, to be claimed and to be committed, if it made no
+    # progress.
     claim_timeout: Finite = 0.0
     timeout: Finite = 0.0
 
 
 class PredictedMs(Message, frozen=True, kw_only=True):
-    """Time to the first token that was predicted at the decision, in milliseconds, by choice.
+    """Time to the first token that was predicted at the decision, in milliseconds, by choice."""
 
-    local: computed here at once. local_chunked: computed here, in chunks that are small enough for
-    the running streams. None: the same as `local`, or not possible.
-    remote: computed by a prefill worker. None: none was measured yet."""
-
+    # Computed here at once.
     local: Finite | None = None
+    # Computed here, in chunks that are small enough for the running streams. None: the same as
+    # `local`, or not possible.
     local_chunked: Finite | None = None
+    # Computed by a prefill worker. None: none was measured yet.
     remote: Finite | None = None
 
 
 class DecodeChoice(Message, frozen=True, kw_only=True):
-    """How a frontend has chosen the decode worker of a request.
-
-    matched_tokens: how much of the prompt the worker held, as far as the frontend knew.
-    score: the cost by which the worker was chosen, in tokens of work. None: by no cost.
-    reason: why this worker (frontend/routing/choice.py)."""
+    """How a frontend has chosen the decode worker of a request."""
 
     policy: DecodePolicy
+    # How much of the prompt the worker held, as far as the frontend knew.
     matched_tokens: Count
+    # The cost by which the worker was chosen, in tokens of work. None: by no cost.
     score: Finite | None
+    # Why this worker (frontend/routing/choice.py).
     reason: Text
 
 
 class ForwardStage(Message, frozen=True, kw_only=True):
-    """One stage of a request at a stock vLLM server, as tried.
+    """One stage of a request at a stock vLLM server, as tried."""
 
-    stage: `prefill` or `decode`. server: its URL. choice: how it was chosen.
-    source: what named the server, e.g. `--servers-file`.
-    result: `ok`, `named` (the decode server was told to start the prefill), or what went wrong.
-    begin_ms, end_ms: since the request came."""
-
+    # `prefill` or `decode`.
     stage: str
+    # Its URL.
     server: str
+    # `ok`, `named` (the decode server was told to start the prefill), or what went wrong.
     result: str
+    # Since the request came.
     begin_ms: Finite
     end_ms: Finite
+    # How it was chosen.
     choice: DecodeChoice | None = None
+    # What named the server, e.g. `--servers-file`.
     source: str = ""
 
 
 class ExplainRecord(Message, frozen=True, kw_only=True):
-    """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id}).
-
-    migrated_from: decode workers that had the request before and are gone, oldest first. The
-    frontend adds them.
-    migrated_tokens: tokens of the answer that the client had when the last of them was lost. They
-    are part of `prompt_tokens`, because `decode_instance` got them as prompt.
-    decode_choice: how the frontend has chosen `decode_instance`.
-    offloaded_tokens: how much of `prefix_hit_tokens` came from vLLM's own KV offloading.
-    fetched_tokens: those after the hit that were read from decode worker `fetched_from`. fetch:
-    what came of the hint that it holds them.
-    expected_s: the times that the decision was made on. Set for remote prefills, and for prompts
-    kept local because of the queue, the link or the share of the KV cache.
-    transport: the transport that carried the KV.
-    why_not_better: "name: reason" for each better transport.
-    choice: what the policy `cost` chose: `remote`, `local` or `local_chunked`.
-    predicted_ms: what it expected. outcome_ms: what it was, measured like the predictions: from the
-    decision to the first token, at the decode worker.
-    regret_ms: how much sooner the best of the other choices was expected. None: unknown.
-    outage: what was unreachable, and for how long, when the prompt was kept local or taken back.
-    Or the result of the self-check that kept it local.
-    stages: what stock vLLM servers did, if a forwarder served the request. Then `path` is the
-    forwarder, and the instances are URLs.
-    """
+    """Why and how one request was served (`pullfill explain`, GET /pullfill/requests/{id})."""
 
     request_id: str
     path: str
@@ -311,22 +280,42 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     attempts: int = 0
     fallback: str | None = None
     kv_bytes: int = 0
+    # The transport that carried the KV.
     transport: str | None = None
+    # "name: reason" for each better transport.
     why_not_better: tuple[str, ...] = ()
+    # What was unreachable, and for how long, when the prompt was kept local or taken back. Or the
+    # result of the self-check that kept it local.
     outage: str | None = None
+    # The times that the decision was made on. Set for remote prefills, and for prompts kept local
+    # because of the queue, the link or the share of the KV cache.
     expected_s: Expected | None = None
     timings_ms: Timings = Timings()
+    # Decode workers that had the request before and are gone, oldest first. The frontend adds them.
     migrated_from: tuple[str, ...] = ()
+    # Tokens of the answer that the client had when the last of them was lost. They are part of
+    # `prompt_tokens`, because `decode_instance` got them as prompt.
     migrated_tokens: int = 0
+    # How much of `prefix_hit_tokens` came from vLLM's own KV offloading.
     offloaded_tokens: int = 0
+    # Those after the hit that were read from decode worker `fetched_from`.
     fetched_tokens: int = 0
     fetched_from: str | None = None
+    # What came of the hint that it holds them.
     fetch: str | None = None
+    # What the policy `cost` chose: `remote`, `local` or `local_chunked`.
     choice: str | None = None
+    # What it expected.
     predicted_ms: PredictedMs | None = None
+    # What it was, measured like the predictions: from the decision to the first token, at the
+    # decode worker.
     outcome_ms: Finite | None = None
+    # How much sooner the best of the other choices was expected. None: unknown.
     regret_ms: Finite | None = None
+    # How the frontend has chosen `decode_instance`.
     decode_choice: DecodeChoice | None = None
+    # What stock vLLM servers did, if a forwarder served the request. Then `path` is the forwarder,
+    # and the instances are URLs.
     stages: tuple[ForwardStage, ...] = ()
 
 
@@ -391,20 +380,18 @@ class RoleOrder(Message, frozen=True, kw_only=True):
 
 
 class SelfCheck(Message, frozen=True, kw_only=True):
-    """`self_checks/{pair}`: whether remote prefills of two kinds of workers equal local ones.
-
-    kv_difference: largest relative difference of the KV of one block in one layer. None: this
-    KV cache type cannot be read as numbers.
-    logprob_difference: largest difference of a log probability of the next token. None: the KV was
-    compared.
-    kv_tolerance, logprob_tolerance: what rounding explains.
-    """
+    """`self_checks/{pair}`: whether remote prefills of two kinds of workers equal local ones."""
 
     v: Version = WIRE_VERSION
     passed: bool
+    # Largest relative difference of the KV of one block in one layer. None: this KV cache type
+    # cannot be read as numbers.
     kv_difference: Finite | None
+    # What rounding explains.
     kv_tolerance: Finite
+    # Largest difference of a log probability of the next token. None: the KV was compared.
     logprob_difference: Finite | None
+    # What rounding explains.
     logprob_tolerance: Finite
     decode_instance: Id
     prefill_instance: Id

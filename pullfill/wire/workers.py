@@ -28,38 +28,36 @@ class Adapter(Message, frozen=True, kw_only=True):
 
 
 class PrefillJob(Message, frozen=True, kw_only=True):
-    """One remote prefill, as published on the job stream.
-
-    token_ids: the prompt tokens whose KV is wanted, raw little-endian u32.
-    hit_tokens: leading tokens whose KV the decode worker already holds (a block multiple).
-    block_ids: decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The
-    blocks of the first `hit_tokens` may be read, the others are written. A grant must confirm them.
-    read_from: for each KV cache group, the position in the prompt of its first block that may be
-    read. A position counts blocks. See engine/groups.py for the order.
-    kept_from: the same for blocks that are written.
-    features: digest of the multimodal inputs that the grant brings. Empty: there are none.
-    priority: in the prefill worker's engine. The smallest comes first.
-    request_id: for dead letters, traces and logs, which people read.
-    timeout_s: how long from publish the decode worker waits before it serves locally.
-    trace: W3C `traceparent` of the remote prefill. Empty: it is not traced.
-    """
+    """One remote prefill, as published on the job stream."""
 
     v: Version = WIRE_VERSION
     job_id: Id
     incarnation: Id
     decode_instance: Id
+    # For dead letters, traces and logs, which people read.
     request_id: Text
     compat: Id
+    # The prompt tokens whose KV is wanted, raw little-endian u32.
     token_ids: bytes
+    # Leading tokens whose KV the decode worker already holds (a block multiple).
     hit_tokens: Count
+    # Decode-side blocks of all `token_ids` (hit blocks first), raw little-endian u32. The blocks of
+    # the first `hit_tokens` may be read, the others are written. A grant must confirm them.
     block_ids: bytes
+    # For each KV cache group, the position in the prompt of its first block that may be read. A
+    # position counts blocks. See engine/groups.py for the order.
     read_from: Positions = (0,)
+    # The same for blocks that are written.
     kept_from: Positions = (0,)
     cache_salt: Text | None = None
     adapter: Adapter | None = None
+    # Digest of the multimodal inputs that the grant brings. Empty: there are none.
     features: Text = ""
+    # In the prefill worker's engine. The smallest comes first.
     priority: int = 0
+    # How long from publish the decode worker waits before it serves locally.
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+    # W3C `traceparent` of the remote prefill. Empty: it is not traced.
     trace: Text = ""
 
 
@@ -122,26 +120,24 @@ class AuthProof(Message, tag="auth_proof", frozen=True, kw_only=True):
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a prefill worker on a control connection.
-
-    regions: the worker's own KV memory, one region for each rank, for decode workers that pull.
-    Empty: nobody can read it.
-    computes: digest of what decides how this worker rounds (`engine.compat.rounding_digest`).
-    Empty: its prefills are never checked.
-    adapters: whether it can load LoRA adapters.
-    features: whether it takes multimodal inputs.
-    max_prompt_tokens: length of the longest prompt that it takes. 0: it takes all of this decode
-    worker's.
-    why: why it pulls no jobs now, as in `Heartbeat`. Empty: it pulls."""
+    """First message of a prefill worker on a control connection."""
 
     v: Version = WIRE_VERSION
     prefill_instance: Id
     compat: Id
+    # The worker's own KV memory, one region for each rank, for decode workers that pull. Empty:
+    # nobody can read it.
     regions: tuple[RegionDescriptor, ...] = ()
+    # Digest of what decides how this worker rounds (`engine.compat.rounding_digest`). Empty: its
+    # prefills are never checked.
     computes: Text = ""
+    # Whether it can load LoRA adapters.
     adapters: bool = False
+    # Whether it takes multimodal inputs.
     features: bool = False
+    # Length of the longest prompt that it takes. 0: it takes all of this decode worker's.
     max_prompt_tokens: Count = 0
+    # Why it pulls no jobs now, as in `Heartbeat`. Empty: it pulls.
     why: Text = ""
 
 
@@ -159,14 +155,13 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """The load of a prefill worker.
+    """The load of a prefill worker."""
 
-    tokens_per_s: prompt tokens that it computes in a second of work. 0: it has computed none yet.
-    done_tokens: tokens that are computed and belong to jobs that are not committed.
-    pool: number of prefill workers that take jobs. 0: the decode worker is connected to all."""
-
+    # Prompt tokens that it computes in a second of work. 0: it has computed none yet.
     tokens_per_s: Finite = 0.0
+    # Tokens that are computed and belong to jobs that are not committed.
     done_tokens: Count = 0
+    # Number of prefill workers that take jobs. 0: the decode worker is connected to all.
     pool: Count = 0
 
 
@@ -185,22 +180,21 @@ class Claim(Message, tag="claim", frozen=True, kw_only=True):
 class Grant(Message, tag="grant", frozen=True, kw_only=True):
     """The right to write the job's blocks, and to read the blocks of its prefix hit.
 
-    It holds for at most `deadline_s` from receipt, while `fence` is valid.
-
-    job_digest: digest of the published body, which includes the block IDs. A prefill worker whose
-    body has another digest must touch no block.
-    mode: how the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
-    `Ready`.
-    features: the prompt's multimodal inputs (`engine.features.encode`)."""
+    It holds for at most `deadline_s` from receipt, while `fence` is valid."""
 
     rid: Count
     job_id: Id
     attempt: Annotated[int, Meta(ge=1)]
     incarnation: Id
     deadline_s: Finite
+    # Digest of the published body, which includes the block IDs. A prefill worker whose body has
+    # another digest must touch no block.
     job_digest: bytes
     fence: FenceToken
+    # How the KV gets into the blocks. With `pull` the prefill worker writes nothing and sends
+    # `Ready`.
     mode: KvMode = KvMode.PUSH_ASYNC
+    # The prompt's multimodal inputs (`engine.features.encode`).
     features: bytes = b""
 
 
@@ -228,36 +222,34 @@ class StageTimings(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, tag="commit", frozen=True, kw_only=True):
-    """All blocks of the attempt are written.
-
-    blocks: number of blocks written.
-    transport: name of the transport that carried the KV.
-    why_not_better: "name: reason" for each better transport, for people."""
+    """All blocks of the attempt are written."""
 
     rid: Count
     job_id: Id
     attempt: Count
     incarnation: Id
+    # Number of blocks written.
     blocks: Count
     kv_bytes: Count
     timings: StageTimings
+    # Name of the transport that carried the KV.
     transport: Text = ""
+    # "name: reason" for each better transport, for people.
     why_not_better: tuple[Text, ...] = ()
 
 
 class Ready(Message, tag="ready", frozen=True, kw_only=True):
     """Pull mode: all blocks of the attempt are computed and may be read.
 
-    The answer is a `CommitReply`, once the blocks are read or not needed.
-
-    block_ids: the prefill worker's own blocks, in the order of the prompt.
-    fence: the right to read them."""
+    The answer is a `CommitReply`, once the blocks are read or not needed."""
 
     rid: Count
     job_id: Id
     attempt: Count
     incarnation: Id
+    # The prefill worker's own blocks, in the order of the prompt.
     block_ids: bytes
+    # The right to read them.
     fence: FenceToken
     timings: StageTimings
 
@@ -271,15 +263,14 @@ class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):
 
 
 class Progress(Message, tag="progress", frozen=True, kw_only=True):
-    """A part of the attempt was computed or copied since the last `Progress`. Extends its deadline.
-
-    blocks: number of blocks written since then.
-    write_s: seconds that these writes took."""
+    """A part of the attempt was computed or copied since the last one. Extends its deadline."""
 
     job_id: Id
     attempt: Count
     incarnation: Id
+    # Number of blocks written since then.
     blocks: Count = 0
+    # Seconds that these writes took.
     write_s: Finite = 0.0
 
 
@@ -312,16 +303,15 @@ class Draining(Message, tag="draining", frozen=True, kw_only=True):
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """A prefill worker sends it regularly (net/peer_link.py), and the decode worker returns it.
 
-    Each side treats the other as gone when it hears nothing for SILENT_S.
+    Each side treats the other as gone when it hears nothing for SILENT_S."""
 
-    pulls: False while the prefill worker pulls no jobs of this decode worker: its engine is stuck,
-    NATS does not answer it, or the self-check has not passed. A change is sent at once.
-    why: the reason if `pulls` is False, for people.
-    busy: the prefill worker computes for some decode worker, or has since the last Heartbeat of
-    this connection. A worker that is not busy any more would claim a job at once."""
-
+    # False while the prefill worker pulls no jobs of this decode worker: its engine is stuck, NATS
+    # does not answer it, or the self-check has not passed. A change is sent at once.
     pulls: bool = True
+    # The reason if `pulls` is False, for people.
     why: Text = ""
+    # The prefill worker computes for some decode worker, or has since the last Heartbeat of this
+    # connection. A worker that is not busy any more would claim a job at once.
     busy: bool = False
     load: Load = Load()
 
@@ -337,25 +327,23 @@ ToPrefill = Welcome | Goodbye | Grant | Refused | CommitReply | Revoke | Heartbe
 
 
 class PrefixHolder(Message, frozen=True, kw_only=True):
-    """A frontend's hint that travels with a request: another decode worker holds its prefix.
-
-    control: address of that worker's control server.
-    tokens: how many leading tokens of the prompt it holds, as far as the frontend knows."""
+    """A frontend's hint that travels with a request: another decode worker holds its prefix."""
 
     instance_id: Id
+    # Address of that worker's control server.
     control: Text
+    # How many leading tokens of the prompt it holds, as far as the frontend knows.
     tokens: Count
 
 
 class LeaseHello(Message, tag="lease_hello", frozen=True, kw_only=True):
-    """First message of an asker.
-
-    compat: compatibility hash. computes: digest of what decides how the asker rounds
-    (`engine.compat.rounding_digest`). Both must be the holder's own."""
+    """First message of an asker."""
 
     v: Version = WIRE_VERSION
     decode_instance: Id
+    # Compatibility hash. It must be the holder's own, and `computes` too.
     compat: Id
+    # Digest of what decides how the asker rounds (`engine.compat.rounding_digest`).
     computes: Text
 
 
@@ -368,29 +356,27 @@ class LeaseWelcome(Message, tag="lease_welcome", frozen=True, kw_only=True):
 
 
 class LeaseAsk(Message, tag="lease_ask", frozen=True, kw_only=True):
-    """Ask for a lease of the cached blocks of a prompt.
-
-    token_ids: the prompt's first tokens, raw little-endian u32.
-    start: how many of them the asker holds itself. A block multiple.
-    cache_salt, adapter: what else the KV depends on."""
+    """Ask for a lease of the cached blocks of a prompt."""
 
     rid: Count
+    # The prompt's first tokens, raw little-endian u32.
     token_ids: bytes
+    # How many of them the asker holds itself. A block multiple.
     start: Count
+    # What else the KV depends on.
     cache_salt: Text | None = None
     adapter: Adapter | None = None
 
 
 class Lease(Message, tag="lease", frozen=True, kw_only=True):
-    """The right to read some blocks, until the asker ends it or `within_s` have passed.
-
-    lease: its number on this connection.
-    block_ids: the holder's blocks from `start` on, as many as are cached in a row, raw u32.
-    fence: refuses every read after the lease has ended."""
+    """The right to read some blocks, until the asker ends it or `within_s` have passed."""
 
     rid: Count
+    # Its number on this connection.
     lease: Count
+    # The holder's blocks from `start` on, as many as are cached in a row, raw u32.
     block_ids: bytes
+    # Refuses every read after the lease has ended.
     fence: FenceToken
     within_s: Annotated[float, Meta(gt=0, le=3600)]
 
