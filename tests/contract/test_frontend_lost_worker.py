@@ -80,19 +80,16 @@ async def test_a_lost_process_is_noticed_within_five_seconds(fault: int) -> None
     """Two frontends: one knows another worker and goes on there, one does not and says so."""
     other = FakeDecode("decode-2")
     async with worker_process() as (process, record), rig() as lucky, rig() as alone:
-        try:
-            await asyncio.gather(begun(lucky, record, "a"), begun(alone, record, "b"))
-            lucky.add(other.start())
-            await lucky.ready(2)
-            process.send_signal(fault)
-            async with stopwatch() as passed_s:
-                await until(lambda: bool(other.added))
-                assert passed_s() < BOUND_S
-                await until(lambda: "b" in alone.sink.failures)
-                assert passed_s() < BOUND_S
-            assert "decode-1 was lost" in alone.sink.failures["b"]
-            await until(lambda: "a" in lucky.sink.finished)
-            assert lucky.sink.tokens["a"] == answer(PROMPT, TOKENS)
-            assert [q.request_id for q in other.added] == ["a~1"]
-        finally:
-            other.die()
+        await asyncio.gather(begun(lucky, record, "a"), begun(alone, record, "b"))
+        lucky.add(other)
+        await lucky.ready(2)
+        process.send_signal(fault)
+        async with stopwatch() as passed_s:
+            await until(lambda: bool(other.added))
+            assert passed_s() < BOUND_S
+            await until(lambda: "b" in alone.sink.failures)
+            assert passed_s() < BOUND_S
+        assert "decode-1 was lost" in alone.sink.failures["b"]
+        await until(lambda: "a" in lucky.sink.finished)
+        assert lucky.sink.tokens["a"] == answer(PROMPT, TOKENS)
+        assert [q.request_id for q in other.added] == ["a~1"]

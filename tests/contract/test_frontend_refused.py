@@ -34,7 +34,6 @@ async def frontend(
     board.start()
     try:
         async with rig(*fakes, board=board) as r:
-            await r.ready(len(fakes))
             yield r, board
     finally:
         await board.close()

@@ -409,6 +409,7 @@ class Rig:
     dispatcher: Dispatcher
     requests: RequestLog
     sink: Sink
+    workers: list[FakeDecode]
 
     async def ready(self, count: int) -> None:
         await until(lambda: len(self.pool.candidates()) == count)
@@ -421,18 +422,23 @@ class Rig:
         assert found is not None
         return found
 
-    def add(self, worker: FakeDecode) -> None:
+    def add(self, worker: FakeDecode) -> FakeDecode:
+        """Start a worker. It dies with the rig."""
+        self.workers.append(worker.start())
         self.directory.put(worker.record)
+        return worker
 
 
 @asynccontextmanager
 async def rig(
     *workers: FakeDecode,
+    wait: bool = True,
     waits: Waits = WAITS,
     board: Any = None,
     prefixes: Prefixes | None = None,
     policy: DecodePolicy = DecodePolicy.ROUND_ROBIN,
 ) -> AsyncIterator[Rig]:
+    """A frontend and its workers. wait: until all take requests."""
     directory: Any = FakeDirectory(*(worker.start().record for worker in workers))
     hello = front_wire.FrontendHello(
         frontend_instance="frontend-t", vllm_version=check.require_version(), model="m"
@@ -447,11 +453,14 @@ async def rig(
     dispatcher = Dispatcher(sink, PlainCodec(), balancer, requests, board, waits=waits)
     pool = WorkerPool(directory, hello, ["m"], dispatcher, prefixes)
     pool.start()
+    made = Rig(directory, pool, dispatcher, requests, sink, list(workers))
     try:
-        yield Rig(directory, pool, dispatcher, requests, sink)
+        if wait:
+            await made.ready(len(workers))
+        yield made
     finally:
         await pool.stop()
-        for worker in workers:
+        for worker in made.workers:
             worker.die()
 
 

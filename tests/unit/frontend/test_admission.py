@@ -38,6 +38,10 @@ class Client:
         await self.takes.wait()
         self.sent.append(message)
 
+    async def ended(self) -> Client:
+        await self.task
+        return self
+
     def say(self, body: bytes = b"{}", more: bool = False) -> Client:
         self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
         return self
@@ -103,14 +107,12 @@ async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
     inside = [Client(gate).say() for _ in range(2)]
     await settle()
     assert gate.in_flight == 2
-    refused = Client(gate).say()
-    await refused.task
+    refused = await Client(gate).say().ended()
     assert refused.status == 429
     assert refused.headers[b"retry-after"] == b"1"
     assert refused.error["type"] == "RateLimitError"
     assert "--max-inflight" in refused.error["message"]
-    look = Client(gate, "/metrics", "GET")
-    await look.task
+    look = await Client(gate, "/metrics", "GET").ended()
     assert look.status == 200, "what needs no engine always passes"
     inside[0].leave()
     await settle()
@@ -135,8 +137,7 @@ async def test_every_way_out_frees_the_slot() -> None:
     cancelled.task.cancel()
     await asyncio.gather(cancelled.task, return_exceptions=True)
     app.ready = False
-    nobody = Client(gate).say()
-    await nobody.task
+    nobody = await Client(gate).say().ended()
     assert (nobody.status, nobody.headers[b"retry-after"]) == (503, b"1")
     early = Client(gate).say(b"{", more=True)
     early.leave()
@@ -154,15 +155,13 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
     served = Client(gate).say(b"1234")
     read = Client(gate).say(b"1234", more=True)
     await settle()
-    refused = Client(gate).say(b"5", more=True)
-    await refused.task
+    refused = await Client(gate).say(b"5", more=True).ended()
     assert (refused.status, refused.headers[b"retry-after"]) == (429, b"1")
     read.leave()
     await read.task
     app.go.set()
     await served.task
-    last = Client(gate).say(b"12345678")
-    await last.task
+    last = await Client(gate).say(b"12345678").ended()
     assert (served.status, last.status, gate.in_flight) == (200, 200, 0)
 
 
@@ -174,8 +173,7 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
     app.ready = False
     app.go.set()
     gate = Admission(app, app.wait_ready, 1, body_s=0.05)
-    good = Client(gate, path).say()
-    await good.task
+    good = await Client(gate, path).say().ended()
     assert good.status == 200
     slow = Client(gate, path).say(b"{", more=True)
     await settle()
@@ -184,8 +182,7 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
         await asyncio.gather(slow.task, refused.task)
     assert (slow.status, refused.status) == (408, 429)
     monkeypatch.setattr(gates, "BODY_BYTES", 8)
-    large = Client(gate, path).say(b"{" * 9)
-    await large.task
+    large = await Client(gate, path).say(b"{" * 9).ended()
     assert (large.status, len(app.bodies), gate.in_flight) == (413, 1, 0)
 
 
@@ -193,8 +190,7 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
 async def test_a_root_path_is_no_way_around(path: str) -> None:
     app = App()
     gate = Admission(app, app.wait_ready, 0)
-    refused = Client(gate, path, root_path="/api")
-    await refused.task
+    refused = await Client(gate, path, root_path="/api").ended()
     assert refused.status == 429
 
 
@@ -211,8 +207,7 @@ async def test_a_body_that_would_be_checked_for_seconds_is_refused(
     await client.task
     assert (client.status, app.bodies) == (413, [])
     assert "send it in parts" in client.error["message"]
-    form = Client(gate, path="/v1/audio/transcriptions").say(b"[1, 1, 1, 1, 1, 1]")
-    await form.task
+    form = await Client(gate, path="/v1/audio/transcriptions").say(b"[1, 1, 1, 1, 1, 1]").ended()
     assert form.status == 200
 
 
@@ -226,8 +221,7 @@ async def test_a_recording_may_have_bytes_that_no_text_has() -> None:
     )
     await form.task
     assert form.status == 200
-    text = Client(gate).say(b'{"prompt": "\xed\xa0\x80"}')
-    await text.task
+    text = await Client(gate).say(b'{"prompt": "\xed\xa0\x80"}').ended()
     assert text.status == 400
 
 
@@ -237,12 +231,10 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
 ) -> None:
     app = App()
     gate = Admission(app, app.wait_ready, 1, body_s=0.05)
-    slow = Client(gate).say(b"{", more=True)
-    await slow.task
+    slow = await Client(gate).say(b"{", more=True).ended()
     assert slow.status == 408
     monkeypatch.setattr(gates, "BODY_BYTES", 8)
-    large = Client(gate).say(b"{" * 9, more=True)
-    await large.task
+    large = await Client(gate).say(b"{" * 9, more=True).ended()
     assert (large.status, app.bodies) == (413, [])
 
 
@@ -261,8 +253,7 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
 )
 async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
     app = App()
-    client = Client(Admission(app, app.wait_ready, 1)).say(body)
-    await client.task
+    client = await Client(Admission(app, app.wait_ready, 1)).say(body).ended()
     assert client.status == 400
     assert app.bodies == []
     assert half in client.error["message"]
@@ -280,8 +271,7 @@ async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
 async def test_whole_pairs_and_escaped_backslashes_pass(body: bytes) -> None:
     app = App()
     app.go.set()
-    client = Client(Admission(app, app.wait_ready, 1)).say(body)
-    await client.task
+    client = await Client(Admission(app, app.wait_ready, 1)).say(body).ended()
     assert client.status == 200
 
 

@@ -92,7 +92,6 @@ async def test_all_outputs_that_came_before_a_break_count() -> None:
         time.sleep(0.2)
 
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("a", max_tokens=400))
         be_busy()
         await until(lambda: r.sink.gone == ["decode-1"])
@@ -172,7 +171,6 @@ async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
     """Its requests go on elsewhere, and none of them is suspected of having killed it."""
     bad, good = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(bad, good) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", [1]))
         await until(lambda: bool(bad.added))
         bad.send_raw(front_wire.OUT, b"\xc1")

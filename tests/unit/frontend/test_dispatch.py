@@ -22,7 +22,6 @@ from tests.support.frontend_rig import PATIENCE_S, FakeDecode, rig, until
 async def test_tokens_come_back_and_the_record_has_the_frontends_own_timings(tokens: int) -> None:
     """With one token the worker's part of the record comes in the same message."""
     async with rig(FakeDecode()) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=tokens))
         await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
         assert r.sink.tokens["cmpl-x-0-1234abcd"] == answer([1, 2, 3], tokens)
@@ -40,7 +39,6 @@ async def test_tokens_come_back_and_the_record_has_the_frontends_own_timings(tok
 async def test_an_endless_id_is_refused() -> None:
     """Clients choose ids. Pages, logs and 10,000 explain records hold them."""
     async with rig(FakeDecode()) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("x" * MAX_TEXT))
         r.dispatcher.submit(request("y" * (MAX_TEXT + 1)))
         await until(lambda: "x" * MAX_TEXT in r.sink.finished)
@@ -54,13 +52,11 @@ async def test_an_endless_id_is_refused() -> None:
 
 @pytest.mark.essential
 async def test_a_request_before_any_worker_waits_for_one() -> None:
-    worker = FakeDecode().start()
     async with rig() as r:
         r.dispatcher.submit(request("early"))
         await asyncio.sleep(0.05)
-        r.add(worker)
+        r.add(FakeDecode())
         await until(lambda: "early" in r.sink.finished)
-    worker.die()
 
 
 async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> None:
@@ -74,7 +70,6 @@ async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> No
 async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(worker.added))
         r.dispatcher.abort(["a", "never-heard-of"])
@@ -91,7 +86,6 @@ async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
 async def test_a_frontend_that_leaves_tells_all_its_clients() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(worker.added))
         r.dispatcher.fail_all("this frontend stops")
@@ -105,7 +99,6 @@ async def test_a_frontend_that_leaves_tells_all_its_clients() -> None:
 async def test_one_worker_cannot_speak_for_another() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(one.added))
         forged = Outputs(outputs=[Output("a", [9], finish_reason=0)], timestamp=1.0)
@@ -118,7 +111,6 @@ async def test_one_worker_cannot_speak_for_another() -> None:
 async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
     one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("old", max_tokens=20))
         await until(lambda: bool(one.added))
         one.drain()
@@ -137,7 +129,6 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
 async def test_a_key_that_goes_while_the_connection_lives_costs_no_request() -> None:
     worker = FakeDecode(step_s=0.01)
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("running", max_tokens=20))
         await until(lambda: "running" in r.sink.tokens)
         r.directory.remove(worker.instance_id)
@@ -145,16 +136,14 @@ async def test_a_key_that_goes_while_the_connection_lives_costs_no_request() -> 
         await until(lambda: len(r.sink.finished) == 2)
         assert not r.sink.failures
         # A listed worker comes first as soon as there is one.
-        other = FakeDecode("decode-2").start()
-        r.add(other)
+        r.add(FakeDecode("decode-2"))
         await until(lambda: [c.instance_id for c in r.pool.candidates()] == ["decode-2"])
-    other.die()
 
 
 async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
     refusing = FakeDecode("decode-1", refuse="vllm_version differs: 0.31.0")
     foreign = FakeDecode("decode-2", model="other")
-    async with rig(refusing, foreign) as r:
+    async with rig(refusing, foreign, wait=False) as r:
         await until(lambda: len(r.pool.refusals()) == 2)
         assert any("vllm_version differs" in line for line in r.pool.refusals())
         assert any("serves model 'other', not 'm'" in line for line in r.pool.refusals())
@@ -171,7 +160,6 @@ async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
 async def test_utility_calls_reach_every_worker_and_all_end() -> None:
     one, two = FakeDecode("decode-1"), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         call = r.dispatcher.call
         assert await call("reset_prefix_cache", (False,), 5.0) == [True, True]
         assert one.utilities == two.utilities == [("reset_prefix_cache", [False])]
@@ -196,7 +184,6 @@ async def test_nothing_is_left_of_the_load_of_requests_that_ended() -> None:
     """Finished, aborted, failed with their worker, and sent again to another one."""
     one, two = (FakeDecode(f"decode-{n}", prefix_block_size=16) for n in (1, 2))
     async with rig(one, two, policy=DecodePolicy.KV) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("cmpl-done-0-1234abcd", list(range(10, 410))))
         await r.told("cmpl-done-0")
         one.hold = two.hold = True

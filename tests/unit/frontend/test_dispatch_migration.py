@@ -29,7 +29,6 @@ async def begun(r: Rig, name: str, tokens: int = 3) -> None:
 async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
     one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("cmpl-a-0-12345678", PROMPT, max_tokens=200, min_tokens=190))
         await begun(r, "cmpl-a-0-12345678")
         getattr(one, how)()
@@ -69,7 +68,6 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     """The lost message may have held tokens. Later tokens must not be appended after the gap."""
     one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
         await begun(r, "r")
         one.send_raw(*frames)
@@ -83,7 +81,6 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
 async def test_workers_that_hand_a_request_to_each_other_do_not_do_so_forever() -> None:
     workers = [FakeDecode(f"decode-{i}", migrate=True) for i in range(2)]
     async with rig(*workers) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(r.sink.failures))
         assert f"{dispatch.MAX_MIGRATIONS} attempts" in r.sink.failures["a"]
@@ -93,7 +90,6 @@ async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> 
     """That one lives and takes others; it only has no room for this one."""
     alone = FakeDecode("decode-1", migrate=True)
     async with rig(alone) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(r.sink.failures))
         assert "decode-1 gave it up" in r.sink.failures["a"]
@@ -111,7 +107,6 @@ async def test_a_request_does_not_return_to_the_worker_that_handed_it_back() -> 
 async def test_what_cannot_be_exact_ends_with_the_reason(params: dict[str, Any], word: str) -> None:
     one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=500, **params))
         await begun(r, "a")
         one.die()
@@ -126,7 +121,6 @@ async def test_what_cannot_be_exact_ends_with_the_reason(params: dict[str, Any],
 async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", seed=1))
         await until(lambda: bool(one.added))
         one.die()
@@ -137,24 +131,21 @@ async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None
 
 
 async def test_a_worker_that_joins_in_time_takes_it() -> None:
-    only, late = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2").start()
+    only = FakeDecode("decode-1", step_s=0.01)
     async with rig(only) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=300))
         await begun(r, "a")
         only.die()
         await r.ready(0)
-        r.add(late)
+        r.add(FakeDecode("decode-2"))
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 300)
-    late.die()
 
 
 async def test_a_worker_too_small_for_the_rest_is_not_asked() -> None:
     one = FakeDecode("decode-1", step_s=0.01, max_model_len=512)
     small = FakeDecode("decode-2", max_model_len=64)
     async with rig(one, small, waits=Waits(least=0.1, most=0.1)) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", max_tokens=400))
         await begun(r, "a")
         one.die()
@@ -167,7 +158,6 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
     """A worker that drains may cut a request in the very step that brought tokens."""
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=9))
         await until(lambda: bool(one.added))
         one.drain()
@@ -181,7 +171,6 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
 async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
     one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", step_s=0.005)
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=60))
         await begun(r, "a")
         one.leave()
@@ -196,7 +185,6 @@ async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
 async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
     one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2", step_s=0.01)
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", max_tokens=500))
         await begun(r, "a")
         one.die()
@@ -209,7 +197,6 @@ async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
 async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
-        await r.ready(2)
         for i in range(400):
             r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))
         await until(lambda: len(one.added) == len(two.added) == 200)
@@ -235,7 +222,6 @@ async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:
     one = FakeDecode("decode-1", step_s=0.005, stop_after=SOME, ahead_s=5000.0)
     two = FakeDecode("decode-2", step_s=0.005, ahead_s=-300.0)
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("a", PROMPT, max_tokens=40))
         await begun(r, "a")
         one.leave()
@@ -252,18 +238,15 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
     """Workers die, leave and join at random under twenty answers; never more than twice each."""
     rng = random.Random(seed)
     workers = [FakeDecode(f"decode-{i}", step_s=0.004) for i in range(3)]
-    started = list(workers)
     wanted = {f"r{i}": ([i, rng.randrange(99)], rng.randint(40, 160)) for i in range(20)}
     async with rig(*workers) as r:
-        await r.ready(3)
         for name, (prompt, count) in wanted.items():
             r.dispatcher.submit(request(name, prompt, max_tokens=count))
         for i in range(3, 7):
             await asyncio.sleep(rng.uniform(0.01, 0.08))
-            started.append(FakeDecode(f"decode-{i}", step_s=0.004).start())
-            r.add(started[-1])
+            joined = r.add(FakeDecode(f"decode-{i}", step_s=0.004))
             victim = workers.pop(rng.randrange(len(workers)))
-            workers.append(started[-1])
+            workers.append(joined)
             # At two deaths without a token a request is refused.
             await until(lambda: all(f.tokens for f in r.dispatcher.flights.values()))
             (victim.die if i < 5 else victim.leave)()
@@ -273,19 +256,16 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
         assert not r.sink.failures
         for name, (prompt, count) in wanted.items():
             assert r.sink.tokens[name] == answer(prompt, count)
-        assert any("~" in q.request_id for w in started for q in w.added)
-    for worker in started:
-        worker.die()
+        assert any("~" in q.request_id for w in r.workers for q in w.added)
 
 
 async def test_a_worker_that_gave_a_request_back_may_continue_it_later() -> None:
     """By then it is well again, and it is the only one."""
     one, two = FakeDecode("decode-1", migrate=True), FakeDecode("decode-2", stop_after=SOME)
     async with rig(one) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
         await until(lambda: len(one.added) == 1)
-        r.add(two.start())
+        r.add(two)
         await begun(r, "r")
         one.migrate = False
         two.die()

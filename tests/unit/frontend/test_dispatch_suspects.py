@@ -44,7 +44,6 @@ async def fleet_of(
         for i in range(count)
     ]
     async with rig(*workers, board=board, waits=QUICK) as r:
-        await r.ready(count)
         yield r, Fleet(*workers)
 
 
@@ -90,7 +89,6 @@ async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -
 async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
     one, two = FakeDecode("decode-1", fatal_token=FATAL), FakeDecode("decode-2", hold=True)
     async with rig(one, two, waits=QUICK) as r:
-        await r.ready(2)
         r.dispatcher.submit(request("d", [FATAL]))
         await until(lambda: bool(two.added))
         r.dispatcher.abort(["d"])
@@ -115,7 +113,6 @@ async def test_an_answer_that_kills_half_way_kills_six() -> None:
 async def test_a_connection_that_breaks_and_comes_back_is_no_death() -> None:
     worker, other = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(worker, other, waits=Waits(sure=30.0)) as r:  # a busy machine connects late
-        await r.ready(2)
         r.dispatcher.submit(request("a"))
         for n, fake in enumerate((worker, other), 1):
             await until(lambda n=n: len(worker.added) + len(other.added) == n)  # type: ignore[misc]
@@ -171,7 +168,6 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
     host = [FakeDecode(f"decode-{i}", hold=True) for i in range(2)]
     last = FakeDecode("decode-9", hold=True, ahead_s=0.001 if others else 0.0)
     async with rig(*host, last, board=board, waits=QUICK) as r:
-        await r.ready(3)
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
         await until(lambda: all(fake.added for fake in (*host, last)))
@@ -187,24 +183,20 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
 async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
     one, *rest = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
     async with rig(one, waits=QUICK) as r:
-        await r.ready(1)
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
         await until(lambda: len(one.added) == 3)
         for fake in rest:
-            r.add(fake.start())
+            r.add(fake)
         await r.ready(4)
         await asyncio.to_thread(one.die)
         await until(lambda: sum(len(fake.added) for fake in rest) == 3)
         assert [len(fake.added) for fake in rest] == [1, 1, 1]
-    for fake in rest:
-        fake.die()
 
 
 async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
-        await r.ready(2)
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)]))
         await until(lambda: bool(one.added and two.added))

@@ -202,7 +202,6 @@ async def test_the_newest_calls_are_kept_and_of_all_together_so_many_engine_requ
 async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() -> None:
     worker = FakeDecode("decode-1", hold=True)
     async with rig(worker, waits=Waits(first=0.05, restart=0.05)) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=9, seed=1, temperature=1.0))
         await until(lambda: bool(worker.added))
         worker.die()
@@ -221,7 +220,6 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() ->
 async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
     """Its worker tells of it a moment later."""
     async with rig(FakeDecode(step_s=0.01)) as r:
-        await r.ready(1)
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=999))
         await until(lambda: bool(r.sink.tokens))
         r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
@@ -290,7 +288,6 @@ async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecod
     """Send one request, and return the worker that answered it. All spans are at the receiver."""
     worker = FakeDecode()
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(traced(request_id, headers))
         await until(lambda: request_id in r.sink.finished)
     tracing.close(20.0)
@@ -300,7 +297,6 @@ async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecod
 async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
-        await r.ready(2)
         r.dispatcher.submit(traced("a-1", HEADERS))
         await until(lambda: bool(one.added))
         one.die()
@@ -316,7 +312,6 @@ async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> Non
 async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(traced("a-1", HEADERS))
         await until(lambda: bool(worker.added))
         r.dispatcher.abort(["a-1"])
@@ -330,7 +325,6 @@ async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
     """vLLM finds it in the frontend, and aborts the request at its worker."""
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
-        await r.ready(1)
         r.dispatcher.submit(traced("a-1", HEADERS))
         await until(lambda: bool(worker.added))
         record = r.dispatcher.flights["a-1"].record

@@ -54,7 +54,6 @@ async def body(answer: Any) -> dict[str, Any]:
 async def test_the_status_has_what_a_choice_of_a_worker_rests_on() -> None:
     worker = FakeDecode("decode-1", load=LOAD)
     async with rig(worker, prefixes=Prefixes(9)) as r:
-        await r.ready(1)
         one, two, prefill = (await body(admin(r).status(cast(Any, None))))["workers"]
     assert one["routing"]["load"] == msgspec.to_builtins(LOAD)
     assert 0 <= one["routing"]["load_age_s"] < 60
@@ -68,7 +67,6 @@ async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -
     worker, request = FakeDecode("decode-1", prefix_block_size=16), cast(Any, None)
     now = asyncio.get_running_loop().time
     async with rig(worker, prefixes=Prefixes(9, missing_s=0.05)) as r:
-        await r.ready(1)
         await until(lambda: bool(r.pool.prefixes.troubles(now())))
         (row, *_) = (await body(admin(r).status(request)))["workers"]
         ready = await body(admin(r).ready(request))
