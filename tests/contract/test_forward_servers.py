@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq.asyncio
 from aiohttp import web
 
+from pullfill.frontend import counters
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
-from pullfill.frontend.forward.sources import ServerFile
-from tests.support.frontend_rig import ForwardRig, forwarding, until
+from pullfill.frontend.forward.sources import Heartbeats, ServerFile, bind_heartbeats
+from pullfill.wire import DecodePolicy
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, forwarding, until
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -299,3 +305,223 @@ async def test_a_server_whose_metrics_nobody_may_read_serves() -> None:
         assert (await rig.ask()).status == 200
         await asyncio.sleep(0.1)
         await rig.states(ready=2)
+
+
+# ---------------------------------------------------------------------------
+# Mixed fleets: which share stock servers get, and which of them by each policy.
+
+
+async def stock_of(rig: ForwardRig, requests: int) -> int:
+    """How many of so many requests the stock servers get. The others get an answer, too."""
+    before = len(rig.decode[0].requests), rig.app.requests
+    for _ in range(requests):
+        assert (await rig.ask()).status == 200
+    stock, pull = len(rig.decode[0].requests) - before[0], rig.app.requests - before[1]
+    assert stock + pull == requests
+    return stock
+
+
+@pytest.mark.essential
+async def test_a_fleet_is_moved_over_in_steps_and_back() -> None:
+    async with forwarding() as rig:
+        rig.workers = True
+        steps = (0.0, 0.25, 0.5, 0.75, 1.0)
+        for share in (*steps, *reversed(steps)):
+            rig.share = share
+            # A share that was due before the step may come after it.
+            assert await stock_of(rig, 20) == pytest.approx(20 * share, abs=1)
+        rig.share = 0.1
+        assert await stock_of(rig, 40) == pytest.approx(4, abs=1)
+
+
+async def test_a_side_that_can_take_no_request_leaves_all_to_the_other() -> None:
+    async with forwarding() as rig:
+        rig.workers, rig.share = True, 0.5
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        assert await stock_of(rig, 4) == 0
+        rig.decode[0].alive = True
+        await rig.states(ready=2)
+        rig.workers = False
+        assert await stock_of(rig, 4) == 4
+        rig.share = 0.0
+        assert await stock_of(rig, 4) == 4
+        rig.workers = True
+        assert await stock_of(rig, 4) == 0
+
+
+async def test_requests_wait_a_moment_for_a_server_that_comes_back() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        assert await rig.layer.wait_ready(0.0), "the answer says why it is refused"
+        assert (await rig.ask()).status == 503
+        waits = [asyncio.create_task(rig.layer.wait_ready(PATIENCE_S)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert not any(wait.done() for wait in waits)
+        rig.decode[0].alive = True
+        await asyncio.gather(*waits)
+        assert (await rig.ask()).status == 200
+
+
+async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:
+    async with forwarding("batch", "p2p") as rig:
+        rig.workers = True
+        assert (await rig.ask(n=2)).status == 200
+        assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 0)
+        assert (await rig.ask()).status == 200
+        assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 1)
+
+
+async def asked(rig: ForwardRig, prompts: list[str]) -> dict[str, list[list[int]]]:
+    """Which prompts each server of a role gets, as numbers, sent one after the other."""
+    for prompt in prompts:
+        assert (await rig.ask(prompt=prompt)).status == 200
+    return {
+        role: [[prompts.index(body["prompt"]) for _, _, body in fake.requests] for fake in fakes]
+        for role, fakes in (("prefill", rig.prefill), ("decode", rig.decode))
+    }
+
+
+@pytest.mark.parametrize("how", [("staged", "nixl"), ("batch", "p2p")])
+@pytest.mark.parametrize("policy", list(DecodePolicy))
+async def test_servers_are_chosen_by_the_policy(policy: DecodePolicy, how: tuple[str, str]) -> None:
+    async with forwarding(*how, prefill=2, decode=2) as rig:
+        rig.policy = policy
+        if policy is not DecodePolicy.KV:
+            for fake in (rig.prefill[0], rig.decode[0]):
+                fake.metrics = "vllm:num_requests_waiting{} 50.0\n"
+            loads = rig.servers.known.values()
+            await until(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
+        # Three conversations take turns, so a turn in two is at the other server if it is by turns.
+        talks = [f"{number} " * 400 for number in range(3)]
+        prompts = [talk + "more " * turn for turn in range(8) for talk in talks]
+        for busy, other in (await asked(rig, prompts)).values():
+            if policy is DecodePolicy.ROUND_ROBIN:
+                assert {n % 2 for n in busy} != {n % 2 for n in other}
+                assert len(busy) == len(other) == 12
+            elif policy is DecodePolicy.LEAST_LOADED:
+                assert not busy
+            elif policy is DecodePolicy.RANDOM:
+                assert busy
+                assert other
+                assert len({n % 2 for n in busy}) == 2, "by turns"
+            else:
+                assert not {n % 3 for n in busy} & {n % 3 for n in other}, "away from its prefix"
+                assert busy
+                assert other
+
+
+# ---------------------------------------------------------------------------
+# Stock servers that send heartbeats to a frontend, over a real ZMQ socket.
+
+
+def beat(rig: ForwardRig, role: str) -> bytes:
+    fake = (rig.prefill if role == "P" else rig.decode)[0]
+    return msgspec.msgpack.encode(
+        {"type": role, "http_address": fake.kv, "zmq_address": fake.kv, "tp_size": 1}
+    )
+
+
+@asynccontextmanager
+async def hearing(rig: ForwardRig, silence_s: float, socket: Any = None) -> AsyncIterator[str]:
+    """A frontend that hears heartbeats for a rig. Gives the address."""
+    socket = socket or bind_heartbeats("tcp://127.0.0.1:*", ())
+    beats = Heartbeats(
+        socket, (), lambda entries: rig.servers.set("heartbeats", entries), silence_s
+    )
+    task = asyncio.create_task(beats.run())
+    try:
+        yield beats.url
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        beats.close()
+
+
+@asynccontextmanager
+async def dealing(url: str) -> AsyncIterator[Any]:
+    """A DEALER, as connectors have one."""
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    dealer.connect(url)
+    try:
+        yield dealer
+    finally:
+        dealer.close(linger=0)
+
+
+@asynccontextmanager
+async def beating(rig: ForwardRig, dealer: Any) -> AsyncIterator[None]:
+    """Send a heartbeat of each role every 0.1 s, until the block ends."""
+
+    async def beats() -> None:
+        while True:
+            for role in "PD":
+                await dealer.send(beat(rig, role))
+            await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(beats())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.essential
+async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
+    async with (
+        forwarding("batch", "p2p", known=False) as rig,
+        hearing(rig, 1.0) as url,
+        dealing(url) as dealer,
+    ):
+        bad = counters.HEARTBEATS.labels("unreadable")._value.get()
+        for odd in (b"\xc1", b"", b"x" * 4000, msgspec.msgpack.encode(["P"])):
+            await dealer.send(odd)
+        async with beating(rig, dealer):
+            await rig.states(ready=2)
+            assert counters.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
+            assert {row["sources"] for row in rig.servers.status()} == {("heartbeats",)}
+            assert (await rig.ask()).status == 200
+        await until(lambda: not rig.servers.known)
+        assert "no stock decode server is known" in (await rig.ask()).message
+        await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
+        async with beating(rig, dealer):
+            await rig.states(ready=2)
+
+
+class Frame:
+    """A frame of a sender on this machine."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bytes = data
+
+    def get(self, name: str) -> str:
+        assert name == "Peer-Address"
+        return "127.0.0.1"
+
+
+class Flood:
+    """A socket that always has a message. It stops a loop that gives no time to others."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.read = data, 0
+
+    def recv_multipart(self, flags: int, *, copy: bool) -> list[Frame]:
+        self.read += 1
+        assert self.read < 100_000
+        return [Frame(b"id"), Frame(self.data)]
+
+    def getsockopt_string(self, option: int) -> str:
+        return "tcp://127.0.0.1:1"
+
+    def close(self, linger: int) -> None: ...
+
+
+async def test_a_flood_leaves_time_for_others() -> None:
+    async with forwarding(known=False) as rig:
+        flood = Flood(beat(rig, "D"))
+        async with hearing(rig, 5.0, flood):
+            await rig.states(ready=1)
+            assert flood.read < 10_000
