@@ -19,7 +19,7 @@ from pullfill.decode_worker.peers import Peer
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
 from pullfill.errors import AuthFailed, BadMessage, NotNow, OtherVersion, PullfillError
-from pullfill.net.channel import Channel, accept
+from pullfill.net.channel import Channel, accept, listen
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import stop_listening
@@ -89,7 +89,7 @@ class ControlServer:
 
         port: 0 lets the OS choose one. Raises NotNow if it is taken."""
         try:
-            self._server = await self._loop.create_server(lambda: Channel(self._opened), host, port)
+            self._server = await listen(self._opened, host, port)
         except OSError as exc:
             raise NotNow(f"cannot listen for prefill workers on {host}:{port}: {exc}") from exc
         port = self._server.sockets[0].getsockname()[1]
@@ -146,8 +146,7 @@ class ControlServer:
         try:
             peer = await self._greet(channel)
             if peer is not None:
-                channel.hear(ToDecode, partial(self._hears, peer))
-                await channel.ended()
+                await channel.hear(ToDecode, partial(self._hears, peer))
         except EOFError:
             pass
         except AuthFailed as exc:

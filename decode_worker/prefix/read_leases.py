@@ -133,7 +133,7 @@ class ReadLeases:
         return sum(len(lease.blocks) for lease in self._pinned.copy() if lease.unproved)
 
     async def serve(self, channel: Channel, hello: LeaseHello) -> None:
-        """Serve one asker until its connection ends. Raises what `Channel.ended` raises."""
+        """Serve one asker until its connection ends. Raises what `Channel.hear` raises."""
         if why := self._why_refused(hello):
             channel.write(Goodbye(reason=why))
             return
@@ -146,8 +146,7 @@ class ReadLeases:
         )
         logger.info("decode worker %s may read our prefix cache", asker.name)
         try:
-            channel.hear(ToHolder, partial(self._hears, asker))
-            await channel.ended()
+            await channel.hear(ToHolder, partial(self._hears, asker))
         finally:
             asker.gone = True
             self._askers.discard(asker)

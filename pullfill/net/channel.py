@@ -1,8 +1,8 @@
 """One connection of the control channel, plain or sealed with the cluster key.
 
-Life: the loop makes it for a new connection. `accept` (decode worker) or `introduce` (prefill
-worker) opens it, with `read` and `write`. From `hear` on, each message is handled in the callback
-that received its bytes. `close` or `abort` ends it, and `ended` tells why.
+Life: `dial`, or `listen` for each new connection -> `introduce` (who dialled) and `accept` (decode
+worker) open it, with `read` and `write` -> `hear` handles messages until the connection ends.
+`close` or `abort` ends it.
 
 A frame is a u32 little-endian length and that many bytes. With a cluster key each end first proves
 to the other that it holds the key (`handshake.py`), and from then on every frame carries a seal.
@@ -15,7 +15,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 import msgspec
 
@@ -45,126 +45,55 @@ MAX_BACKLOG = 4 * MAX_FRAME
 FIRST_FRAME = 64 << 10
 # Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 800 bytes.
 HELLO_FRAME = 2 << 20
-# Received bytes that are buffered at most before `read` or `hear` takes them.
-_AHEAD = HELLO_FRAME + (64 << 10)
+# Reading from the socket pauses while twice as many bytes wait to be handled.
+_AHEAD = 1 << 20
 _LENGTH = struct.Struct("<I")
 # A peer that is cut off counts as gone after so long.
 _DEAD_AFTER_S = 10
 
 
-class Channel(asyncio.Protocol):
-    """See the module.
+class Channel:
+    """See the module. Owns the streams.
 
-    opened: called once the channel is connected.
     peer: the other end's address, for logs."""
 
-    def __init__(self, opened: Callable[[Channel], object] = lambda _: None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._opened = opened
-        self._transport: asyncio.Transport
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _tune(writer.get_extra_info("socket"))
+        self._reader, self._writer = reader, writer
         self._in: Seal | None = None
         self._out: Seal | None = None
-        self._arrived = bytearray()
-        self._paused = False
-        self._more: asyncio.Future[None] | None = None
-        self._kind: Any = None
-        self._handler: Callable[[Any], object] | None = None
-        self._why: Exception | None = None
-        self._ended = asyncio.Event()
-        self.peer = "?"
-
-    # ------------------------------------------------------------------ called by the loop
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        _tune(transport.get_extra_info("socket"))
-        self._transport = cast(asyncio.Transport, transport)
-        name = transport.get_extra_info("peername")
+        self._aborted = False
+        name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
-        self._opened(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._why is not None:
-            return
-        self._arrived += data
-        if self._handler is not None:
-            self._handle()
-            return
-        if len(self._arrived) > _AHEAD and not self._paused:
-            self._paused = True
-            self._transport.pause_reading()
-        self._wake()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._why = self._why or EOFError(str(exc or ""))
-        self._ended.set()
-        self._wake()
 
     # ------------------------------------------------------------------ in
 
     async def read(self, kind: type[T], limit: int = MAX_FRAME) -> T:
-        """Return the next message. One caller at a time, and only before `hear`.
+        """Return the next message. One caller at a time.
 
-        Raises EOFError if the peer has closed, AuthFailed on a wrong seal, BadMessage on a message
-        that cannot be decoded. Close the connection after any of them."""
-        while (body := self._cut(limit)) is None:
-            if self._why is not None:
-                raise self._why
-            if self._paused:
-                self._paused = False
-                self._transport.resume_reading()
-            self._more = self._loop.create_future()
-            await self._more
-        return decode(body, kind)
+        Raises EOFError if the connection has ended, AuthFailed on a wrong seal, BadMessage on a
+        message that cannot be decoded. Close the connection after any of them."""
+        return decode(await self._frame(limit), kind)
 
-    def hear(self, kind: Any, handler: Callable[[Any], object]) -> None:
-        """Call `handler` with each message that arrives from now on.
+    async def hear(self, kind: Any, handler: Callable[[Any], object]) -> Never:
+        """Call `handler` with each message, until the connection ends.
 
-        An error of the handler, or one that `read` would raise, closes the connection. `ended` then
-        raises it."""
-        # A task that reads would cost two more turns of the loop for each message.
-        self._kind, self._handler = kind, handler
-        if self._paused:
-            self._transport.resume_reading()
-        self._handle()
+        Raises the reason: as `read`, or what the handler raised. Close the connection then."""
+        while True:
+            handler(await self.read(kind))
 
-    async def ended(self) -> None:
-        """Wait until the connection has ended, then raise the reason.
-
-        That is an error as of `read`, or the one that the handler raised."""
-        await self._ended.wait()
-        assert self._why is not None
-        raise self._why
-
-    def _handle(self) -> None:
-        """Handle all messages that have arrived."""
-        assert self._handler is not None
+    async def _frame(self, limit: int) -> bytes:
         try:
-            while self._why is None and (body := self._cut(MAX_FRAME)) is not None:
-                self._handler(decode(body, self._kind))
-        except Exception as exc:
-            self._why = self._why or exc
-            self.close()
-
-    def _cut(self, limit: int) -> bytes | None:
-        """Return the body of the next frame, or None if it has not arrived completely.
-
-        Raises AuthFailed, and BadMessage if the frame has more than `limit` bytes."""
-        if len(self._arrived) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._arrived)
-        # As soon as its length has arrived: memory is used only for what came.
-        if length > limit:
-            raise BadMessage(f"a frame of {length} bytes (at most {limit})")
-        end = _LENGTH.size + length
-        if len(self._arrived) < end:
-            return None
-        body = bytes(memoryview(self._arrived)[_LENGTH.size : end])
-        del self._arrived[:end]
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            # As soon as its length has arrived: memory is used only for what came.
+            if length > limit:
+                raise BadMessage(f"a frame of {length} bytes (at most {limit})")
+            body = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError) as exc:
+            raise EOFError(str(exc)) from exc
+        if self._aborted:
+            raise EOFError("ended here")
         return body if self._in is None else self._in.remove(body)
-
-    def _wake(self) -> None:
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
 
     # ------------------------------------------------------------------ out
 
@@ -179,15 +108,14 @@ class Channel(asyncio.Protocol):
                 self.peer,
                 MAX_BACKLOG >> 20,
             )
-            self._transport.abort()
-            return
-        if not self._transport.is_closing():
-            self._transport.write(_LENGTH.pack(len(body)) + body)
+            self.abort()
+        elif not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(body)) + body)
 
     @property
     def backlog(self) -> int:
         """Number of bytes that wait to be sent."""
-        return self._transport.get_write_buffer_size()
+        return self._writer.transport.get_write_buffer_size()
 
     def seal(self, *, incoming: bytes, outgoing: bytes) -> None:
         """Seal all frames from the next one on, in both directions."""
@@ -195,12 +123,12 @@ class Channel(asyncio.Protocol):
 
     def close(self) -> None:
         """Send what is queued, then end."""
-        self._transport.close()
+        self._writer.close()
 
     def abort(self) -> None:
         """Close at once. Messages that have arrived but were not handled are dropped."""
-        self._why = self._why or EOFError("ended here")
-        self._transport.abort()
+        self._aborted = True
+        self._writer.transport.abort()
 
 
 def _tune(sock: socket.socket | None) -> None:
@@ -212,6 +140,20 @@ def _tune(sock: socket.socket | None) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_AFTER_S)
+
+
+async def dial(host: str, port: int) -> Channel:
+    """Raises OSError."""
+    return Channel(*await asyncio.open_connection(host, port, limit=_AHEAD))
+
+
+async def listen(opened: Callable[[Channel], None], host: str, port: int) -> asyncio.Server:
+    """Call `opened` with each new connection. Raises OSError."""
+
+    def made(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened(Channel(reader, writer))
+
+    return await asyncio.start_server(made, host, port, limit=_AHEAD)
 
 
 def split_address(address: str) -> tuple[str, int]:

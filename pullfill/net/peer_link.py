@@ -24,7 +24,7 @@ import msgspec
 
 from pullfill.backoff import Backoff
 from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable, PullfillError
-from pullfill.net.channel import Channel, introduce, split_address
+from pullfill.net.channel import Channel, dial, introduce, split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
 from pullfill.runtime.idle import IDLE_S
@@ -231,7 +231,7 @@ class PeerLink:
         channel: Channel | None = None
         try:
             async with asyncio.timeout(self._dial_s):
-                _, channel = await self._loop.create_connection(Channel, host, port)
+                channel = await dial(host, port)
                 welcome = await self._greet(channel)
             self._channel = channel
             self.on_welcome(welcome)
@@ -239,8 +239,7 @@ class PeerLink:
             self._up.set()
             self._known.set()
             keeping = asyncio.create_task(self._keep_alive(channel))
-            channel.hear(self.heard, self._on_message)
-            await channel.ended()
+            await channel.hear(self.heard, self._on_message)
         finally:
             if keeping is not None:
                 keeping.cancel()

@@ -21,7 +21,7 @@ from pullfill.decode_worker import ledger
 from pullfill.prefill_worker.puller import MAX_WAITING, Puller
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamDelivery
-from pullfill.wire import PrefillJob, ToDecode, encode, u32
+from pullfill.wire import PrefillJob, encode, u32
 from tests.support.handoff_rig import (
     COMPATIBLE,
     Cluster,
@@ -170,7 +170,8 @@ def cut_off(decode: DecodeHalf, holder: PrefillHalf, granted: bool) -> None:
     (peer,) = [p for p in control.peers.values() if p.instance_id == holder.name]
     peer.channel.write = lambda *_, **__: None  # type: ignore[method-assign]
     if not granted:
-        peer.channel.hear(ToDecode, lambda _: None)
+        handoff, grant = control._handoff, control._handoff.grant
+        handoff.grant = lambda who, asked: None if who is peer else grant(who, asked)  # type: ignore[method-assign]
 
     async def greets(channel: Any) -> Any:
         return await asyncio.Event().wait()
@@ -240,7 +241,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     (link,) = holder.links.links.values()
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None
-    channel._transport.write(struct.pack("<I", 5) + b"\xc1" * 5)
+    channel._writer.write(struct.pack("<I", 5) + b"\xc1" * 5)
     await until(lambda: max(deliveries.values()) == 2)
     faults.resume()
     await settled(served)

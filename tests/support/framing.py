@@ -42,12 +42,17 @@ def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
 
 
 class Wire:
-    """A transport that goes nowhere. pieces: what was written, each write by itself."""
+    """A StreamWriter whose bytes go nowhere. pieces: what was written, each write by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: asyncio.StreamReader) -> None:
         self.pieces: list[bytes] = []
-        self.closed = self.paused = False
+        self.closed = False
         self.waiting = 0
+        self.transport = self
+        self._reader = reader
+
+    def get_extra_info(self, name: str) -> None:
+        return None
 
     def write(self, data: bytes) -> None:
         self.pieces.append(data)
@@ -58,23 +63,25 @@ class Wire:
     def get_write_buffer_size(self) -> int:
         return self.waiting
 
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
     def close(self) -> None:
         self.closed = True
+        self._reader.feed_eof()
 
     abort = close
 
 
-def channel_of(data: bytes | None = None, kind: type[Channel] = Channel) -> tuple[Channel, Wire]:
-    """A channel that is connected to nothing. data: what it received before the end, if any."""
-    channel, wire = kind(), Wire()
-    channel._transport = wire  # type: ignore[assignment]
-    if data is not None:
-        channel.data_received(data)
-        channel.connection_lost(None)
-    return channel, wire
+def channel_of(
+    data: bytes = b"", kind: type[Channel] = Channel
+) -> tuple[Channel, asyncio.StreamReader, Wire]:
+    """A channel that has received `data`, what brings it more, and where it writes to."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    wire = Wire(reader)
+    return kind(reader, wire), reader, wire  # type: ignore[arg-type]
+
+
+def ended(data: bytes, kind: type[Channel] = Channel) -> Channel:
+    """A channel that has received `data` and then the end."""
+    channel, reader, _ = channel_of(data, kind)
+    reader.feed_eof()
+    return channel

@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, OtherVersion
-from pullfill.net.channel import MAX_BACKLOG, MAX_FRAME, Channel, split_address
+from pullfill.net.channel import MAX_BACKLOG, MAX_FRAME, split_address
 from pullfill.wire import WIRE_VERSION, DrainAck, Hello, ToDecode, Trial, encode
 from tests.support import framing
-
-
-def channel_of(data: bytes) -> Channel:
-    """That received this, and then the end."""
-    return framing.channel_of(data)[0]
 
 
 def frame(body: bytes) -> bytes:
@@ -30,13 +25,13 @@ QUIET = DrainAck()
 
 
 async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
-    channel, _ = framing.channel_of()
+    channel, reader, _ = framing.channel_of()
     data = frame(encode(HELLO)) + frame(encode(QUIET))
     reading = asyncio.ensure_future(channel.read(Hello))
     for i in range(len(data)):
         await asyncio.sleep(0)
-        channel.data_received(data[i : i + 1])
-    channel.connection_lost(None)
+        reader.feed_data(data[i : i + 1])
+    reader.feed_eof()
     assert await reading == HELLO
     assert await channel.read(ToDecode) == QUIET  # type: ignore[arg-type]
     with pytest.raises(EOFError):
@@ -45,8 +40,7 @@ async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
 
 async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     """Only the length is there: waiting for the body would be the bug."""
-    channel, _ = framing.channel_of()
-    channel.data_received(struct.pack("<I", 101))
+    channel, _, _ = framing.channel_of(struct.pack("<I", 101))
     with pytest.raises(BadMessage, match="101 bytes"):
         await asyncio.wait_for(channel.read(Hello, 100), 10)
 
@@ -56,13 +50,13 @@ async def test_another_version_is_refused() -> None:
     version = b"\xa1v" + bytes([WIRE_VERSION])
     assert version in text
     with pytest.raises(OtherVersion, match="99"):
-        await channel_of(frame(text.replace(version, b"\xa1v\x63"))).read(Hello)
+        await framing.ended(frame(text.replace(version, b"\xa1v\x63"))).read(Hello)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_or_ended_never_anything_else(data: bytes) -> None:
     async def go() -> None:
-        channel = channel_of(data)
+        channel = framing.ended(data)
         while True:
             await channel.read(ToDecode)  # type: ignore[arg-type]
 
@@ -88,57 +82,36 @@ def test_addresses() -> None:
     ids=["unreadable", "too long"],
 )
 async def test_a_strange_frame_ends_the_connection_and_nothing_behind_it_counts(bad: bytes) -> None:
-    channel, wire = framing.channel_of()
+    said = frame(encode(HELLO)) + bad + frame(encode(HELLO))
+    channel, _, wire = framing.channel_of(said)
     heard: list[Any] = []
 
     def answer(message: Any) -> None:
         heard.append(message)
         channel.write(QUIET)
 
-    channel.hear(ToDecode, answer)
-    channel.data_received(frame(encode(HELLO)) + bad + frame(encode(HELLO)))
+    with pytest.raises(BadMessage):
+        await channel.hear(ToDecode, answer)
     assert heard == [HELLO]
     assert wire.pieces == [frame(encode(QUIET))], "what was asked before it is answered"
-    assert wire.closed
-    channel.data_received(frame(encode(HELLO)))
-    assert heard == [HELLO]
-    channel.connection_lost(None)
-    with pytest.raises(BadMessage):
-        await channel.ended()
 
 
 async def test_nothing_is_handled_after_an_abort() -> None:
-    channel, _ = framing.channel_of()
+    channel, _, _ = framing.channel_of(2 * frame(encode(HELLO)))
     heard: list[Any] = []
 
     def leave(message: Any) -> None:
         heard.append(message)
         channel.abort()
 
-    channel.hear(ToDecode, leave)
-    channel.data_received(2 * frame(encode(HELLO)))
-    channel.data_received(frame(encode(HELLO)))
-    assert heard == [HELLO]
-    channel.connection_lost(None)
     with pytest.raises(EOFError):
-        await channel.ended()
-
-
-async def test_who_says_too_much_before_it_is_listened_to_is_not_read() -> None:
-    """So a peer cannot fill our memory. Reading goes on once somebody reads the channel."""
-    channel, wire = framing.channel_of()
-    while not wire.paused:
-        channel.data_received(frame(encode(QUIET)))
-        assert len(channel._arrived) < 3 << 20
-    heard: list[Any] = []
-    channel.hear(ToDecode, heard.append)
-    assert not wire.paused
-    assert len(heard) > 10_000
+        await channel.hear(ToDecode, leave)
+    assert heard == [HELLO]
 
 
 async def test_a_peer_that_reads_nothing_gets_a_broken_connection() -> None:
     """What waits for it is bounded, and nobody who writes ever waits. Large messages fit."""
-    channel, wire = framing.channel_of()
+    channel, _, wire = framing.channel_of()
     while not wire.closed:
         wire.waiting = sum(map(len, wire.pieces))
         channel.write(Trial(job=bytes(MAX_FRAME - 100)))
