@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pullfill.errors import ConfigError, Fenced, OverloadedError, TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_batch
@@ -154,20 +156,24 @@ class LoopbackOwner(Owner):
         return {"loopback": super().endpoints(rank)["shm"]}
 
 
-class _To(ShmTransport):
-    name = "loopback"
-
-
-class LoopbackTransport(_To):
+class LoopbackTransport(ShmTransport):
     """To the owners of this process that are in `owners`, by endpoint."""
 
+    name = "loopback"
+
     def __init__(self) -> None:
-        super().__init__()
         self.owners: dict[str, LoopbackOwner] = {}
 
     def connect(
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        owner = self.owners.get(descriptor.endpoints.get(self.name, ""))
-        copier = copy_batch if owner is None else owner.faults.copy
-        return _To(copier).connect(local, descriptor, part)
+        endpoint = descriptor.endpoints[self.name]
+        shm = msgspec.structs.replace(descriptor, endpoints={"shm": endpoint})
+        session = super().connect(local, shm, part)
+        if (owner := self.owners.get(endpoint)) is not None:
+            session._copy = owner.faults.copy  # type: ignore[attr-defined]
+        return session
+
+    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
+        endpoints = {"shm": descriptor.endpoints[self.name]}
+        return super().can_reach(msgspec.structs.replace(descriptor, endpoints=endpoints))

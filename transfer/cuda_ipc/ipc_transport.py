@@ -24,7 +24,6 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.net.this_host import host_id
 from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.writers import (
@@ -204,19 +203,15 @@ class CudaIpcTransport:
         """See PeerTransport. Maps the memory only if its device is not visible here."""
         if self._device is None:
             return "this worker's KV memory is not on a GPU"
-        if descriptor.host_id != host_id():
-            return "it is on another host, or does not share /dev/shm with us"
         try:
-            endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
-            driver = self._driver()
-            if (reason := _why_not_here(endpoint, driver, self._device)) is not None:
-                return reason
+            endpoint, driver = IpcEndpoint.of(descriptor), self._driver()
+            _check_here(endpoint, driver, self._device)
             os.close(open_same(endpoint.fence, endpoint.fence_inode))
             for device in (self._device, *sorted(self._others)):
                 if (reason := self._why_no_path(driver, device, endpoint)) is not None:
                     return reason
             return None
-        except (BadMessage, TransferFailed) as exc:
+        except (BadMessage, PeerUnavailable, TransferFailed) as exc:
             return str(exc)
         except OSError as exc:
             return f"its fence cannot be opened: {exc}"
@@ -240,14 +235,10 @@ class CudaIpcTransport:
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         ours, theirs = both_sides(local, descriptor, part)
-        endpoint = IpcEndpoint.decode(descriptor.endpoints.get(self.name, ""))
         if local.device is None:
             raise IncompatibleError("this worker's KV memory is not on a GPU", field="device")
-        if descriptor.host_id != host_id():
-            raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
-        driver, device = self._driver(), local.device
-        if (reason := _why_not_here(endpoint, driver, device)) is not None:
-            raise PeerUnavailable(f"{descriptor.instance_id}: {reason}")
+        endpoint, driver, device = IpcEndpoint.of(descriptor), self._driver(), local.device
+        _check_here(endpoint, driver, device)
         if endpoint.memory.nbytes != descriptor.nbytes:
             raise BadMessage(
                 f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.memory.nbytes}"
@@ -293,12 +284,14 @@ class CudaIpcTransport:
             return session
 
 
-def _why_not_here(endpoint: IpcEndpoint, driver: CudaDriver, device: int) -> str | None:
+def _check_here(endpoint: IpcEndpoint, driver: CudaDriver, device: int) -> None:
+    """Raise PeerUnavailable where a copy or its end cannot be proved."""
     if not endpoint.memory.pid_space or endpoint.memory.pid_space != pid_namespace():
-        return (
+        raise PeerUnavailable(
             "it does not share our process ids, so the end of a process could not be proved; run "
             "both containers in one PID namespace (docker: --pid)"
         )
     if endpoint.memory.pid == os.getpid():
-        return "a process cannot map its own GPU memory again"
-    return why_no_proof(driver, device)
+        raise PeerUnavailable("a process cannot map its own GPU memory again")
+    if (reason := why_no_proof(driver, device)) is not None:
+        raise PeerUnavailable(reason)

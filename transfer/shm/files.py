@@ -22,9 +22,11 @@ import msgspec
 
 from pullfill.errors import BadMessage, NotNow, PeerUnavailable
 from pullfill.net.this_host import SHM_DIR_ENV as DIR_ENV
+from pullfill.net.this_host import host_id
 from pullfill.net.this_host import shm_dir as shm_dir
 from pullfill.runtime.lifecycle import at_leave
 from pullfill.transfer.shm import lock
+from pullfill.wire import RegionDescriptor
 
 PREFIX = "pullfill-"
 _REGION = re.compile(r"/(?:[^/\0]+/)*pullfill-[a-z0-9_-]+\.(?:kv|fence)\Z")
@@ -43,6 +45,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def of(cls, descriptor: RegionDescriptor) -> Self:
+        """Raises BadMessage, and PeerUnavailable if the region is on another host."""
+        if descriptor.host_id != host_id():
+            raise PeerUnavailable(
+                f"{descriptor.instance_id} is on another host, or does not share /dev/shm with us"
+            )
+        return cls.decode(descriptor.endpoints.get(cls.transport, ""))
 
     @classmethod
     def decode(cls, text: str) -> Self:

@@ -7,14 +7,13 @@ survives a fork: connect after forking.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.net.this_host import host_id
 from pullfill.runtime.pages import make_present
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
-from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.layout import both_sides
-from pullfill.transfer.session import Copier, MappedSession
+from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.shm.files import Mapping, ShmEndpoint, open_same
 from pullfill.wire import RegionDescriptor
@@ -25,22 +24,13 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, copier: Copier = copy_batch) -> None:
-        """copier: copies each batch (tests make it fail)."""
-        self._copier = copier
-
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Opens the two files; maps nothing."""
-        if descriptor.host_id != host_id():
-            return "it is on another host, or does not share /dev/shm with us"
         try:
-            endpoint = ShmEndpoint.decode(descriptor.endpoints.get(self.name, ""))
-            for path, expected in (
-                (endpoint.kv, endpoint.kv_inode),
-                (endpoint.fence, endpoint.fence_inode),
-            ):
-                os.close(open_same(path, expected))
-        except BadMessage as exc:
+            endpoint = ShmEndpoint.of(descriptor)
+            os.close(open_same(endpoint.kv, endpoint.kv_inode))
+            os.close(open_same(endpoint.fence, endpoint.fence_inode))
+        except (BadMessage, PeerUnavailable) as exc:
             return str(exc)
         except OSError as exc:
             return f"its memory cannot be opened: {exc}"
@@ -52,29 +42,23 @@ class ShmTransport:
         """See PeerTransport. An old descriptor never reaches the memory of a new process: inode,
         size and incarnation must be those that it names."""
         ours, theirs = both_sides(local, descriptor, part)
-        endpoint = ShmEndpoint.decode(descriptor.endpoints.get(self.name, ""))
-        if descriptor.host_id != host_id():
-            raise PeerUnavailable(f"{descriptor.instance_id} is on another host")
+        endpoint = ShmEndpoint.of(descriptor)
         if endpoint.nbytes != descriptor.nbytes:
             raise BadMessage(
                 f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.nbytes}"
             )
-        try:
-            fence_fd = open_same(endpoint.fence, endpoint.fence_inode)
-            hold = ShmHold(fence_fd, descriptor.incarnation)
+        with ExitStack() as undo:
             try:
+                fd = open_same(endpoint.fence, endpoint.fence_inode)
+                hold = ShmHold(fd, descriptor.incarnation)
+                undo.callback(hold.close)
                 mapping = Mapping(endpoint.kv, endpoint.kv_inode, endpoint.nbytes)
-            except BaseException:
-                hold.close()
-                raise
-        except OSError as exc:
-            raise PeerUnavailable(
-                f"the KV memory of {descriptor.instance_id} cannot be mapped: {exc}"
-            ) from exc
+            except OSError as exc:
+                raise PeerUnavailable(
+                    f"the KV memory of {descriptor.instance_id} cannot be mapped: {exc}"
+                ) from exc
+            undo.pop_all()
         # Else the first write to each page is a page fault: 20 ms for 25 MB. The first job waits
         # for this.
         make_present(mapping.address, endpoint.nbytes, parts=descriptor.num_layers, within_s=0.1)
-        return MappedSession(
-            self.name, ours, theirs, mapping.address, hold,
-            copier=self._copier, on_close=mapping.close,
-        )  # fmt: skip
+        return MappedSession(self.name, ours, theirs, mapping.address, hold, on_close=mapping.close)
