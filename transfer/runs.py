@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import TypeAlias
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from pullfill.errors import BadMessage
 from pullfill.transfer.contract import KvLayout, LocalMemory
-from pullfill.transfer.layout import dense_layout
 
 Offsets = NDArray[np.int64]
 # [n, 2], C-contiguous: address, bytes (a `struct iovec[n]`).
@@ -81,18 +80,6 @@ class Rows:
 SINGLE = Rows()
 
 
-def _in_all_rows(
-    source: Offsets, target: Offsets, nbytes: Offsets, rows: Rows
-) -> tuple[Offsets, Offsets, Offsets]:
-    """Each run once for every row, then the next run."""
-    if rows.counts:
-        s_steps, t_steps = rows.steps()
-        source = (source[:, None] + s_steps).ravel()
-        target = (target[:, None] + t_steps).ravel()
-        nbytes = np.repeat(nbytes, len(s_steps))
-    return source, target, nbytes
-
-
 @dataclass(slots=True)
 class Batch:
     """Copies that are made under one hold of the fence.
@@ -116,7 +103,10 @@ class Batch:
     def flat(self) -> tuple[Offsets, Offsets, Offsets]:
         """All copies, spelled out: sources, targets, bytes."""
         source, target, nbytes = np.array((self.source, self.target, self.nbytes), np.int64)
-        return _in_all_rows(source, target, nbytes, self.rows)
+        s_steps, t_steps = self.rows.steps()
+        source = (source[:, None] + s_steps).ravel()
+        target = (target[:, None] + t_steps).ravel()
+        return source, target, np.repeat(nbytes, len(s_steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +184,11 @@ class Planner:
             )
         from_ids = checked_ids(source_blocks, self._source.num_blocks, "source")
         to_ids = checked_ids(target_blocks, self._target.num_blocks, "target")
-        source, target, nbytes = (column.tolist() for column in self._runs(from_ids, to_ids))
-        return CopyPlan(len(source_blocks), source, target, nbytes, self._rows)
-
-    def into(self, blocks: Offsets) -> tuple[Offsets, Offsets]:
-        """Sources and lengths of the copies into blocks 0, 1, 2, ... The ids were checked."""
-        numbers = np.arange(len(blocks), dtype=np.int64)
-        source, _, nbytes = _in_all_rows(*self._runs(blocks, numbers), self._rows)
-        return source, nbytes
-
-    def _runs(self, source_ids: Offsets, target_ids: Offsets) -> tuple[Offsets, Offsets, Offsets]:
-        from_, to, lengths = merge_pairs(source_ids, target_ids, mergeable=self._mergeable)
+        from_, to, lengths = merge_pairs(from_ids, to_ids, mergeable=self._mergeable)
         source = from_ * self._source.block_stride + self._source.base_offset
         target = to * self._target.block_stride + self._target.base_offset
-        return source, target, lengths * self._unit
+        nbytes = (lengths * self._unit).tolist()
+        return CopyPlan(len(source_blocks), source.tolist(), target.tolist(), nbytes, self._rows)
 
 
 def plan(
@@ -295,16 +276,17 @@ def stream_of(memory: LocalMemory, blocks: Offsets) -> Runs:
     blocks: ids, as the operation lists them (ascending ids of the owner). The caller has checked
     them."""
     layout = memory.layout
-    layer = replace(layout, num_layers=1)
-    # A stream is like a dense region, so `Planner` plans a copy into it. Only the source of that
-    # plan is used. The stream has one block here; more blocks would change none of its strides.
-    dense = dense_layout(1, 1, layout.num_kv_heads, layout.page_bytes)
-    source, nbytes = Planner(layer, dense).into(blocks)
-    layers = np.arange(layout.num_layers) * layout.layer_stride + memory.address
-    iovec = np.empty((layout.num_layers, len(source), 2), np.uint64)
-    iovec[..., 0] = layers[:, None] + source
-    iovec[..., 1] = nbytes
-    return Runs(iovec.reshape(-1, 2), int(nbytes.sum()) * layout.num_layers)
+    layers = np.arange(layout.num_layers)[:, None, None] * layout.layer_stride
+    heads = np.arange(layout.num_kv_heads) * layout.head_stride
+    first = memory.address + layout.base_offset
+    pages = (first + layers + blocks[:, None] * layout.block_stride + heads).ravel()
+    begins = np.ones(len(pages), bool)
+    begins[1:] = pages[1:] - pages[:-1] != layout.page_bytes
+    starts = np.flatnonzero(begins)
+    iovec = np.empty((len(starts), 2), np.uint64)
+    iovec[:, 0] = pages[starts]
+    iovec[:, 1] = np.diff(starts, append=len(pages)) * layout.page_bytes
+    return Runs(iovec, len(pages) * layout.page_bytes)
 
 
 def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
