@@ -251,11 +251,11 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
 
 
 def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
-    from pullfill.transfer.nccl.nccl_backend import CudaGpus
+    from pullfill.transfer.nccl.nccl_backend import make_kind
     from tests.support.gpu_programs import NcclToItself
 
-    gpus = CudaGpus()
-    if (why := gpus.why_not()) is not None:
+    kind = make_kind()
+    if (why := kind.why_not()) is not None:
         yield missing("NCCL to ourselves", "one device copy", why)
         return
     nccl = NcclToItself(device.number)
@@ -266,7 +266,7 @@ def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) ->
     took = interleaved(ways, rounds)
     nccl.close()
     yield versus(
-        f"NCCL {gpus.version()} to ourselves",
+        f"NCCL {kind.version()} to ourselves",
         speed(moved, took["send"]),
         "GB/s",
         "one device copy",

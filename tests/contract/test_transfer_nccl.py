@@ -18,11 +18,11 @@ import pytest
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
-from pullfill.transfer.nccl.nccl_backend import PEER, CudaGpus, NcclKind
+from pullfill.transfer.nccl.nccl_backend import PEER, NcclKind
 from pullfill.transfer.runs import stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
-from tests.support.nccl_rig import Calling, FakeGpus, PairKind
+from tests.support.nccl_rig import Calling, FakeKind, PairKind
 from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
@@ -142,7 +142,7 @@ def test_only_what_is_not_contiguous_is_staged(make: Make, layout: str, staged: 
     place = make(layout=layout)
     session, token = place.connect(), place.token()
     session.write_blocks(token, range(24), range(24))
-    assert (place.kind.gpus.gpu.copies > 0) == staged
+    assert (place.kind.gpu.copies > 0) == staged
     assert place.world.sizes == [8 << 10] * 9
     assert place.moved(range(24))
     session.close()
@@ -171,7 +171,7 @@ def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) ->
     """Otherwise workers with this role could all wait for each other's turns."""
     place = make()
     session, token = place.connect(), place.token()
-    turns = place.kind.gpus.device.turns[PEER]
+    turns = place.kind.device.turns[PEER]
     turns.make(place.kind.batch_bytes)
     with ExitStack() as taken:
         for _ in range(TURNS):
@@ -185,7 +185,7 @@ def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) ->
 
 
 def test_both_on_one_gpu_is_refused_where_nccl_cannot(tmp_path: Path) -> None:
-    kind = NcclKind(FakeGpus(World()))
+    kind = FakeKind(World())
     rig = stream_rig(tmp_path, kind)
     region, mine = rig.region(DENSE), rig.local(DENSE)
     with pytest.raises(PeerUnavailable, match="same GPU"):
@@ -209,14 +209,14 @@ def test_both_on_one_gpu_is_refused_where_nccl_cannot(tmp_path: Path) -> None:
     ],
 )
 def test_can_reach_says_why_not(detail: str, why: str | None) -> None:
-    reason = NcclKind(FakeGpus(World(), "GPU-0")).can_reach(detail)
+    reason = FakeKind(World()).can_reach(detail)
     assert (reason is None) == (why is None)
     assert why is None or why in str(reason)
 
 
 def test_memory_of_the_cpu_is_not_offered(make: Make) -> None:
     place = make()
-    kind = NcclKind(CudaGpus())
+    kind = NcclKind()
     assert place.mine.memory.device is None
     assert kind.detail(place.mine.memory) is None
     with pytest.raises(ConfigError, match="GPU memory"):
@@ -352,7 +352,7 @@ def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: str) -
     place = make(layout="padded-heads", local="padded-heads")
     session, token = place.connect(), place.token()
     session.write_blocks(token, range(1), range(1))
-    sender = (place.kind.theirs if verb == "write_blocks" else place.kind.gpus).gpu
+    sender = (place.kind.peer if verb == "write_blocks" else place.kind).gpu
     before = sender.copies
     sender.hold.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -387,7 +387,7 @@ def test_a_gpu_without_room_for_turns_offers_no_nccl(
     def refuse(_: int) -> int:
         raise TransferFailed("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(kind.gpus.gpu, "allocate", refuse)
+    monkeypatch.setattr(kind.gpu, "allocate", refuse)
     assert kind.detail(place.mine.memory) is None
     with pytest.raises(TransferFailed, match=r"no 128 MiB .* --gpu-memory-utilization"):
         kind.make(place.mine.memory, owner=True)
@@ -400,4 +400,4 @@ def test_a_batch_that_cannot_be_staged_is_refused(make: Make) -> None:
     place = make(layout="padded-heads")
     runs = stream_of(place.region.memory, np.arange(40))
     with pytest.raises(TransferFailed, match="can be staged"):
-        Laid(runs, 8 << 10, Turn(0, runs.total - 1, place.kind.gpus.gpu))
+        Laid(runs, 8 << 10, Turn(0, runs.total - 1, place.kind.gpu))

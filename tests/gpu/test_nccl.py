@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullfill.transfer.nccl.nccl_backend import CudaGpus
+from pullfill.transfer.nccl.nccl_backend import make_kind
 from tests.support.gpu_programs import NcclToItself
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def nccl() -> NcclToItself:
-    if (reason := CudaGpus().why_not()) is not None:
+    if (reason := make_kind().why_not()) is not None:
         pytest.skip(reason)
     return NcclToItself(0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.deploy.accelerator import gpu_count
-from pullfill.transfer.nccl.nccl_backend import CudaGpus
+from pullfill.transfer.nccl.nccl_backend import make_kind
 from tests.support.checked import checked
 from tests.support.cluster import BLOCK, until
 from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
@@ -40,10 +40,10 @@ def placed() -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuPair]:
-    gpus = CudaGpus()
-    if (reason := gpus.why_not()) is not None:
+    kind = make_kind()
+    if (reason := kind.why_not()) is not None:
         pytest.skip(reason)
-    if gpu_count() < 2 and gpus.version() < 23000:
+    if gpu_count() < 2 and kind.version() < 23000:
         pytest.skip("one GPU, and this NCCL is older than 2.30: it allows one rank on each")
     directory = tmp_path_factory.mktemp("nccl")
     with gpu_pair(directory, model_path, "--transports", "nccl", env=placed()) as pair:

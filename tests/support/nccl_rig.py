@@ -56,43 +56,36 @@ class FakeGpu:
         return buffer.ctypes.data
 
 
-class FakeGpus:
-    """CudaGpus: all memory is on one GPU."""
+class FakeKind(NcclKind):
+    """One worker: all memory is on one GPU."""
 
-    def __init__(self, world: World, mine: str = "GPU-0", *, shared: bool = False) -> None:
-        self.world = world
+    def __init__(self, world: World, mine: str = "GPU-0", **settings: Any) -> None:
+        super().__init__(**settings)
         self.gpu = FakeGpu(world, mine)
         gpu: Any = self.gpu
         self.device = Device(gpu)
-        self._shared = shared
-        self.reason: str | None = None
 
-    def why_not(self) -> str | None:
-        return self.reason
+    shared = False
+
+    def why_not(self) -> None:
+        return None
 
     def version(self) -> int:
         return self.device.nccl.version()
 
-    def shared(self) -> bool:
-        return self._shared
-
     def uuids(self) -> list[str]:
         return [self.gpu.uuid]
 
-    def of(self, memory: LocalMemory) -> Device | None:
+    def device_of(self, memory: LocalMemory) -> Device | None:
         return self.device
 
 
-class PairKind(NcclKind):
+class PairKind(FakeKind):
     """Both workers of a pair in one process: the owner on GPU-0, the peer on GPU-1."""
 
     def __init__(self, world: World, **settings: Any) -> None:
-        self.gpus = FakeGpus(world)
-        ours: Any = self.gpus
-        theirs: Any = FakeGpus(world, "GPU-1")
-        super().__init__(ours, **settings)
-        self.peer = NcclKind(theirs, **settings)
-        self.theirs = theirs
+        super().__init__(world, **settings)
+        self.peer = FakeKind(world, "GPU-1", **settings)
 
     def can_reach(self, detail: str) -> str | None:
         return self.peer.can_reach(detail)

@@ -214,15 +214,21 @@ class NcclPeer(_NcclBackend):
             raise Interjected(answer) from None
 
 
-class CudaGpus:
-    """One for the process, because a GPU has one `Device`. Thread-safe."""
+class NcclKind(BackendKind):
+    """Over the GPUs of this process. One for the process, because a GPU has one `Device`."""
 
-    def __init__(self) -> None:
+    name = "nccl"
+
+    def __init__(
+        self, *, batch_bytes: int = BATCH_BYTES, message_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        """batch_bytes, message_bytes: what a peer asks for."""
+        self.batch_bytes = batch_bytes
+        self.message_bytes = message_bytes
         self._devices: dict[int, Device] = {}
         self._mutex = threading.Lock()
 
     def why_not(self) -> str | None:
-        """Why this process cannot use NCCL, for people."""
         if (reason := why_no_cuda() or library.blocking_forced()) is not None:
             return reason
         try:
@@ -235,16 +241,18 @@ class CudaGpus:
         """NCCL's, as NCCL writes it: 22903 is 2.29.3."""
         return library.Nccl(nccl()).version()
 
+    @property
     def shared(self) -> bool:
         """Whether two ranks may be on one GPU."""
         value, _ = setting("NCCL_MULTI_RANK_GPU_ENABLE")
         return value == "1" and self.version() >= _SHARING_FROM
 
     def uuids(self) -> list[str]:
+        """Of the GPUs of this process."""
         driver = load()
         return [driver.uuid(device) for device in range(driver.count())]
 
-    def of(self, memory: LocalMemory) -> Device | None:
+    def device_of(self, memory: LocalMemory) -> Device | None:
         """The GPU that holds `memory`, the same object each time. None: it is not on a GPU."""
         number = memory.device
         if number is None:
@@ -254,38 +262,9 @@ class CudaGpus:
                 self._devices[number] = Device(CudaGpu(number))
             return self._devices[number]
 
-
-_gpus = cache(CudaGpus)
-
-
-class NcclKind(BackendKind):
-    """Over the GPUs of this process. Their turns outlive it."""
-
-    name = "nccl"
-
-    def __init__(
-        self,
-        gpus: CudaGpus,
-        *,
-        batch_bytes: int = BATCH_BYTES,
-        message_bytes: int = MESSAGE_BYTES,
-    ) -> None:
-        """batch_bytes, message_bytes: what a peer asks for."""
-        self._gpus = gpus
-        self.batch_bytes = batch_bytes
-        self.message_bytes = message_bytes
-
-    @property
-    def shared(self) -> bool:
-        """Whether two ranks may be on one GPU."""
-        return self._gpus.shared()
-
-    def why_not(self) -> str | None:
-        return self._gpus.why_not()
-
     def detail(self, memory: LocalMemory) -> str | None:
         """See BackendKind: NCCL's version, the GPU, whether it may be shared."""
-        device = self._gpus.of(memory)
+        device = self.device_of(memory)
         if device is None:
             return None
         try:
@@ -295,7 +274,7 @@ class NcclKind(BackendKind):
         except TransferFailed as exc:
             log.warning("nccl is not used: %s", exc)
             return None
-        return f"{self._gpus.version()}/{device.gpu.uuid}/{int(self.shared)}"
+        return f"{self.version()}/{device.gpu.uuid}/{int(self.shared)}"
 
     def can_reach(self, detail: str) -> str | None:
         """See BackendKind. NCCL promises nothing between two versions."""
@@ -303,18 +282,18 @@ class NcclKind(BackendKind):
         uuid, _, shared = rest.partition("/")
         if not version.isdecimal() or len(version) > 9:
             return "its nccl endpoint says no version"
-        ours = self._gpus.version()
+        ours = self.version()
         if int(version) // 100 != ours // 100:
             return (
                 f"it has NCCL {_dotted(int(version))}, we have {_dotted(ours)}: "
                 "install the same release on both"
             )
-        if self._gpus.uuids() == [uuid] and not (self.shared and shared == "1"):
+        if self.uuids() == [uuid] and not (self.shared and shared == "1"):
             return f"it is on the same GPU as we are ({SHARING})"
         return None
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        device = self._gpus.of(memory)
+        device = self.device_of(memory)
         if device is None:
             raise ConfigError("nccl moves GPU memory only")
         device.turns[OWNER if owner else PEER].make(self.batch_bytes)
@@ -325,6 +304,7 @@ def _dotted(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+@cache
 def make_kind() -> NcclKind:
-    """The transport on this process's GPUs. Its `why_not` says what is missing."""
-    return NcclKind(_gpus())
+    """The transport of this process. Its `why_not` says what is missing."""
+    return NcclKind()
