@@ -9,11 +9,9 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import ipaddress
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 import traceback
@@ -21,13 +19,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from pullfill.errors import TransferFailed
+from pullfill.errors import ConfigError, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.runs import Iovec
@@ -240,47 +236,19 @@ def _same_affinity() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-log = logging.getLogger(__name__)
-
 ENV = "UCX_NET_DEVICES"
-_RDMA = Path("/sys/class/infiniband")
 
 
-# UCX opens a TCP port on every device it may use, and knows nothing of our login. So its devices
-# are chosen before the first agent is made: those of the address that this worker binds, and RDMA
-# cards, which open no such port. An operator who sets UCX_NET_DEVICES has chosen already.
 def confine(host: str) -> None:
-    """Set UCX_NET_DEVICES for this process, unless it is set. Warns when nothing can be set."""
+    """Have UCX listen on loopback, where a worker on loopback does. On any other host the operator
+    chooses: raises ConfigError unless UCX_NET_DEVICES is set."""
+    # UCX opens a TCP port on every device it may use, and knows nothing of our login. So its
+    # devices are chosen before the first agent is made.
     if os.environ.get(ENV):
         return
-    devices = devices_for(host)
-    if devices is not None:
-        os.environ[ENV] = devices
-        return
-    log.warning(
-        "nixl listens on every network device, without a login (none has the address %s): set %s",
-        host,
-        ENV,
-    )
-
-
-def devices_for(host: str, rdma: Path = _RDMA) -> str | None:
-    """UCX's names of the devices that serve `host`, a literal address or localhost. None: not
-    known, or all of them (0.0.0.0)."""
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
-    except ValueError:
-        return None
-    if address.is_loopback:
-        return "lo"
-    here = [
-        device.partition(":")[0]  # an address may have a label, as in eth0:1
-        for device, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.family in (socket.AF_INET, socket.AF_INET6)
-        and ipaddress.ip_address(found.address.partition("%")[0]) == address
-    ]
-    if not here:
-        return None
-    cards = sorted(f"{port.parts[-3]}:{port.name}" for port in rdma.glob("*/ports/*"))
-    return ",".join([*here, *cards])
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"--transports nixl: UCX listens without a login on every network device that it may "
+            f"use. Name them in {ENV} (`ucx_info -d` lists them), for example eth0,mlx5_0:1"
+        )
+    os.environ[ENV] = "lo"
