@@ -195,7 +195,6 @@ class Replica:
             self.healing.duplicates += 1
             return None
         self._apply(events, known)
-        # Before `_end` the index may have blocks of a snapshot that are newer than these events.
         done = self._next == self._end
         if done and events.held is not None and self._differs(events.held, events.digest):
             self.healing.differences += 1
@@ -238,9 +237,7 @@ class Replica:
             self.healing.snapshots += 1
             self._pages = None
             self._believe(page.epoch, page.at)
-            self._end = page.upto
-            if page.at == page.upto:
-                self._become(State.WARM, now)
+            self._become(State.WARM, now)
         return None
 
     def _believe(self, epoch: int, number: int) -> None:

@@ -297,25 +297,6 @@ def test_no_thread_left_for_a_connection(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_revoke_interrupts_only_while_it_is_that_tokens_receive(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection's thread cannot go on to another operation in between."""
-    _, region, _, session, token = start(make)
-    (peer,) = served(region)
-    free: list[bool] = []
-
-    def interrupt() -> None:
-        free.append(peer._mutex.acquire(blocking=False))
-
-    monkeypatch.setattr(peer._backend, "interrupt", interrupt)
-    peer.inside = token
-    peer.hurry(token, 0.0, 0.0)
-    assert free == [False]
-    peer.inside = None
-    session.close()
-
-
 # --------------------------------------------------------------------------- broken connections
 
 

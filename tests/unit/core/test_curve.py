@@ -19,7 +19,6 @@ from pullfill.engine import check, front_wire
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from pullfill.net import curve
 from pullfill.net.channel import split_address
-from pullfill.net.curve import CurveAuth
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from tests.support.request_server_rig import own_loop
@@ -187,18 +186,3 @@ async def test_who_knows_the_servers_public_key_alone_is_turned_away() -> None:
         socket.close(0)
         await decode.stop()
         context.destroy(0)
-
-
-@pytest.mark.parametrize(
-    "request_", [[], [b"1.0"], [b"1.0", b"1", b"other", b"", b"", b"CURVE", b"x" * 32],
-                 [b"1.0", b"1", b"pullfill", b"", b"", b"NULL"],
-                 [b"1.0", b"1", b"pullfill", b"", b"", b"CURVE", b"x" * 31]],
-)  # fmt: skip
-def test_any_other_question_is_answered_no(request_: list[bytes]) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    gate = CurveAuth(socket, KEY)
-    assert gate._answer(request_)[2] == b"400"
-    gate.close()
-    socket.close(0)
-    context.term()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-import msgspec
 import pytest
 
 from pullfill.prefix.events import Replica, Ring, State
@@ -69,25 +68,6 @@ def test_a_gap_is_resent_and_a_large_one_brings_a_snapshot() -> None:
         assert pair.replica.state is State.WARM
         assert pair.equal()
         assert (pair.replica.healing.gaps, pair.replica.healing.snapshots) == (1, snapshots)
-
-
-def test_a_snapshot_read_over_time_is_good_when_its_events_have_come() -> None:
-    pair = Pair(max_events=10)
-    pair.ring.append(Op.STORE, range(1, 31))
-    answer = pair.ring.answer(pair.replica.ask(0))
-    # Read after the snapshot began: the page has the block already.
-    (page,) = (one for one in [next(answer)] if isinstance(one, PrefixPage))
-    pair.ring.append(Op.STORE, [77])
-    later = msgspec.structs.replace(page, hashes=page.hashes + raw(77), upto=31)
-    assert pair.replica.take(later, 1.0) is None
-    assert pair.replica.state is State.COLD
-    beat = PrefixEvents(epoch=page.epoch, first=30, ops=b"", hashes=b"", held=30)
-    assert pair.replica.take(beat, 1.0) is None, "compared with a moment that it is ahead of"
-    for message in answer:
-        pair.replica.take(message, 1.0)
-    assert pair.replica.state is State.WARM
-    assert pair.replica.healing.differences == 0
-    assert pair.equal()
 
 
 def test_an_index_that_differs_is_found_and_replaced(pair: Pair) -> None:

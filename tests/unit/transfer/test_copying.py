@@ -11,13 +11,9 @@ from pullfill.transfer.copying import copy_batch, read_pages
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import SINGLE, Batch, Rows
 from tests.support.transfer_rigs import (
-    LAYOUTS,
     Local,
-    extent,
     memory_over,
-    pages,
     random_bytes,
-    scattered,
 )
 
 
@@ -51,15 +47,3 @@ def test_the_bytes_do_not_depend_on_strides() -> None:
     assert read_pages([mine.memory], []).shape == (0, 256)
     with pytest.raises(BadMessage):
         read_pages([mine.memory], [8])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_block_is_read_in_any_company(layout: KvLayout) -> None:
-    data = random_bytes(extent(layout), 5)
-    memories = [memory_over(data, layout)]
-    ids = scattered(1, 8)
-    together = read_pages(memories, ids)
-    for row, block in zip(together, ids, strict=True):
-        assert (row == read_pages(memories, [block])[0]).all()
-    pages(data, layout)[-1, ids[4], -1, -1] ^= 1
-    assert np.flatnonzero((read_pages(memories, ids) != together).any(axis=1)).tolist() == [4]
