@@ -83,8 +83,8 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
 ) -> None:
     prefill = await connect()
     decode.open()
-    slot = decode.fences.valid((await prefill.claim()).fence)
-    slot.holders += writing
+    fence = (await prefill.claim()).fence
+    let_go = decode.fences.hold(fence) if writing else lambda: None
     prefill.links.leave()
     await until(lambda: len(decode.server.peers.pulling) == 0)
     assert decode.settled() == [], "what was granted may end"
@@ -93,7 +93,7 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
     *held, settled = decode.settled()
     assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
     assert len(held) == decode.ledger.open_jobs == writing
-    slot.holders = 0
+    let_go()
     await until(lambda: decode.ledger.open_jobs == 0)
 
 

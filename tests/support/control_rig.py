@@ -74,7 +74,7 @@ class Decode:
         self.name = name
         self.cancelled: list[object] = []
         self.nakked: list[str] = []
-        self.fences = LoopbackFences(64, 8)
+        self.fences = LoopbackFences(8)
         self.handoff = handoff_of(name, self.fences, self)
         self.ledger = self.handoff.ledger
         self.server = ControlServer(

@@ -7,7 +7,7 @@ each move what must always hold. Driven by the state machine and the directed te
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ class Grant:
     in_batch: bool = False
     reads: bool = False
     """What the batch does: reads the hits, or writes the targets."""
+    let_go: Callable[[], None] = lambda: None
+    """Ends the batch's hold of its fence."""
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class HandoffModel:
         self.clock = FakeClock()
         self.pool = FakePool(NUM_BLOCKS)
         self.pool.touch([self.pool.blocks[b] for b in PREFIX])
-        self.fences = LoopbackFences(NUM_BLOCKS, slots)
+        self.fences = LoopbackFences(slots)
         self.ledger = Watched(self.fences, incarnation="i0", clock=self.clock)
         self.jobs: dict[str, Job] = {}
         self.grants: list[Grant] = []
@@ -231,13 +233,11 @@ class HandoffModel:
 
     def begin_batch(self, grant: Grant, *, reads: bool = False) -> bool:
         """Start writing, as a session does, or reading the hits. False: fenced."""
-        with self.fences.changed:
-            try:
-                slot = self.fences.valid(grant.token)
-            except Fenced:
-                self.seen.add("read fenced" if reads else "write fenced")
-                return False
-            slot.holders += 1
+        try:
+            grant.let_go = self.fences.hold(grant.token)
+        except Fenced:
+            self.seen.add("read fenced" if reads else "write fenced")
+            return False
         grant.in_batch, grant.reads = True, reads
         assert self._newest(grant), "an old attempt still moves bytes"
         if reads:
@@ -251,8 +251,7 @@ class HandoffModel:
 
     def end_batch(self, grant: Grant) -> None:
         assert grant.in_batch
-        with self.fences.changed:
-            self.fences.slots[grant.token.slot].holders -= 1
+        grant.let_go()
         grant.in_batch = False
 
     def commit(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
@@ -336,7 +335,7 @@ class HandoffModel:
 
     def is_live(self, grant: Grant) -> bool:
         """Whether its fence is not proved dead."""
-        return self.fences.slots[grant.token.slot].epoch == grant.token.epoch
+        return self.fences.granted(grant.token, writes=False) is not None
 
     def live_targets(self) -> list[frozenset[int]]:
         return [g.targets for g in self.grants if self.is_live(g)]

@@ -1,96 +1,41 @@
-"""Fences in plain memory, and shared memory whose copies stop on demand: with faults for tests."""
+"""Fences without a region, and shared memory whose copies stop on demand: with faults for tests."""
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
-from pullfill.errors import ConfigError, Fenced, OverloadedError, TransferFailed
+from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.owners import Owner
 from pullfill.transfer.runs import Batch
+from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 
 
-@dataclass(slots=True)
-class _Slot:
-    epoch: int = field(default_factory=lambda: secrets.randbits(61))
-    dying: bool = False
-    holders: int = 0
-    granted: frozenset[int] = frozenset()
-    targets: frozenset[int] = frozenset()
+class LoopbackFences(ShmFences):
+    """The real fences, over a file that has no name."""
 
+    def __init__(self, slots: int) -> None:
+        fd = os.memfd_create("fences")
+        super().__init__(fd, "i", slots)
+        weakref.finalize(self, os.close, fd)
 
-class LoopbackFences:
-    """OwnerFences in plain memory. `changed` guards everything; `holders` stand for locks."""
-
-    def __init__(self, num_blocks: int, slots: int) -> None:
-        self.changed = threading.Condition()
-        self.slots = [_Slot() for _ in range(slots)]
-        self.closed = False
-        self._num_blocks = num_blocks
-        self._free = deque(range(slots))
-
-    @property
-    def in_use(self) -> int:
-        return len(self.slots) - len(self._free)
-
-    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
-            raise ConfigError(f"a granted block is outside 0..{self._num_blocks - 1}")
-        with self.changed:
-            if self.closed:
-                raise ConfigError("the region is closed")
-            if not self._free:
-                raise OverloadedError(f"all {len(self.slots)} fence slots are in use")
-            number = self._free.popleft()
-            self.slots[number].granted = frozenset(block_ids)
-            self.slots[number].targets = frozenset(block_ids[first_target:])
-            return FenceToken(slot=number, epoch=self.slots[number].epoch)
-
-    def try_revoke(self, token: FenceToken) -> bool:
-        if token.slot >= len(self.slots):
-            raise ConfigError(f"no fence slot {token.slot}")
-        with self.changed:
-            if self.closed:
-                raise ConfigError("the region is closed: nothing can be proved any more")
-            slot = self.slots[token.slot]
-            if slot.epoch != token.epoch:
-                return True
-            slot.dying = slot.holders > 0
-            if slot.dying:
-                return False
-            slot.epoch += 1
-            slot.granted = slot.targets = frozenset()
-            self._free.append(token.slot)
-            return True
-
-    def granted(self, token: FenceToken, *, writes: bool = False) -> frozenset[int]:
-        """Return the blocks that the token grants. Raises Fenced if the token is not valid.
-
-        writes: return only those that may be written."""
-        with self.changed:
-            slot = self.valid(token)
-            return slot.targets if writes else slot.granted
-
-    def valid(self, token: FenceToken) -> _Slot:
-        """The token's slot. The caller holds `changed`. Raises Fenced."""
-        slot = self.slots[token.slot] if token.slot < len(self.slots) else None
-        if self.closed or slot is None or slot.epoch != token.epoch or slot.dying:
-            raise Fenced("the grant was revoked")
-        return slot
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
+    def hold(self, token: FenceToken) -> Callable[[], None]:
+        """Hold the fence, as whoever copies does. Returns what lets go of it. Raises Fenced."""
+        held = self.open_hold("i")
+        with ExitStack() as ending:
+            ending.callback(held.close)  # as when a process is killed: the kernel frees the lock
+            held.enter(token)
+            return ending.pop_all().close
 
 
 class Faults:

@@ -27,7 +27,7 @@ class Rig:
         self.claims: list[str] = []
         self.commits: list[str] = []
         self.refuses: QueueFull | None = None
-        self.fences = LoopbackFences(8, 8)
+        self.fences = LoopbackFences(8)
         self.model = CostModel()
         self.handoff = handoff_of("d", self.fences, self, model=self.model)
         self.ledger, self.peers = self.handoff.ledger, self.handoff.peers
@@ -117,7 +117,7 @@ async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
     async def gone(receipts: list[Receipt]) -> list[Receipt]:
         grant = said.grant(rig.ledger, "left", "i0", "writer").grant
         assert grant is not None
-        rig.fences.valid(grant.fence).holders += 1
+        rig.fences.hold(grant.fence)
         rig.ledger.give_up("left", Outcome.CANCELLED)
         return receipts
 

@@ -59,7 +59,7 @@ def test_queued_claim_grants() -> None:
     grant = model.claim(job, "a").grant
     assert grant is not None
     assert (grant.attempt, grant.job_digest, grant.mode) == (1, b"digest", KvMode.PULL)
-    assert model.fences.valid(grant.fence) is not None
+    assert model.fences.granted(grant.fence, writes=False) is not None
     assert grant.deadline_s == pytest.approx(TIMEOUT_S - 1.0)
     assert state(model, job) is JobState.GRANTED
     model.drain()
@@ -260,7 +260,7 @@ def woken() -> list[str]:
 @pytest.fixture
 def ledger(clock: FakeClock, woken: list[str]) -> Ledger:
     return Ledger(
-        LoopbackFences(64, 8), incarnation="i", clock=clock, on_action=lambda: woken.append("")
+        LoopbackFences(8), incarnation="i", clock=clock, on_action=lambda: woken.append("")
     )
 
 
@@ -390,7 +390,7 @@ class NoLocks(LoopbackFences):
 def test_a_proof_that_cannot_be_asked_for_keeps_no_request_and_no_other_job_waiting(
     lost: bool, clock: FakeClock
 ) -> None:
-    ledger = Ledger(NoLocks(16, 4), incarnation="i", clock=clock)
+    ledger = Ledger(NoLocks(4), incarnation="i", clock=clock)
     fill(ledger, 2)
     for name in ("j0", "j1"):
         ledger.published(name, object())

@@ -25,7 +25,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.ledger = Ledger(LoopbackFences(4096, 64), incarnation="i", clock=self.clock)
+        self.ledger = Ledger(LoopbackFences(64), incarnation="i", clock=self.clock)
         self._jobs: Iterator[int] = count()
 
     def decide(self) -> str:

@@ -30,7 +30,7 @@ class Rig:
         self.published: list[OpenedJob] = []
         self.told: dict[str, Any] = {}
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE)
-        self.ledger = Ledger(LoopbackFences(64, 8), incarnation="i", clock=self.clock)
+        self.ledger = Ledger(LoopbackFences(8), incarnation="i", clock=self.clock)
         self.traces = RequestTraces("decode-1", self.clock)
         self.pool = FakePool(64)
         self.blocks = JobBlocks(BLOCK)

@@ -92,14 +92,13 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     with pytest.raises(ClaimRefused) as granted:
         take_back(body(name), "me", model.ledger)
     assert granted.value.reason == RefuseReason.IN_PROGRESS
-    slot = model.fences.valid(grant.fence)
-    slot.holders += 1
+    let_go = model.fences.hold(grant.fence)
     says.gave_up(model.ledger, name, grant.attempt, "i0", "a", "failed", retry=True)
     assert entry.state is JobState.QUARANTINED
     with pytest.raises(ClaimRefused) as waits:
         take_back(body(name), "me", model.ledger)
     assert waits.value.reason == RefuseReason.HELD
-    slot.holders -= 1
+    let_go()
     model.ledger.tick()
     assert entry.state is JobState.QUEUED
     assert take_back(body(name), "me", model.ledger)

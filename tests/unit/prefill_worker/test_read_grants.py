@@ -43,27 +43,28 @@ def kept_task(transfer_worker: Any) -> PrefillTask:
 
 
 async def test_blocks_come_back_when_nobody_reads() -> None:
-    fences, transfer_worker = LoopbackFences(16, 2), TransferWorker()
+    fences, transfer_worker = LoopbackFences(2), TransferWorker()
     readers, task = ReadGrants(fences), kept_task(transfer_worker)
     token = readers.open(task)
-    assert fences.granted(token) == {11, 3}
-    assert fences.granted(token, writes=True) == set()
+    assert set(fences.granted(token, writes=False) or ()) == {11, 3}
+    assert list(fences.granted(token, writes=True) or ()) == []
     assert readers.kept_blocks == 2
-    fences.valid(token).holders += 1
+    let_go = fences.hold(token)
     assert not readers.revoke(task)
-    assert fences.slots[token.slot].dying, "the read is told to end"
+    with pytest.raises(Fenced):  # the read is told to end
+        fences.hold(token)
     waits = asyncio.create_task(readers.let_go(task))
     await asyncio.sleep(0.02)
     assert not waits.done()
     assert transfer_worker.let_go_of == []
-    fences.slots[token.slot].holders -= 1
+    let_go()
     await asyncio.wait_for(waits, 10)
     assert transfer_worker.let_go_of == [task]
     assert (fences.in_use, readers.kept_blocks) == (0, 0)
 
 
 async def test_when_we_leave_the_blocks_stay() -> None:
-    fences, transfer_worker = LoopbackFences(16, 2), TransferWorker()
+    fences, transfer_worker = LoopbackFences(2), TransferWorker()
     readers, task = ReadGrants(fences), kept_task(transfer_worker)
     readers.open(task)
     fences.close()
