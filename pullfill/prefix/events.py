@@ -237,7 +237,9 @@ class Replica:
             self.healing.snapshots += 1
             self._pages = None
             self._believe(page.epoch, page.at)
-            self._become(State.WARM, now)
+            self._end = page.upto
+            if page.at == page.upto:
+                self._become(State.WARM, now)
         return None
 
     def _believe(self, epoch: int, number: int) -> None:
