@@ -38,7 +38,7 @@ ENGINES = {
 LENGTHS = 3, 32, 33, 64, 200, 513, 1025, 2000
 ROUNDING = 0.1
 """Largest difference of the log probabilities of a first token in bfloat16. A wrong rotary
-embedding makes a difference of 3 and more in float32 (tests/integration/test_mla.py)."""
+embedding makes a difference of 3 and more in float32."""
 
 
 @pytest.fixture(scope="module")

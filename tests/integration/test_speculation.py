@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from pullfill.engine import release, speculation
-from pullfill.engine.args import build_config
 from tests.support.answers import Heard, ask_for
-from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.cluster import BLOCK, Cluster, until
-from tests.support.drafts import FEW, eagle_head, small_model, terse_model
+from tests.support.drafts import FEW, small_model, terse_model
 from tests.support.oracle import Oracle
 from tests.support.prompts import forget_decode_prefixes, random_prompt
 
@@ -153,18 +151,6 @@ def test_the_first_draft_compiles_nothing() -> None:
     assert batch_propose_numba.signatures == before
 
 
-@pytest.mark.long
-def test_prompts_of_mla_models_fit_into_a_step() -> None:
-    """vLLM's own configuration. No engine is started."""
-    config, _ = build_config(
-        str(deepseek_checkpoint()),
-        [*FLAGS, "--dtype=float32", "--max-model-len=4096", "--max-num-batched-tokens=512"],
-        kv_role="kv_consumer", engine_id="e",
-    )  # fmt: skip
-    steps = config.scheduler_config
-    assert steps.enable_chunked_prefill or steps.max_num_scheduled_tokens == 4096
-
-
 @pytest.mark.essential
 def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
     # vLLM drops min_p from greedy requests. With a temperature, that is refused before it.
@@ -175,21 +161,11 @@ def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
         assert "speculative decoding" in heard.error
 
 
-def eagle(directory: Path, model: Path) -> dict[str, object]:
-    return {"method": "eagle", "model": str(eagle_head(directory / "eagle", model))}
-
-
-def draft_model(directory: Path, model: Path) -> dict[str, object]:
-    return {"method": "draft_model", "model": str(small_model(directory / "small", model))}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("make", [eagle, draft_model])
-def test_with_a_drafter_that_has_kv_prompts_stay_local(
-    make: Callable[[Path, Path], dict[str, object]], tmp_path: Path
-) -> None:
+def test_with_a_drafter_that_has_kv_prompts_stay_local(tmp_path: Path) -> None:
     model = terse_model(tmp_path / "model")
-    drafter = {"num_speculative_tokens": 3, **make(tmp_path, model)}
+    small = str(small_model(tmp_path / "small", model))
+    drafter = {"num_speculative_tokens": 3, "method": "draft_model", "model": small}
     flags = ("--speculative-config", json.dumps(drafter))
     plain = Oracle(model, speculative_config=drafter, disable_log_stats=False, block_size=BLOCK)
     with plain as oracle, Cluster(tmp_path / "cluster", model, lease_ttl_s=10) as cluster:
