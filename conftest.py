@@ -47,11 +47,10 @@ _FORKED_ORDER = ("contract", "benchmarks", "unit")
 _QUICK = {"unit", "contract"}
 _CLUSTERS = ("integration", "chaos", "netns")
 _LONG_FILES = (
-    "test_up_keeps test_handoff_faults test_worker_faults test_registry_outage "
-    "test_tensor_parallel test_elastic_roles test_cli test_odd_requests test_two_decode_workers "
-    "test_states test_hosts test_up_stock test_speculation test_remote_prefill "
-    "test_cut_off test_queue_outage test_multimodal test_suspects test_modes "
-    "test_migration test_frontends test_outages test_elastic"
+    "test_up_keeps test_handoff_faults test_worker_faults test_tensor_parallel test_openai_api "
+    "test_hosts test_elastic_roles test_cli test_odd_requests test_two_decode_workers "
+    "test_remote_prefill test_speculation test_states test_frontend_http test_cost_policy "
+    "test_cut_off test_multimodal test_suspects test_modes test_migration test_outages"
 ).split()
 """The engine tests that take longest. With `--forks` they come first, because of several processes
 none should still have long tests to run when the others have ended."""
