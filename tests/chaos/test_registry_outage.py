@@ -13,7 +13,6 @@ from pullfill.errors import PullfillError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.live_settings import Settings
-from pullfill.registry.membership import Membership
 from pullfill.registry.watch import Delete, Put, WatchEvent, watch_prefix
 from pullfill.wire import QueueSettings, WorkerState
 from tests.support.etcd import EtcdCluster, EtcdServer
@@ -36,66 +35,35 @@ async def client(etcd: EtcdServer) -> AsyncIterator[EtcdClient]:
     await client.close()
 
 
-class Cluster:
-    """One worker and, on a connection of its own, a directory that knows it."""
-
-    def __init__(self, client: EtcdClient, watcher: EtcdClient, ttl_s: int) -> None:
-        self.client, self.watcher = client, watcher
-        self.made: list[str] = []
-        self.changes: list[tuple[bool, bool]] = []
-        self.worker: Membership = member(client, NS, "decode-1", ttl_s=ttl_s, made=self.made)
-        self.directory = Directory(watcher, NS, ["decode"], ttl_s=ttl_s)
-
-    async def start(self) -> None:
-        await self.worker.join()
-        await self.directory.start()
-        self.directory.subscribe(lambda old, new: self.changes.append((bool(old), bool(new))))
-        await asyncio.sleep(0.3)
-
-    async def known_incarnation(self, incarnation: str) -> None:
-        await eventually(
-            lambda: self.directory.workers("decode")["decode-1"].incarnation == incarnation
-        )
-
-    async def reregistered(self, times: int = 1) -> None:
-        """It came back as another incarnation, and was a member all the time."""
-        await eventually(
-            lambda: len(self.made) > times and self.made[-1] == self.worker.incarnation,
-            within_s=20,
-        )
-        assert len(self.made) == len(set(self.made)) == times + 1
-        await self.known_incarnation(self.worker.incarnation)
-        descriptor = await self.directory.descriptor("decode-1", 0)
-        assert descriptor.incarnation == self.worker.incarnation
-        assert not self.worker.revoked.is_set()
-        assert (True, False) not in self.changes
-
-    async def close(self) -> None:
-        await self.directory.close()
-        await self.worker.leave()
-
-
-@pytest.fixture
-async def cluster(etcd: EtcdServer, client: EtcdClient) -> AsyncIterator[Cluster]:
-    watcher = await EtcdClient.connect(etcd.url, wait_s=10)
-    cluster = Cluster(client, watcher, ttl_s=2)
-    await cluster.start()
-    yield cluster
-    etcd.resume()
-    await cluster.close()
-    await watcher.close()
-
-
 @pytest.mark.essential
-async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, cluster: Cluster) -> None:
+async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, client: EtcdClient) -> None:
+    """The worker comes back as another incarnation, and was a member all the time for a directory
+    with a connection of its own."""
+    made, changes = list[str](), list[tuple[bool, bool]]()
+    worker = member(client, NS, "decode-1", ttl_s=2, made=made)
+    watcher = await EtcdClient.connect(etcd.url, wait_s=10)
+    directory = Directory(watcher, NS, ["decode"], ttl_s=2)
+    await worker.join()
+    await directory.start()
+    directory.subscribe(lambda old, new: changes.append((bool(old), bool(new))))
+    await eventually(lambda: "decode-1" in directory.workers("decode"))
     etcd.pause()
-    await eventually(lambda: not cluster.worker.lease and not cluster.directory.reachable)
-    assert list(cluster.directory.workers("decode")) == ["decode-1"]
-    assert len(cluster.made) == 1  # no new incarnation before etcd is back
-    assert not await cluster.worker.set_state(WorkerState.DRAINING)
+    await eventually(lambda: not worker.lease and not directory.reachable)
+    assert list(directory.workers("decode")) == ["decode-1"]
+    assert len(made) == 1  # no new incarnation before etcd is back
+    assert not await worker.set_state(WorkerState.DRAINING)
     etcd.resume()
-    await cluster.reregistered()
-    assert cluster.directory.workers("decode")["decode-1"].state is WorkerState.DRAINING
+    await eventually(lambda: len(made) > 1 and made[-1] == worker.incarnation, within_s=20)
+    assert len(made) == len(set(made)) == 2
+    found = directory.workers
+    await eventually(lambda: found("decode")["decode-1"].incarnation == worker.incarnation)
+    assert (await directory.descriptor("decode-1", 0)).incarnation == worker.incarnation
+    assert not worker.revoked.is_set()
+    assert (True, False) not in changes
+    assert found("decode")["decode-1"].state is WorkerState.DRAINING
+    await directory.close()
+    await worker.leave()
+    await watcher.close()
 
 
 class PausedClock:
