@@ -43,7 +43,8 @@ lint: install ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint test-fast ## Lint, then all tests but the long ones, quick ones first
+test: install ## Lint, and all tests but the long ones, quick ones first
+	@$(MAKE) --no-print-directory -j2 lint test-fast  # mypy uses one core
 	$(BIN)/pytest -q --forks $(WORKERS) -m "not long" $(ENGINE_TESTS) $(PYTEST_ARGS)
 
 # vLLM keeps what it learns about a model, in 10 s of CPU, and each release overwrites the others'.
