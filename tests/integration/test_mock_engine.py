@@ -31,6 +31,7 @@ def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dic
     return list(tokens), cluster.explain(answer.id)
 
 
+@pytest.mark.long
 def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) -> None:
     with Cluster(tmp_path / "mock", model_path) as cluster, Receiver() as receiver:
         cluster.start_servers()

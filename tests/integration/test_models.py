@@ -252,6 +252,7 @@ def test_cold(served: Served) -> None:
     assert len({tuple(answer.tokens) for answer in answers}) > len(cold) // 2, "prompts matter"
 
 
+@pytest.mark.long
 def test_chunked(served: Served) -> None:
     prompts = [random_prompt(length, seed=8) for length in (700, 1100, 1500)]
     answers = ask_all(served.cluster, prompts, STEPS)
@@ -284,6 +285,7 @@ def test_hit(served: Served) -> None:
         assert cluster.counter("pullfill_kv_read_bytes_total") > read_before
 
 
+@pytest.mark.long
 def test_lora(served: Served) -> None:
     if served.model.lora:
         pytest.skip(served.model.lora)
@@ -304,6 +306,7 @@ def test_lora(served: Served) -> None:
             assert mine.logprobs == pytest.approx(same.logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.long
 def test_cancelled(served: Served) -> None:
     with going_away(served.cluster, random_prompt(1800, seed=6)):
         pass

@@ -97,6 +97,7 @@ def test_images_go_remote_and_change_the_answer(cluster: Cluster) -> None:
     cluster.assert_clean()
 
 
+@pytest.mark.long
 def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
     """The frontend has sent it to one of them only."""
     cluster.set_router(policy="always_local")
@@ -105,6 +106,7 @@ def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
     assert all(answers[0].same(answer) for answer in answers)
 
 
+@pytest.mark.long
 def test_an_image_that_no_prefill_worker_takes_stays_local(cluster: Cluster) -> None:
     cluster.set_router(policy="always_remote")
     (old,) = cluster.of("prefill")

@@ -175,6 +175,7 @@ def test_a_prompt_that_moves_is_not_computed_again(
     assert cluster.counter("pullfill_prefix_fetch_total", outcome="fetched") > 0
 
 
+@pytest.mark.long
 def test_leased_blocks_are_not_evicted(cluster: Cluster, oracle: Oracle) -> None:
     talk = Talk(cluster, oracle, seed=200)
     talk.first()
