@@ -104,19 +104,13 @@ def continued(cluster: Cluster, asked: list[Asked], victim: Worker) -> int:
     return len(found)
 
 
-def another(cluster: Cluster, *flags: str) -> Worker:
-    victim = cluster.launch("decode", *flags)
-    cluster.wait_ready(victim)
-    return victim
-
-
 @pytest.mark.essential
 def test_row_9_a_killed_workers_answers_go_on_in_every_form(
     paired: Cluster, oracle: Oracle
 ) -> None:
     """Killed in the middle of eight answers, four of them its own, and of one that it would not
     be exact to continue. The migrations are prefilled remotely like any long prompt."""
-    victim = another(paired)
+    victim = paired.add("decode")
     for i in range(2):
         late_stop(oracle, random_prompt(90, seed=41_100 + i))  # thought of before the fault
     with checked(paired, oracle):
@@ -149,7 +143,7 @@ def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
     paired: Cluster, oracle: Oracle
 ) -> None:
     """The drain's time is up long before the answers end; the worker leaves, they do not."""
-    victim = another(paired, "--drain-timeout=0.5")
+    victim = paired.add("decode", "--drain-timeout=0.5")
     with checked(paired, oracle):
         prompts = [random_prompt(60, seed=42_000 + i) for i in range(6)]
         asked = [Asked(p, ask_for(paired, p, LONG), max_tokens=LONG) for p in prompts]

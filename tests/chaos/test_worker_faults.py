@@ -33,12 +33,6 @@ SLOW = "engine.step=sleep:0.02"
 """4000 tokens take more than a minute, so a request that ends sooner was ended by the test."""
 
 
-def another_decode(cluster: Cluster, *flags: str) -> Worker:
-    worker = cluster.launch("decode", *flags)
-    cluster.wait_ready(worker)
-    return worker
-
-
 def turn_to(check: Checked, worker: Worker) -> None:
     """Two decode workers take turns: until the next request goes to this one."""
 
@@ -67,7 +61,7 @@ def streams_on(client: openai.OpenAI, count: int, max_tokens: int) -> list[Any]:
 def test_row_8_decode_dies_with_jobs_outstanding(paired: Cluster, oracle: Oracle) -> None:
     """Prefill workers drop the jobs of a dead decode worker; the queue empties by itself, and
     its requests, of which no token was out, are served by the other worker."""
-    victim = another_decode(paired)
+    victim = paired.add("decode")
     (slow,) = paired.of("prefill")
     with checked(paired, oracle) as check:
         slow.arm("prefill.before_write=sleep:0.3")
@@ -87,7 +81,7 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
     (writer,) = cluster.of("prefill")
     (port,) = free_ports(1)
     flags = ("--instance-id=decode-again", f"--control-port={port}")
-    old = another_decode(cluster, *flags)
+    old = cluster.add("decode", *flags)
     with (
         checked(cluster, oracle, fallbacks={"prefill_lost": 1}, stale={"claim": (1, 2)}) as check,
         ThreadPoolExecutor(1) as pool,
@@ -115,8 +109,7 @@ def test_row_10_decode_restarts_under_the_same_address(paired: Cluster, oracle: 
 def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: Oracle) -> None:
     """The process ends without its engine, and others serve. It revokes its lease, which would
     otherwise last for a minute. A decode worker revokes what is being written to it."""
-    victim = paired.launch(role, "--lease-ttl=60")
-    paired.wait_ready(victim)
+    victim = paired.add(role, "--lease-ttl=60")
     assert victim.instance_id in paired.records(role)
     with checked(paired, oracle, stale={"claim": (0, 3), "write": (0, 3)}) as check:
         with check.load(threads=3, lengths=(600, 900), max_tokens=1, seed=12_500) as load:
@@ -160,7 +153,7 @@ def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "all local")
         assert {check.told(a)["path"] for _, a in load.done[done + 2 :]} == {"local"}
-        paired.wait_ready(paired.launch("prefill"))
+        paired.add("prefill")
 
 
 @pytest.mark.essential
@@ -183,7 +176,7 @@ def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None
 @pytest.mark.essential
 def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle) -> None:
     """The draining worker finishes its answers. None is continued elsewhere."""
-    leaving = another_decode(paired)
+    leaving = paired.add("decode")
     prompts = [random_prompt(60, seed=13_300 + i) for i in range(2)]
     continued = "pullfill_frontend_migrated_total"
     with checked(paired, oracle):
@@ -205,7 +198,7 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
 @pytest.mark.long
 @pytest.mark.essential
 def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
-    victim = another_decode(paired)
+    victim = paired.add("decode")
     with checked(paired, oracle):
         victim.arm(SLOW)
         streams = streams_on(paired.client(), 2, 4000)
@@ -226,7 +219,7 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
     """Every worker is replaced, one after another; no request fails."""
     with checked(paired, oracle) as check, check.load(threads=3, seed=14_000) as load:
         for old in [*paired.of("prefill"), *paired.of("decode")]:
-            paired.wait_ready(paired.launch(old.role))
+            paired.add(old.role)
             assert old.stop() == 0
             done = len(load.done)
             until(lambda: len(load.done) > done + 3, 60, "load goes on")  # noqa: B023

@@ -16,8 +16,7 @@ def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
     cluster: Cluster, oracle: Oracle
 ) -> None:
     with Load(cluster, seed=1000) as load:
-        second = cluster.launch("prefill")
-        cluster.wait_ready(second)
+        second = cluster.add("prefill")
         until(lambda: second.instance_id in load.prefill_instances(), 30, "it takes work")
         done_before = len(load.done)
         cluster.revoke_lease(second)
@@ -32,8 +31,7 @@ def test_second_decode_joins_by_hand_and_is_drained_by_command(
     cluster: Cluster, oracle: Oracle
 ) -> None:
     with Load(cluster, seed=2000) as load:
-        second = cluster.launch("decode")
-        cluster.wait_ready(second)
+        second = cluster.add("decode")
         until(lambda: second.instance_id in load.decode_instances(), 30, "it takes work")
         drained = pullfill(cluster, "drain", second.instance_id, "--wait", "--timeout", "30")
         assert drained.returncode == 0, drained.stdout + drained.stderr

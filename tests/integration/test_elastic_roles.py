@@ -34,8 +34,7 @@ def worker(elastic: Cluster) -> Worker:
     """The elastic worker, as decode worker. A test may end it."""
     found = elastic.workers[-1]
     if found.role == "frontend" or not found.alive:
-        found = elastic.launch("decode", "--elastic", f"--kv-port={KV_PORT}")
-        elastic.wait_ready(found)
+        found = elastic.add("decode", "--elastic", f"--kv-port={KV_PORT}")
     elif elastic.load_of(found)["elastic"] != "decode":
         become(elastic, found, "decode")
     return found

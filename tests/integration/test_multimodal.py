@@ -110,7 +110,7 @@ def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
 def test_an_image_that_no_prefill_worker_takes_stays_local(cluster: Cluster) -> None:
     cluster.set_router(policy="always_remote")
     (old,) = cluster.of("prefill")
-    cluster.wait_ready(cluster.launch("prefill", '--limit-mm-per-prompt={"image": 0}'))
+    cluster.add("prefill", '--limit-mm-per-prompt={"image": 0}')
     assert old.stop() == 0
     told = cluster.explain(ask(cluster, "orange").request_id)
     assert told["path"] == "local", told

@@ -35,8 +35,7 @@ def test_tokens_over_other_transports_equal_the_oracle(
 ) -> None:
     head = random_prompt(300, seed=9100)
     ask(cluster, head, STEPS)  # a prefix that the other worker has to read, as it computed none
-    other = cluster.launch("prefill", "--transports", name)
-    cluster.wait_ready(other)
+    other = cluster.add("prefill", "--transports", name)
     over: dict[str, list[dict[str, Any]]] = {"shm": [], name: []}
     try:
         for round_ in range(60):  # on a busy machine one worker may get few of them

@@ -36,7 +36,7 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def cluster(pair: Cluster) -> Iterator[Cluster]:
     """Two living decode workers, that take turns."""
     while len(pair.of("decode")) < 2:
-        pair.wait_ready(pair.launch("decode"))
+        pair.add("decode")
     pair.set_router(min_fetch_tokens=LEAST, decode_policy="round_robin")
     yield pair
     for worker in pair.of("decode"):

@@ -270,6 +270,12 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
+    def add(self, role: str, *flags: str) -> Worker:
+        """Start one more process. Returns it when it is ready."""
+        worker = self.launch(role, *flags)
+        self.wait_ready(worker)
+        return worker
+
     def wait_ready(self, *workers: Worker, within_s: float = 120.0) -> None:
         """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
         until(lambda: self.seen(workers), within_s, f"ready: {[w.role for w in workers]}")
