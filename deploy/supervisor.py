@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pullfill.backoff import Backoff
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
@@ -450,27 +449,28 @@ class Supervisor:
         up.
         """
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
-        kept: list[asyncio.Task[Any]] = [
-            asyncio.create_task(keeper.keep(name)) for name in self._children.running
-        ]
+
+        async def keep(name: str) -> None:
+            try:
+                await keeper.keep(name)
+            except Exception as exc:
+                self._view.say(f"{name} is not watched any more: {exc!r}", "bold red")
+
+        names = list(self._children.running)
+        kept = asyncio.gather(*map(keep, names))
         disk = asyncio.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
         stop = asyncio.create_task(self._stop.wait())
-        running = set(kept)
         # Nothing was started if all servers are others' and there is no worker.
-        while not stop.done() and (running or not kept):
-            await asyncio.wait({stop, *running}, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in running if task.done()]:
-                running.discard(task)
-                if why := task.exception():
-                    self._view.say(f"a process is not watched any more: {why!r}", "bold red")
+        ends: set[asyncio.Future[Any]] = {stop, kept} if names else {stop}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
         if self._stop.is_set() and not self._state.stopping():
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
         await self._stop_rest()
-        for task in (*kept, stop, disk):
+        for task in (kept, stop, disk):
             task.cancel()
-        await asyncio.gather(*kept, stop, disk, return_exceptions=True)
+        await asyncio.gather(kept, stop, disk, return_exceptions=True)
         self._children.reap()
 
     async def _stop_rest(self) -> None:

@@ -209,7 +209,9 @@ async def test_a_process_that_cannot_be_watched_is_told(
     rig.add("decode-0")
     async with rig.up(frontends=0):
         """Then it is stopped."""
-    assert "not watched any more: OSError('too many open files')" in rig.printed.getvalue()
+    assert (
+        "decode-0 is not watched any more: OSError('too many open files')" in rig.printed.getvalue()
+    )
 
 
 async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> None:
