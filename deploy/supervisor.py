@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pullfill.backoff import Backoff
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
