@@ -19,7 +19,6 @@ from pullfill.config import ClusterRef
 from pullfill.deploy.members import (
     AsJson,
     LongestWait,
-    ask_etcd,
     ask_worker,
     etcd_of,
     http_get,
@@ -111,47 +110,41 @@ def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:
     return False
 
 
-def config_get(
+async def config_get(
     ref: ClusterRef, key: Annotated[str | None, Flag("", name="[router.KEY|queue.KEY]")] = None
 ) -> int:
     """Print one setting, or all as `KEY VALUE` lines."""
-
-    async def all_of(etcd: EtcdClient, namespace: str) -> dict[str, object]:
-        kinds = (RouterConfig, QueueSettings)
-        router, queue = [await Settings(etcd, namespace, kind).get_all() for kind in kinds]
-        return router | queue
-
     if key is not None:
         kind, name = find(key)
         key = f"{root_of(kind)}.{name}"
-    for name, value in ask_etcd(ref, all_of).items():
+    async with etcd_of(ref) as etcd:
+        router = await Settings(etcd, ref.namespace, RouterConfig).get_all()
+        queue = await Settings(etcd, ref.namespace, QueueSettings).get_all()
+    for name, value in (router | queue).items():
         shown = UNSET if value is None else value
-        if key is None:
-            click.echo(f"{name} {shown}")
-        elif name == key:
-            click.echo(shown)
+        if key in (None, name):
+            click.echo(shown if key else f"{name} {shown}")
     return 0
 
 
-def config_set(
+async def config_set(
     ref: ClusterRef,
     key: Annotated[str, Flag("", name="router.KEY|queue.KEY")],
     value: Annotated[str, Flag("", name="VALUE")],
 ) -> int:
     """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
     kind, name = find(key)
-
-    async def change(etcd: EtcdClient, namespace: str) -> object:
-        return await store(etcd, namespace, key, value)
-
-    new = ask_etcd(ref, change)
+    async with etcd_of(ref) as etcd:
+        new = await store(etcd, ref.namespace, key, value)
     click.echo(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
     return 0
 
 
-def recheck(ref: ClusterRef) -> int:
+async def recheck(ref: ClusterRef) -> int:
     """Remove all failed self-checks. Connected workers compare again at once."""
-    if cleared := ask_etcd(ref, self_checks.clear):
+    async with etcd_of(ref) as etcd:
+        cleared = await self_checks.clear(etcd, ref.namespace)
+    if cleared:
         click.echo(f"forgot {len(cleared)} failed self-check(s); the workers compare again now")
     else:
         click.echo("no self-check has failed: nothing to do")
@@ -240,7 +233,7 @@ async def _has_role(etcd: EtcdClient, namespace: str, instance_id: str, wanted: 
 # --------------------------------------------------------------------------- suspects
 
 
-def suspects(
+async def suspects(
     ref: ClusterRef,
     action: Annotated[str | None, Flag("", name="[clear]")] = None,
     fingerprint: Annotated[str | None, Flag("", name="[FINGERPRINT]")] = None,
@@ -248,37 +241,27 @@ def suspects(
     as_json: AsJson = False,
 ) -> int:
     """Print the refused requests, or allow some again. Raises RegistryUnavailable, ConfigError."""
-    if action is not None:
-        if action != "clear" or (fingerprint is None) != every:
-            raise ConfigError(
-                "to allow requests again: `pullfill suspects clear FINGERPRINT`, or `clear --all`. "
-                "`pullfill suspects` lists them"
-            )
-        clear_suspects(ref, fingerprint)
-        return 0
-    rows = ask_etcd(ref, suspect_records.posted)
-    if as_json:
-        click.echo(json.dumps(rows))
-    else:
-        Console().print(suspects_table(rows) if rows else "no request is refused", soft_wrap=True)
+    if action is not None and (action != "clear" or (fingerprint is None) != every):
+        raise ConfigError(
+            "to allow requests again: `pullfill suspects clear FINGERPRINT`, or `clear --all`. "
+            "`pullfill suspects` lists them"
+        )
+    async with etcd_of(ref) as etcd:
+        rows = await suspect_records.posted(etcd, ref.namespace)
+        if action is not None:
+            names = [str(row["fingerprint"]) for row in rows]
+            chosen = names if fingerprint is None else [fingerprint]
+            for name in chosen:
+                if not await suspect_records.clear(etcd, ref.namespace, name):
+                    known = ", ".join(names) or "none"
+                    raise ConfigError(f"{name!r} is not refused; refused are: {known}")
+            click.echo(f"allowed again: {', '.join(chosen) or 'nothing was refused'}")
+        elif as_json:
+            click.echo(json.dumps(rows))
+        else:
+            told = suspects_table(rows) if rows else "no request is refused"
+            Console().print(told, soft_wrap=True)
     return 0
-
-
-def clear_suspects(ref: ClusterRef, fingerprint: str | None) -> None:
-    """Allow a request again. Raises ConfigError if it is not refused.
-
-    fingerprint: of the request. None: allow all."""
-
-    async def allow(etcd: EtcdClient, namespace: str) -> list[str]:
-        names = [str(r["fingerprint"]) for r in await suspect_records.posted(etcd, namespace)]
-        chosen = names if fingerprint is None else [fingerprint]
-        for name in chosen:
-            if not await suspect_records.clear(etcd, namespace, name):
-                known = ", ".join(names) or "none"
-                raise ConfigError(f"{name!r} is not refused; refused are: {known}")
-        return chosen
-
-    click.echo(f"allowed again: {', '.join(ask_etcd(ref, allow)) or 'nothing was refused'}")
 
 
 def suspects_table(rows: list[dict[str, Any]]) -> Table:

@@ -72,14 +72,14 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         (row,) = board_2.listed()
         assert (row["fingerprint"], row["deaths"], row["prompt_tokens"]) == (name, 2, 1)
         await until(lambda: float(str(board_2.listed()[0]["left_s"])) > 80)
-        await asyncio.to_thread(operate.suspects, ref, as_json=True)
+        await operate.suspects(ref, as_json=True)
         (told,) = json.loads(capsys.readouterr().out)
         assert told["fingerprint"] == name
         assert 80 < told["left_s"] <= 90, "what etcd says of the lease"
         with pytest.raises(ConfigError, match=name):
-            await asyncio.to_thread(operate.clear_suspects, ref, "cafe")
+            await operate.suspects(ref, "clear", "cafe")
         await until(lambda: len(board_1) == len(board_2) == 1)
-        await asyncio.to_thread(operate.clear_suspects, ref, name)
+        await operate.suspects(ref, "clear", name)
         await until(lambda: not len(board_1) and not len(board_2))
         one.dispatcher.submit(request("z", [1]))
         assert not one.dispatcher.flights["z"].deaths, (
@@ -87,8 +87,8 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         )
         two.dispatcher.submit(request("y", [FATAL]))
         await until(lambda: "y" in two.sink.finished)
-    await asyncio.to_thread(operate.clear_suspects, ref, None)
-    await asyncio.to_thread(operate.suspects, ref)
+    await operate.suspects(ref, "clear", every=True)
+    await operate.suspects(ref)
     assert "no request is refused" in capsys.readouterr().out
 
 
