@@ -68,42 +68,42 @@ def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> 
 
 
 READY = record("decode-1", role="decode", pid=1)
-LOST = msgspec.structs.replace(READY, state=WorkerState.LOST)
-UP = ServerStatus(up=True, since_s=999.0)
+DRAINING = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
+AWAY = ServerStatus(up=False, since_s=3.0, error="nats://h:1: refused")
 
 
-class Clock:
-    now = 1000.0
+class Rig:
+    """Marks with a clock of their own."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.marks = Marks(lambda: self.now)
+
+    def change(self, old: WorkerRecord | None, new: WorkerRecord | None, after_s: float) -> None:
+        self.marks.on_change(old, new)
+        self.now += after_s
+
+    def seen(self, *states: WorkerState, **servers: ServerStatus) -> None:
+        """A look at decode-1, if it has a state, and at servers."""
+        row = (WorkerRow(instance_id="decode-1", role="decode", state=state) for state in states)
+        self.marks.seen(Cluster(workers=tuple(row), servers=servers))
+
+    def told(self) -> list[tuple[str, str, float, float | None]]:
+        return [(m.kind, m.who, m.at, m.until) for m in self.marks.marks()]
 
 
-def seen(*rows: WorkerRecord, **nats: ServerStatus) -> Cluster:
-    """The cluster of workers that do not answer, and NATS."""
-    workers = tuple(
-        WorkerRow(instance_id=row.instance_id, role=row.role, state=row.state) for row in rows
-    )
-    return Cluster(workers=workers, servers=nats)
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
 
 
-def told(marks: Marks) -> list[tuple[str, str, float, float | None]]:
-    return [(m.kind, m.who, m.at, m.until) for m in marks.marks()]
-
-
-def test_changes_in_the_registry_are_marks() -> None:
-    clock = Clock()
-    marks = Marks(clock)
-    marks.on_change(None, READY)
-    clock.now += 1
+def test_changes_in_the_registry_are_marks(rig: Rig) -> None:
     again = msgspec.structs.replace(READY, pid=2)
-    marks.on_change(READY, again)
-    clock.now += 1
-    draining = msgspec.structs.replace(again, state=WorkerState.DRAINING)
-    marks.on_change(again, draining)
-    clock.now += 7
-    marks.on_change(draining, None)
-    assert told(marks) == [
+    rig.change(None, READY, 1)
+    rig.change(READY, again, 1)
+    rig.change(again, msgspec.structs.replace(DRAINING, pid=2), 7)
+    rig.change(DRAINING, None, 0)
+    assert rig.told() == [
         ("joined", "decode-1", 1000.0, None),
         ("restarted", "decode-1", 1001.0, None),
         ("drain", "decode-1", 1002.0, 1009.0),
@@ -111,59 +111,40 @@ def test_changes_in_the_registry_are_marks() -> None:
     ]
 
 
-def test_an_outage_lasts_until_the_server_answers() -> None:
-    clock = Clock()
-    marks = Marks(clock)
-    marks.seen(seen(nats=UP))
-    away = ServerStatus(up=False, since_s=3.0, error="nats://h:1: refused")
-    marks.seen(seen(nats=away))
-    clock.now += 4
-    marks.seen(seen(nats=msgspec.structs.replace(away, since_s=7.0)))
-    assert told(marks) == [("outage", "nats", 997.0, None)], "once, and it is not over"
-    clock.now += 2
-    marks.seen(seen(nats=ServerStatus(up=True, since_s=0.5)))
-    assert told(marks) == [("outage", "nats", 997.0, 1005.5)]
-    assert marks.marks()[0].text == "nats://h:1: refused"
+def test_an_outage_lasts_until_the_server_answers(rig: Rig) -> None:
+    rig.seen(nats=AWAY)
+    rig.now += 4
+    rig.seen(nats=msgspec.structs.replace(AWAY, since_s=7.0))
+    assert rig.told() == [("outage", "nats", 997.0, None)], "once, and it is not over"
+    rig.now += 2
+    rig.seen(nats=ServerStatus(up=True, since_s=0.5))
+    assert rig.told() == [("outage", "nats", 997.0, 1005.5)]
+    assert rig.marks.marks()[0].text == "nats://h:1: refused"
 
 
-def test_a_drain_or_a_loss_may_end() -> None:
+def test_a_drain_or_a_loss_may_end(rig: Rig) -> None:
     """As of a worker whose engine was stuck."""
-    clock = Clock()
-    marks = Marks(clock)
-    draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
-    marks.on_change(READY, draining)
-    marks.seen(seen(LOST))
-    clock.now += 3
-    marks.on_change(draining, READY)
-    marks.seen(seen(READY))
+    rig.seen(WorkerState.LOST)
+    rig.change(READY, DRAINING, 3)
+    rig.change(DRAINING, READY, 0)
+    rig.seen(WorkerState.READY)
     times = ("decode-1", 1000.0, 1003.0)
-    assert told(marks) == [("drain", *times), ("lost", *times)]
+    assert rig.told() == [("drain", *times), ("lost", *times)]
 
 
-def test_a_report_that_is_late_marks_nobody_who_has_left() -> None:
-    clock = Clock()
-    marks = Marks(clock)
-    draining = msgspec.structs.replace(READY, state=WorkerState.DRAINING)
-    marks.on_change(None, READY)
-    marks.on_change(draining, None)
-    marks.seen(seen(LOST))  # was asked before it left
-    clock.now += 1
-    marks.seen(seen())
-    assert [(kind, until) for kind, _, _, until in told(marks) if kind != "joined"] == [
-        ("left", None), ("lost", 1001.0),
-    ]  # fmt: skip
-    clock.now += HISTORY_S + 1
-    assert told(marks) == []
+def test_a_report_that_is_late_marks_nobody_who_has_left(rig: Rig) -> None:
+    rig.change(DRAINING, None, 0)
+    rig.seen(WorkerState.LOST)  # was asked before it left
+    rig.now += 1
+    rig.seen()
+    assert [(kind, until) for kind, _, _, until in rig.told()] == [("left", None), ("lost", 1001.0)]
 
 
-def test_marks_are_bounded_and_what_lasts_is_kept() -> None:
-    clock = Clock()
-    marks = Marks(clock)
-    marks.seen(seen(nats=ServerStatus(up=False, since_s=0.0, error="e")))
-    clock.now += HISTORY_S + 1
-    assert [kind for kind, *_ in told(marks)] == ["outage"]
+def test_marks_are_bounded_and_what_lasts_is_kept(rig: Rig) -> None:
+    rig.seen(nats=AWAY)
+    rig.now += HISTORY_S + 1
     for _ in range(2 * MAX_MARKS):
-        marks.on_change(None, READY)
-    assert len(marks.marks()) == MAX_MARKS + 1
-    clock.now += HISTORY_S + 1
-    assert [kind for kind, *_ in told(marks)] == ["outage"]
+        rig.change(None, READY, 0)
+    assert len(rig.marks.marks()) == MAX_MARKS + 1
+    rig.now += HISTORY_S + 1
+    assert [kind for kind, *_ in rig.told()] == ["outage"]
