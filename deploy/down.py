@@ -74,10 +74,9 @@ async def down(
 
 @asynccontextmanager
 async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[None]:
-    """Hold the lock of the directory. Raises Locked if it is not free in time.
-
-    An `up` that is still starting is told to stop, and undoes its start itself. One that is
-    stopping already is waited for."""
+    """Hold the lock of the directory. Raises Locked if it is not free in time."""
+    # An `up` that is still starting is told to stop, and undoes its start itself. One that is
+    # stopping already is waited for.
     began = time.monotonic()
     told = False
     with ExitStack() as held:
@@ -209,8 +208,6 @@ async def stop_phase(
 ) -> list[str]:
     """Stop these processes: SIGTERM, after `deadline_s` or with `force` once more, then SIGKILL.
 
-    The first SIGTERM is left out for a process that an order has sent it to.
-
     Return the names of those that had to be killed."""
     alive = {entry.name: entry for entry in phase}
 
@@ -248,10 +245,9 @@ async def stop_phase(
 
 
 async def _kill_stragglers(cluster_id: str) -> int:
-    """Kill all processes of this cluster that still run, and wait until they have ended.
-
-    They are found by the cluster's id in their environment. `up` may have started one without
-    recording it, or a worker that was killed may have left one. Returns how many were killed."""
+    """Kill all processes of this cluster that still run, and wait. Return how many there were."""
+    # They are found by the cluster's id in their environment. `up` may have started one without
+    # recording it, or a worker that was killed may have left one.
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
     deadline = time.monotonic() + GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event

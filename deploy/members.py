@@ -140,11 +140,10 @@ def local_urls(ref: ClusterRef) -> dict[str, None]:
 
 
 def frontend_urls(ref: ClusterRef) -> Iterator[str]:
-    """Yield the URLs of frontends: first those of the state directory, then those in etcd.
-
-    etcd is asked only when the caller has tried all of the first."""
+    """Yield the URLs of frontends: first those of the state directory, then those in etcd."""
     known = local_urls(ref)
     yield from known
+    # etcd may be away. It is asked only when the caller has tried all of the first.
     with suppress(PullfillError):
         for record in ask_etcd(ref, workers, wait_s=1.0):
             if record.role == "frontend" and record.http not in known:

@@ -243,11 +243,8 @@ def worker_arguments(options: UpOptions, role: str) -> list[str]:
 
 
 def served_name(options: UpOptions) -> str:
-    """Return the model name that clients must send.
-
-    It is the first name of `--served-model-name`. If the flag is given twice, the last one counts.
-    Without the flag, it is the model's path or its name at the hub."""
-    name = resolve_model(options.model)
+    """Return the model name that clients must send."""
+    name = resolve_model(options.model)  # unless --served-model-name gives some. Its first counts
     for flag, *values in vllm_flags.group_flags(worker_arguments(options, "frontend")):
         given, _, joined = flag.partition("=")
         known = vllm_flags.flag_name(given)
@@ -453,18 +450,17 @@ class Place:
 
 
 def placements(options: UpOptions) -> list[Place]:
-    """Return where each worker runs: first the decode workers, then the prefill workers.
-
-    On GPUs each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
-    On CPU each worker gets cores of its own."""
+    """Return where each worker runs: first the decode workers, then the prefill workers."""
     found: list[Place] = []
     for pool in pools(options):
         ranks, devices = _ranks_in(pool, options), pool.devices
+        # Each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
         if accelerator.gpu_count():
             for count, end in zip(ranks, accumulate(ranks), strict=True):
                 own = tuple(devices[i % len(devices)] for i in range(end - count, end))
                 found.append(Place(gpus=own))
-        # Cores that flags have chosen are all used, also without --pin.
+        # Each worker gets cores of its own. Those that flags have chosen are all used, also without
+        # --pin.
         elif pool.given or (options.workers.pin and len(devices) > 1):
             small = options.model == DEMO and not pool.given
             found += _on_cores(ranks, devices, share=1 if small else None)
@@ -489,15 +485,13 @@ def _on_cores(ranks: Sequence[int], cores: Sequence[int], share: int | None) -> 
 
 
 def _turns(options: UpOptions, places: Sequence[Place]) -> list[int | None]:
-    """For each worker, return the index of the worker that must be ready before it starts, or None.
-
-    No worker waits if all were given the size of their KV cache."""
+    """Return for each worker the index of the one that must be ready first, or None."""
     told = [
         KV_BYTES in map(flag_name, worker_arguments(options, role))
         for role in ROLES
         if getattr(options, role)
     ]
-    if all(told):
+    if all(told):  # all were given the size of their KV cache
         return [None] * len(places)
     # vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two
     # workers that load on one GPU at the same time, each would count the other's memory as its own.

@@ -155,9 +155,7 @@ class Plan:
 
 
 def observe(status: Mapping[str, Any], at: float) -> Observation:
-    """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone.
-
-    A worker that is both has two rows. It counts as a decode worker, since its streams go first."""
+    """Read the object of `GET /pullfill/status`. A worker that does not report counts as gone."""
     members, demands, changing = [], {}, []
     rows = status["workers"]
     decodes = {row["instance_id"] for row in rows if row["role"] == DECODE}
@@ -169,6 +167,7 @@ def observe(status: Mapping[str, Any], at: float) -> Observation:
             changing.append(name)
         if row["state"] != "ready" or row["role"] not in OTHER:
             continue
+        # A worker that is both has two rows. It is a decode worker here: its streams go first.
         if row["role"] == PREFILL and name in decodes:
             continue
         busy = int(load.get("requests", 0)) + int(load.get("jobs", 0))
@@ -237,11 +236,10 @@ def _decode(seen: Observation, settings: PlanSettings) -> Need:
 
 
 def _right(now: int, need: float, least: int, band: float) -> int:
-    """Return the number of workers for a need. It falls only if that leaves `band` to spare.
-
-    Any need asks for one worker. There is no need at all if no long prompt came for a while."""
-    if need <= 0:
+    """Return the number of workers for a need. It falls only if that leaves `band` to spare."""
+    if need <= 0:  # no long prompt came for a while
         return least
+    # Any need asks for one worker.
     wanted = max(1, least, math.ceil(need))
     return wanted if wanted > now else max(wanted, min(now, math.ceil(need + band)))
 

@@ -178,13 +178,12 @@ def _model_and_flags(
 ) -> tuple[str, list[str]]:
     """Return the model, and the vLLM flags.
 
-    A worker that joins the local cluster gets the flags that the cluster was started with. With
-    another dtype or block size it could not exchange KV.
-
     given: the value of `--model`. Empty: that of the local cluster."""
     model = given or (launch.model if launch else "")
     if not model:
         raise ConfigError("which model? Give --model PATH, the same as the cluster's")
+    # A worker that joins the local cluster gets the flags that the cluster was started with. With
+    # another dtype or block size it could not exchange KV.
     if launch is not None and plan.resolve_model(model) == plan.resolve_model(launch.model):
         return model, [*launch.engine_args, *launch.role_args.get(role, []), *vllm_args]
     base: list[str] = []

@@ -269,9 +269,8 @@ class StateDir:
         return [e for e in cluster.processes if is_alive(identity(e))] if cluster else []
 
     def refuse_foreign(self) -> None:
-        """Raise ConfigError if the record is of another host, boot or container.
-
-        Its pids are not valid here, so nobody can tell what still runs."""
+        """Raise ConfigError if the record is of another host, boot or container."""
+        # Its pids are not valid here, so nobody can tell what still runs.
         launch, spaces = self.launch(), list[str]()
         with suppress(ConfigError):  # damaged
             cluster = self.cluster()

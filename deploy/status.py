@@ -182,9 +182,7 @@ def state_lines(cluster: Cluster) -> Iterator[Text]:
 
 
 def processes(ref: ClusterRef) -> dict[str, Any]:
-    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here.
-
-    The `role` of a process is that of its command line. `workers` has the role that it has now."""
+    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here."""
     if ref.state_dir is None:
         return {}
     state = StateDir(ref.state_dir)
@@ -198,7 +196,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
     rows = [
         {
             "name": entry.name,
-            "role": entry.role,
+            "role": entry.role,  # of its command line. `workers` has the role that it has now
             "instance_id": entry.instance_id,
             "pid": entry.pid,
             "alive": (alive := is_alive(identity(entry))),

@@ -164,9 +164,9 @@ class Deaths:
     def pause(self, now: float, *, blameless: bool = False) -> float | None:
         """Note a death at `now`. Return the seconds to wait before the process is started again.
 
-        Pauses double until the process has run for WINDOW_S. None: give it up.
-
+        None: give it up.
         blameless: a request may have caused the death. Such deaths alone end in no giving up."""
+        # Pauses double until the process has run for so long.
         if now - self._ran_from > WINDOW_S:
             self._backoff.reset()
         self._ran_from = now
@@ -444,11 +444,7 @@ class Supervisor:
     async def watch(self, *, detached: bool) -> None:
         """Restart what dies, until a signal, `pullfill down`, or the end of every process.
 
-        Then drain the rest. Returns when nothing runs any more.
-
-        detached: also stay, with no process left, so that `pullfill status` can show what was given
-        up.
-        """
+        Then drain the rest. Returns when nothing runs any more."""
         keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
 
         async def keep(name: str) -> None:
@@ -464,6 +460,7 @@ class Supervisor:
         # Nothing was started if all servers are others' and there is no worker.
         ends: set[asyncio.Future[Any]] = {stop, kept} if names else {stop}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # `pullfill status` can show what was given up as long as this process is there.
         if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
         if self._stop.is_set() and not self._state.stopping():
@@ -647,9 +644,8 @@ class Supervisor:
             await asyncio.sleep(POLL_S / 2)
 
     async def _wait_checked(self, ref: ClusterRef, specs: list[ProcessSpec]) -> None:
-        """Wait for the self-checks of the decode workers. If they take too long, say so.
-
-        Until a self-check is over, the decode worker prefills every prompt itself."""
+        """Wait for the self-checks of the decode workers. If they take too long, say so."""
+        # Until a self-check is over, the decode worker prefills every prompt itself.
         waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
         with suppress(RegistryUnavailable, TimeoutError):
             async with asyncio.timeout(self._self_checks_s), members.etcd_of(ref) as etcd:

@@ -90,9 +90,8 @@ def for_worker(arguments: Sequence[str]) -> list[str]:
 
 
 def for_frontend(arguments: Sequence[str]) -> list[str]:
-    """Return those flags of decode workers that a frontend must know: how they speculate.
-
-    Without them vLLM's frontend has no metrics of drafts and checks no request against them."""
+    """Return those flags of decode workers that a frontend must know: how they speculate."""
+    # Without them vLLM's frontend has no metrics of drafts and checks no request against them.
     kept = (
         # Also --speculative-config.method and the like.
         g

@@ -103,9 +103,9 @@ class ClusterView:
     async def reports(self, *, jobs: bool = False) -> list[tuple[WorkerRecord, Report | None]]:
         """Return the record and the report of every worker. None: it does not answer.
 
-        A worker that joined after the others were asked is left out: it is not lost.
         jobs: with the open jobs (`Report.jobs`, `held`)."""
         reports = await self._look(jobs)
+        # A worker that joined after the others were asked is left out: it is not lost.
         return [(r, reports[r.instance_id]) for r in self.records() if r.instance_id in reports]
 
     async def reasons(self) -> list[str]:

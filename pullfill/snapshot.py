@@ -216,10 +216,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def reasons(self) -> list[str]:
-        """Return why the cluster is degraded, for /ready. Servers come first.
-
-        A server that no worker reaches is named once, not once per worker."""
+        """Return why the cluster is degraded, for /ready. Servers come first."""
         servers = self.outages()
+        # A server that no worker reaches is named once, not once per worker.
         away = tuple(line.partition(" ")[0] for line in servers)
         told = {
             f"{row.instance_id}: {line}": None
@@ -442,9 +441,7 @@ def cluster_of(
 
 
 def _troubles(reports: Reports) -> dict[str, list[str]]:
-    """Return for each worker why it cannot work, as far as known, one line for each reason.
-
-    A worker that is both has two records. All its lines come under its one id."""
+    """Return for each worker why it cannot work, as far as known, one line for each reason."""
     decode = {r.instance_id: report for r, report in reports if r.role == "decode" and report}
     linked = {name for report in decode.values() for name in report.load.get("prefill_workers", ())}
     checks = [check for report in decode.values() for check in report.self_checks]
@@ -455,6 +452,7 @@ def _troubles(reports: Reports) -> dict[str, list[str]]:
         others = decode.keys() - {record.instance_id}
         if record.role == "prefill" and others and record.instance_id not in linked:
             told.append(NOT_LINKED if report else LOST)
+        # A worker that is both has two records. All its lines come under its one id.
         known = troubles.setdefault(record.instance_id, [])
         known += [line for line in told if line not in known]
     return troubles

@@ -121,8 +121,6 @@ class LiveView:
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Return snapshots as JSON until `close`. The first one is whole.
 
-        If there is no snapshot for `quiet_s`, empty bytes are sent to show that the connection is
-        alive. While snapshots fail nothing is sent, so viewers time out.
         Raises OverloadedError if there are too many viewers."""
         if self.viewers >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
@@ -143,6 +141,8 @@ class LiveView:
                     missed = not seen or taken + 1 != self._number
                     taken, seen = self._number, True
                     yield self._encoded(whole=missed)
+                # Empty bytes show that the connection is alive. While snapshots fail nothing is
+                # sent, so viewers time out.
                 elif not (self._closed or self._broken):
                     yield b""
         finally:

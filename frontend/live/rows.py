@@ -84,8 +84,6 @@ def flows_of(
 ) -> tuple[tuple[Flow, ...], int]:
     """Return `limit` requests under way, the oldest first, and how many more there are.
 
-    Those without a token come before those that stream: they are fewer, and move.
-
     flights: the oldest first. now: `time.monotonic`."""
     jobs: dict[tuple[str, str], OpenJob] = {}
     held: dict[str, tuple[str, HeldJob]] = {}
@@ -101,6 +99,7 @@ def flows_of(
     own = {(_at(f), f.wire_id) for f in (*waiting, *streaming)} if jobs else frozenset()
     others = [(decode, job) for (decode, name), job in jobs.items() if (decode, name) not in own]
     total = len(waiting) + len(streaming) + len(others)
+    # Those without a token come first: they are fewer, and move.
     shown = [*waiting[:limit], *streaming[: max(0, limit - len(waiting))]]
     flows = [_own(f, _at(f), jobs.get((_at(f), f.wire_id)), held, now) for f in shown]
     flows += [_other(decode, job, held) for decode, job in others[: limit - len(flows)]]
