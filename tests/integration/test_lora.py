@@ -140,30 +140,3 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_and_ends_no_engine(
     with pytest.raises(openai.NotFoundError):
         ask(cluster, random_prompt(40, seed=4), model="large")
     assert same(*(ask(cluster, random_prompt(40, seed=5), model="red") for _ in range(2)))
-
-
-@pytest.mark.long
-def test_an_adapter_that_no_rank_can_load_ends_no_worker_of_two_ranks(
-    adapters: Path, model_path: Path, tmp_path: Path
-) -> None:
-    """vLLM leaves the other ranks' answers unread when one fails, and then fails itself."""
-    with Cluster(tmp_path, model_path, lease_ttl_s=10) as cluster:
-        cluster.start_servers()
-        cluster.launch("decode", *FLAGS, "--tensor-parallel-size=2")
-        cluster.launch("prefill", *FLAGS)
-        cluster.launch(
-            "frontend", *FLAGS, "--lora-modules", f"red={adapters / 'red'}",
-            env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
-        )  # fmt: skip
-        cluster.wait_ready(*cluster.workers)
-        prompt = random_prompt(300, seed=8)
-        cluster.set_router(policy="always_local")
-        local = ask(cluster, prompt, model="red")
-        for _ in range(2):
-            with pytest.raises(openai.APIStatusError, match=r"16.*max_lora_rank"):
-                load(cluster, "large", adapters / "large")
-        cluster.set_router(policy="always_remote")
-        longer = ask(cluster, [*prompt, *random_prompt(200, seed=9)], model="red")
-        assert cluster.explain(longer.request_id)["path"] == "remote"
-        assert same(ask(cluster, prompt, model="red"), local)
-        assert not cluster.log_errors()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import MODEL, Cluster
-from tests.support.prompts import forget_decode_prefixes, going_away, random_prompt
+from tests.support.prompts import random_prompt
 from tests.support.recurrent import answer_to
 from tests.support.zoo import ZOO
 
@@ -81,12 +81,9 @@ def test_kv_of_all_blocks_and_one_state_are_written(
     assert blocks_written(cluster, told) == -(-(len(prompt) - 1) // BLOCK) + 1
 
 
-@pytest.mark.parametrize(
-    ("hit", "more"),
-    [(BLOCK, 1), (5 * BLOCK, BLOCK), (5 * BLOCK, 400)],
-)
-def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster, hit: int, more: int) -> None:
+def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster) -> None:
     """Only the decode worker has it. The prefill worker computes on from it."""
+    hit, more = 5 * BLOCK, 400
     cluster.set_router(policy="always_local")
     head = random_prompt(hit + 1, seed=hit + more)
     assert ask(cluster, head)["path"] == "local"
@@ -100,37 +97,3 @@ def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster, hit: int, more:
     assert record.compat is not None
     read = cluster.counter("pullfill_kv_read_bytes_total") - read
     assert read == (hit // BLOCK + 1) * record.compat.page_bytes * record.compat.num_layers
-
-
-def test_turns_of_a_conversation(cluster: Cluster) -> None:
-    prompt = random_prompt(150, seed=70)
-    for turn in range(4):
-        told = ask(cluster, prompt, 50)
-        assert told["path"] == "remote", turn
-        prompt = prompt + answer_to(prompt, 50) + random_prompt(40 + 30 * turn, seed=turn)
-
-
-def test_a_hit_on_the_prefill_side_only(cluster: Cluster) -> None:
-    prompt = random_prompt(600, seed=80)
-    ask(cluster, prompt)
-    forget_decode_prefixes(cluster)
-    longer = prompt + random_prompt(100, seed=81)
-    told = ask(cluster, longer)
-    assert told["prefix_hit_tokens"] == 0
-    assert blocks_written(cluster, told) == -(-(len(longer) - 1) // BLOCK) + 1
-
-
-def test_cancelled(cluster: Cluster) -> None:
-    with going_away(cluster, random_prompt(1800, seed=90)):
-        pass
-    cluster.assert_clean()
-    ask(cluster, random_prompt(200, seed=90))
-
-
-def test_killed(cluster: Cluster) -> None:
-    """The last test: the decode worker computes all of it again, from no state."""
-    cluster.of("prefill")[0].arm("prefill.before_commit=kill@1")
-    told = ask(cluster, random_prompt(700, seed=91))
-    assert told["fallback"]
-    assert cluster.of("prefill") == []
-    cluster.assert_clean()

@@ -142,13 +142,6 @@ def test_tokens_are_those_of_one_engine(cluster: Cluster, oracle: Oracle) -> Non
     assert cluster.counter("pullfill_kv_read_bytes_total") > read
 
 
-def test_a_worker_has_the_memory_of_all_its_ranks(workers: Pair) -> None:
-    for worker in (workers.decode, workers.prefill):
-        size = 2 if worker in workers.split else 1
-        assert len(kv_files(worker)) == size
-        assert len(ranks_of(worker)) == (size if size > 1 else 0)
-
-
 # Last: it ends the workers.
 
 

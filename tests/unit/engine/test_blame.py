@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.engine.blame import Fault, explained, fault_of
+from pullfill.engine.blame import Fault, fault_of
 from pullfill.errors import BadMessage, ConfigError
 from tests.support.fake_vllm import Output
 
@@ -63,13 +63,6 @@ def test_only_what_vllm_refuses_is_the_fault_of_the_request(case: str) -> None:
 @pytest.mark.parametrize("exc", [BadMessage("x"), ConfigError("x"), VLLMClientError("x")])
 def test_what_is_raised_to_refuse_is_the_fault_of_the_request(exc: Exception) -> None:
     assert fault_of(exc) is Fault.REQUEST
-
-
-def test_the_message_of_a_bug_names_it_and_says_where_to_look() -> None:
-    text = explained(KeyError("a"), "decode worker decode-1")
-    assert "KeyError: 'a'" in text
-    assert "not a mistake in the request" in text
-    assert "decode worker decode-1" in text
 
 
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])

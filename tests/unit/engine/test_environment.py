@@ -19,43 +19,8 @@ from tests.support.fakes import FakeClock
 REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
 
+
 # Eight threads allocate at the same time; malloc_info lists the arenas that there are.
-ARENAS = """
-import ctypes, sys, threading
-from pullfill.engine.environment import bound_arenas
-if sys.argv[1] == "bound":
-    bound_arenas()
-libc = ctypes.CDLL(None)
-libc.fopen.restype = ctypes.c_void_p
-together = threading.Barrier(8)
-def allocate():
-    together.wait()
-    libc.malloc(1000)
-    together.wait()
-threads = [threading.Thread(target=allocate) for _ in range(8)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-out = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
-libc.malloc_info(0, out)
-libc.fclose(out)
-"""
-
-
-def arenas(argument: str, **env: str) -> int:
-    clean = {k: v for k, v in os.environ.items() if k != "MALLOC_ARENA_MAX"}
-    told = subprocess.run(
-        [sys.executable, "-c", ARENAS, argument], env=clean | env, capture_output=True, check=True
-    )
-    return told.stdout.count(b"<heap nr=")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_threads_share_two_arenas_unless_told_otherwise() -> None:
-    assert arenas("bound") == 2
-    assert arenas("unbound") > 3
-    assert arenas("bound", MALLOC_ARENA_MAX="3") == 3
-
-
 @pytest.mark.parametrize(
     ("device", "installed", "driver", "on_cpu"),
     [
@@ -132,33 +97,6 @@ def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:
 # --------------------------------------------------------------------------- heap
 
 # Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
-HOLES = """
-import ctypes
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from pullfill.engine.environment import trim
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-blocks = [libc.malloc(16384) for _ in range(2000)]
-for block in blocks:
-    ctypes.memset(block, 1, 16384)
-for block in blocks[::2]:
-    libc.free(block)
-before = resident()
-trim()
-print(before - resident())
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_a_trim_gives_holes_back() -> None:
-    told = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, check=True)
-    assert int(told.stdout) > 1000 * 8192
-
-
 IMPORTS = """
 import gc, weakref
 from pullfill.engine.environment import begin_imports, end_imports

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,19 +143,6 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
         "heads": "its KV cache groups have different heads",
         "blocks": "its KV cache groups have blocks of different sizes",
     }
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "named"),
-    [(0, 4, [11, 12, 13, 23, 14, 24]), (1, 3, [12, 13, 23]), (3, 4, [14, 24]), (2, 2, [])],
-)
-def test_blocks_are_named_by_position_and_then_by_group(
-    start: int, stop: int, named: list[int]
-) -> None:
-    order = BlockOrder((0, 2))
-    tables = [[11, 12, 13, 14], [EMPTY, EMPTY, 23, 24]]
-    assert order.ids(tables, start, stop) == named
-    assert order.before(stop) - order.before(start) == len(named)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 9))

@@ -74,11 +74,6 @@ def test_a_request_that_had_a_part_in_a_step_before_was_touched() -> None:
     assert untouched(scheduler, scheduler.fail()) == {"a"}
 
 
-def test_an_empty_queue() -> None:
-    scheduler = Scheduler(fails=True)
-    assert untouched(scheduler, scheduler.fail()) == set()
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_engine_tells_it_before_its_loop_ends(broken: bool) -> None:
     """It tells all, and ends with the failure of the step in any case."""

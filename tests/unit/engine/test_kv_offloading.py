@@ -55,16 +55,6 @@ def test_our_connector_is_told_of_it() -> None:
     assert ours["kv_connector_extra_config"] == {"instance_id": "i"}
 
 
-@pytest.mark.usefixtures("tried")
-def test_settings_of_a_disk_are_kept() -> None:
-    tiers = [{"type": "fs", "root_dir": "/kv"}]
-    settings = DISK | {"secondary_tiers": tiers, "eviction_policy": "arc"}
-    assert kv_offloading.take(args(settings), "cuda") == settings
-    found = kv_offloading.take(args(settings), "cpu")
-    assert found is not None
-    assert (found["spec_name"], found["secondary_tiers"]) == ("HostTieringSpec", tiers)
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

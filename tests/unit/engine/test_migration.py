@@ -83,23 +83,11 @@ def test_the_answer_so_far_becomes_prompt_and_the_rest_stays() -> None:
     assert c.room_for(first) == c.room_for(second) == 12
 
 
-def test_min_tokens_end_at_nothing() -> None:
-    assert (
-        c.migration_request(request(max_tokens=9, min_tokens=2), OUT).sampling_params.min_tokens
-        == 0
-    )
-
-
 def test_prompt_logprobs_are_not_computed_twice_and_the_prefix_cache_serves_again() -> None:
     first = request(max_tokens=9, prompt_logprobs=1, skip_reading_prefix_cache=True)
     params = c.migration_request(first, OUT).sampling_params
     assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None)
     assert first.sampling_params.prompt_logprobs == 1
-
-
-def test_reading_no_prefix_cache_for_another_reason_stays() -> None:
-    first = request(max_tokens=9, skip_reading_prefix_cache=True)
-    assert c.migration_request(first, OUT).sampling_params.skip_reading_prefix_cache is True
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)

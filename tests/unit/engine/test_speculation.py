@@ -74,20 +74,3 @@ def test_prompts_stay_local_unless_the_drafter_is_known_to_have_no_kv(method: st
 def test_one_more_token_is_computed_here_with_speculation() -> None:
     assert speculation.local_tokens(PLAIN) == 1
     assert speculation.local_tokens(config()) == 2
-
-
-def test_only_the_drafter_that_looks_n_grams_up_is_compiled() -> None:
-    calls: list[Any] = []
-
-    def core(method: str | None) -> Any:
-        spec = method and SimpleNamespace(method=method, num_speculative_tokens=3)
-        return SimpleNamespace(
-            vllm_config=SimpleNamespace(speculative_config=spec),
-            collective_rpc=lambda method, args: calls.append(args),
-        )
-
-    for method in (None, "suffix", "eagle"):
-        speculation.compile_drafter(core(method))
-    assert calls == []
-    speculation.compile_drafter(core("ngram"))
-    assert calls == [(3,)]

@@ -115,21 +115,6 @@ def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
         assert View(scheduler).hit(request) == min(cached, 5) * BLOCK
 
 
-def test_a_waiting_request_is_looked_up_once(scheduler: Scheduler) -> None:
-    seen = View(scheduler)
-    scheduler.add("new", 41)
-    first = seen.load(draining=False)
-    asked = scheduler.pool.looked_up
-    assert asked
-    assert seen.load(draining=False) == first
-    assert scheduler.pool.looked_up == asked
-    scheduler.requests.clear()
-    seen.load(draining=False)
-    scheduler.add("new", 41)  # another request of the same name
-    seen.load(draining=False)
-    assert scheduler.pool.looked_up == 2 * asked
-
-
 # --------------------------------------------------------------------------- chunks
 
 
