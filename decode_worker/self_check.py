@@ -352,7 +352,9 @@ class Trials:
             trial.settled, trial.loaded = True, loaded
 
         self._traces.apart[name] = settled
-        request = requests.trial_request(name, tokens, cache_salt=salt, logprobs=self._logprobs)
+        request = requests.own_request(
+            name, tokens, cache_salt=salt, arrival_time=time.time(), logprobs=self._logprobs
+        )
         began = time.monotonic()
         try:
             output = await asyncio.wrap_future(self._submit.add(request))

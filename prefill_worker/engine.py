@@ -72,7 +72,7 @@ class PrefillEngine:
         except OutOfReach as exc:
             task.end(exc)
             return
-        request = engine_requests.prefill_request(
+        request = engine_requests.own_request(
             task.request_id,
             task.token_ids,
             cache_salt=task.job.cache_salt,

@@ -231,7 +231,7 @@ class ReadLeases:
         try:
             if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
                 lora = self._context.adapters.placed(lora_request(adapter))
-            request = requests.prefill_request(
+            request = requests.own_request(
                 "read-lease", (), cache_salt=ask.cache_salt, priority=0,
                 arrival_time=time.time(), lora_request=lora,
             )  # fmt: skip

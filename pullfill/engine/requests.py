@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -20,44 +19,22 @@ UNTRACKED = 256
 OWN_CLIENT = -1
 
 
-def prefill_request(
+def own_request(
     request_id: str,
     token_ids: Sequence[int],
     *,
     cache_salt: str | None,
-    priority: int,
     arrival_time: float,
-    lora_request: Any = None,
-    mm_features: Sequence[Any] = (),
-) -> Any:
-    """An EngineCoreRequest that computes the KV of `token_ids` and samples one token, which
-    nobody reads. Sampling parameters of the user never come here."""
-    return _request(
-        request_id, token_ids, arrival_time, cache_salt=cache_salt, priority=priority,
-        lora_request=lora_request, mm_features=mm_features, client_index=OWN_CLIENT,
-    )  # fmt: skip
-
-
-def trial_request(
-    request_id: str, token_ids: Sequence[int], *, cache_salt: str, logprobs: int | None
-) -> Any:
-    """Return an EngineCoreRequest for the self-check. It samples one token.
-
-    logprobs: how many of the most likely tokens get a log probability."""
-    return _request(
-        request_id, token_ids, time.time(), logprobs, cache_salt=cache_salt, client_index=OWN_CLIENT
-    )
-
-
-def _request(
-    request_id: str,
-    token_ids: Sequence[int],
-    arrival_time: float,
+    priority: int = 0,
     logprobs: int | None = None,
     lora_request: Any = None,
     mm_features: Sequence[Any] = (),
-    **fields: Any,
 ) -> Any:
+    """Return an EngineCoreRequest that computes the KV of `token_ids` and samples one token.
+
+    Sampling parameters of the user never come here.
+
+    logprobs: how many of the most likely tokens get a log probability."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -68,8 +45,10 @@ def _request(
         pooling_params=None,
         arrival_time=arrival_time,
         lora_request=lora_request,
+        cache_salt=cache_salt,
         data_parallel_rank=None,
-        **fields,
+        client_index=OWN_CLIENT,
+        priority=priority,
     )
 
 

@@ -31,7 +31,6 @@ class View:
         self._scheduler = core.scheduler
         self._pool = core.scheduler.kv_cache_manager.block_pool
         self._places = places_of(core.scheduler.kv_cache_config)
-        self._cached: dict[str, int] = {}
         self.config = core.vllm_config
         self.tier = tier_of(core)
         self.chunks = PrefillChunks(core)
@@ -62,14 +61,9 @@ class View:
     def load(self, draining: bool) -> LoadReport:
         """Return the load. Takes time in proportion to the number of requests."""
         running, waiting = self.counts()
-        cached, self._cached = self._cached, {}
         queued = 0
-        for request_id, request in self._scheduler.requests.items():
-            computed = request.num_computed_tokens
-            if not computed:
-                hit = cached.get(request_id)
-                computed = self.hit(request) if hit is None else hit
-                self._cached[request_id] = computed
+        for request in self._scheduler.requests.values():
+            computed = request.num_computed_tokens or self.hit(request)
             # A request that generates has one more token to compute in each step.
             if (rest := request.num_tokens - computed) > 1:
                 queued += rest

@@ -23,7 +23,7 @@ from pullfill.engine.adapters import lora_request
 from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
-from pullfill.engine.requests import prefill_request
+from pullfill.engine.requests import own_request
 from pullfill.engine.view import View
 from pullfill.errors import BadMessage, NotNow
 from pullfill.options import WorkerOptions
@@ -176,7 +176,7 @@ async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]
 
 def request(name: str, tokens: int = PROMPT, **fields: Any) -> Any:
     prompt = random_prompt(tokens, seed=sum(name.encode()))
-    return prefill_request(name, prompt, cache_salt=None, priority=0, arrival_time=0.0, **fields)
+    return own_request(name, prompt, cache_salt=None, priority=0, arrival_time=0.0, **fields)
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:

@@ -21,7 +21,7 @@ from pullfill.decode_worker import request_server as request_servers
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire
-from pullfill.engine.requests import prefill_request
+from pullfill.engine.requests import own_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 from tests.support.request_server_rig import own_loop
@@ -69,7 +69,7 @@ def test_vllms_codec_gives_its_structs_or_bad_message(
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     worker, frontend = codecs
-    request = prefill_request("r", [1, 2], cache_salt="s", priority=0, arrival_time=0.0)
+    request = own_request("r", [1, 2], cache_salt="s", priority=0, arrival_time=0.0)
     answer = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r", new_token_ids=[1])])
     valid = [bytes(b"".join(map(bytes, frontend.encode(request))))]
     valid += [bytes(b"".join(map(bytes, worker.encode(answer)))), *BOMBS, *SHAPES]
@@ -153,7 +153,7 @@ def request_server(
 def test_any_multipart_message_leaves_the_engine_thread_alive(
     request_server: RequestServer, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = prefill_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
+    request = own_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
     encoded = [bytes(f) for f in front_wire.FrontendCodec().encode(request)]
     calls = [msgspec.msgpack.encode((1, m, [])) for m in ("is_sleeping", "shutdown", "__class__")]
     valid = [HELLO, front_wire.encode_ids(["r"]), *encoded, *calls, *BOMBS]
@@ -194,9 +194,7 @@ def test_blocks_of_two_salts_never_have_one_hash() -> None:
     hasher = get_request_block_hasher(4, sha256)
 
     def hashes(salt: str | None) -> list[bytes]:
-        request = prefill_request(
-            "r", list(range(16)), cache_salt=salt, priority=0, arrival_time=0.0
-        )
+        request = own_request("r", list(range(16)), cache_salt=salt, priority=0, arrival_time=0.0)
         return list(Request.from_engine_core_request(request, hasher).block_hashes)
 
     assert len(hashes("a")) == 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import front_wire
-from pullfill.engine.requests import UNTRACKED, prefill_request, prepare
+from pullfill.engine.requests import UNTRACKED, own_request, prepare
 from tests.support.prompts import random_prompt
 
 
@@ -28,7 +28,7 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
         preprocess_add_request = EngineCore.preprocess_add_request
 
     core: Any = Core()
-    sent = prefill_request(
+    sent = own_request(
         "r", random_prompt(length, seed=1), cache_salt=salt, priority=0, arrival_time=0.0
     )
     request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))

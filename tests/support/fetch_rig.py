@@ -288,8 +288,8 @@ class FetchWorker:
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have holders hash prompts as `hashes_of` does."""
 
-    def prefill_request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
+    def own_request(name: str, tokens: Sequence[int], **fields: Any) -> Any:
         return SimpleNamespace(**fields)
 
-    requests = SimpleNamespace(prefill_request=prefill_request)
+    requests = SimpleNamespace(own_request=own_request)
     monkeypatch.setattr(read_leases, "requests", requests)
