@@ -240,6 +240,27 @@ async def test_what_cannot_be_computed_here_is_settled_once(
     assert (worker.budget.completed, worker.budget.tokens) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("reason", "number", "verbs"),
+    [
+        (RefuseReason.CLOSED, 1, ["ack"]),
+        (RefuseReason.IN_PROGRESS, 1, []),  # its holder settles it
+        (RefuseReason.IN_PROGRESS, 5, ["ack"]),  # or it would become a dead letter
+    ],
+)
+async def test_a_refused_claim_takes_no_message_from_who_holds_the_job(
+    reason: RefuseReason, number: int, verbs: list[str]
+) -> None:
+    async def refuses(*_: Any) -> Grant:
+        raise ClaimRefused("no", reason=reason)
+
+    worker, delivery = Worker(never), Delivered(number)
+    worker.link.claim = refuses
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    await worker.over()
+    assert delivery.verbs == verbs
+
+
 async def test_a_peers_nonsense_in_the_middle_is_no_poison() -> None:
     """As a session raises it when the owner refuses a write or breaks off."""
     worker, delivery = Worker(some_transfer_worker), Delivered()

@@ -163,6 +163,17 @@ def test_an_aborted_prompt_gives_its_turn_back(computed: int) -> None:
     assert engine.steps == [{"a": 7}, {"b": STEP}]
 
 
+def test_a_preempted_prompt_gives_its_turn_back() -> None:
+    engine = Engine(1)
+    engine.add("a", 3 * STEP)
+    engine.add("b", STEP)
+    engine.step()
+    engine.running.remove("a")
+    engine.side.plan(step({}, ["a"]))
+    engine.step()
+    assert engine.steps == [{"a": 7}, {"b": STEP}]
+
+
 def test_a_prefix_that_could_not_be_read_is_computed_in_its_turn() -> None:
     engine = Engine(1)
     engine.add("a", 2 * STEP)
