@@ -63,7 +63,6 @@ class _Charge:
     timer: asyncio.TimerHandle
     counted: bool = True
     granted: bool = False
-    computed: bool = False
 
 
 class Budget:
@@ -92,10 +91,8 @@ class Budget:
     @property
     def free(self) -> int:
         """How much is left. Negative: more is under way."""
-        if not self.by_prompt:
-            return self.limit - self.tokens
-        charges = self._charges.values()
-        return self.limit - sum(charge.counted and not charge.computed for charge in charges)
+        prompts = sum(charge.counted for charge in self._charges.values())
+        return self.limit - (prompts if self.by_prompt else self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -139,9 +136,9 @@ class Budget:
         charge.counted = True
 
     def computed(self, job_id: str) -> None:
-        """Note that the prompt is computed. Its KV may not be delivered yet."""
+        """With `--concurrency`: note that the prompt is computed. Its KV may still travel."""
         if (charge := self._charges.get(job_id)) is not None:
-            charge.computed = True
+            charge.counted = False
             self.room.set()
 
     def over(self, job_id: str, succeeded: bool | None) -> None:

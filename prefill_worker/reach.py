@@ -85,6 +85,7 @@ class SharedTransferWorker:
 
     open_transfer_worker: makes a transfer worker.
     name: the decode worker's, for people.
+    current: the transfer worker. None before the first success, and after `drop`.
     route: the transport that it uses, or used before it was closed, and why no better one. None
     before the first success."""
 
@@ -98,27 +99,18 @@ class SharedTransferWorker:
         self._open = open_transfer_worker
         self._name = name
         self._clock = clock
-        self._transfer_worker: TransferWorker | None = None
-        self._attempt: asyncio.Task[None] | None = None
-        self._why = ""
+        self._attempt: asyncio.Task[TransferWorker] | None = None
         self._backoff = Backoff(2.0, longest_s=30.0)
         self._again_at = 0.0
         self._closed = False
         self._idle = IdleTimer(self._rest, idle_s)
+        self.current: TransferWorker | None = None
         self.route: dict[str, object] | None = None
-
-    @property
-    def current(self) -> TransferWorker | None:
-        """The transfer worker. None before the first success, after `drop`, and if closed as
-        idle."""
-        return self._transfer_worker
 
     @property
     def in_use(self) -> bool:
         """Whether a job holds the transfer worker, or it still copies for one that has ended."""
-        return self._idle.in_use or (
-            self._transfer_worker is not None and self._transfer_worker.busy
-        )
+        return self._idle.in_use or (self.current is not None and self.current.busy)
 
     def held(self) -> AbstractContextManager[None]:
         """Keep the transfer worker open inside the `with` block.
@@ -131,18 +123,16 @@ class SharedTransferWorker:
         """Return the transfer worker. Connects if there is none. Raises OutOfReach.
 
         If the caller is cancelled, the attempt to connect goes on: other jobs wait for it too."""
-        if self._transfer_worker is not None:
-            return self._transfer_worker
-        if self._attempt is None:
-            if self._closed or self._clock.monotonic() < self._again_at:
-                raise self._failure()
-            self._attempt = asyncio.create_task(self._connect(), name=f"reach {self._name}")
+        if self._closed:
+            raise self._failure("it is gone")
+        if self.current is not None:
+            return self.current
+        attempt = self._attempt
+        if attempt is None or (attempt.done() and self._clock.monotonic() >= self._again_at):
+            attempt = self._attempt = asyncio.create_task(self._connect())
         # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
         # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
-        await asyncio.shield(self._attempt)
-        if self._transfer_worker is None:
-            raise self._failure()
-        return self._transfer_worker
+        return await asyncio.shield(attempt)
 
     def forgive(self) -> None:
         """Let the next `get` try to connect at once, because something has changed."""
@@ -151,49 +141,43 @@ class SharedTransferWorker:
 
     def drop(self) -> None:
         """Close the current transfer worker. The next `get` makes a new one."""
-        transfer_worker, self._transfer_worker = self._transfer_worker, None
+        dropped, self.current = self.current, None
         self._idle.stop()
-        if transfer_worker is not None:
-            self._why = "the connection to it ended"
-            transfer_worker.close()
+        if dropped is not None:
+            self._attempt = None
+            dropped.close()
 
     def close(self) -> None:
         """Close for good. The result of an attempt under way is closed too."""
         self._closed = True
-        self._why = "it is gone"
         self.drop()
 
     def _rest(self) -> bool:
         """Close the idle transfer worker. Returns False if it still copies."""
-        transfer_worker = self._transfer_worker
-        if transfer_worker is not None and transfer_worker.busy:
+        if self.current is not None and self.current.busy:
             return False
         self.drop()
         return True
 
-    def _failure(self) -> OutOfReach:
-        return OutOfReach(f"the KV memory of decode worker {self._name}: {self._why}")
+    def _failure(self, why: str) -> OutOfReach:
+        return OutOfReach(f"the KV memory of decode worker {self._name}: {why}")
 
-    async def _connect(self) -> None:
-        """Try to connect. Never raises, because maybe nobody waits for it any more."""
+    async def _connect(self) -> TransferWorker:
+        """Try to connect. Raises OutOfReach."""
         try:
-            transfer_worker = await self._open()
+            made = await self._open()
         except Exception as exc:
             if not isinstance(exc, PullfillError):
                 logger.exception("connecting to %s failed", self._name)
-            if not self._closed:
-                self._why = str(exc) or repr(exc)
             self._again_at = self._clock.monotonic() + self._backoff.next()
-        else:
-            if self._closed:
-                transfer_worker.close()
-            else:
-                self._transfer_worker = transfer_worker
-                self.route = {
-                    "transport": transfer_worker.transport,
-                    "why_not_better": list(transfer_worker.why_not_better),
-                }
-                self.forgive()
-                self._idle.start()  # all jobs that asked may have left
-        finally:
-            self._attempt = None
+            raise self._failure(str(exc) or repr(exc)) from exc
+        if self._closed:
+            made.close()
+            raise self._failure("it is gone")
+        self.current = made
+        self.route = {
+            "transport": made.transport, "why_not_better": list(made.why_not_better),
+        }  # fmt: skip
+        self.forgive()
+        self._idle.start()  # all jobs that asked may have left
+        return made
