@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -246,26 +245,28 @@ class Follower:
 
     def begin(self) -> None:
         """Begin to watch. What is in etcd arrives soon."""
-        self._spawn(self._run(), self._what)
+        self._keep(asyncio.create_task(self._run(), name=self._what))
 
     async def start(self, timeout_s: float = 30.0) -> None:
         """Begin to watch. Returns once all that is in etcd now was told.
 
         Raises RegistryUnavailable after `timeout_s`."""
-        task = self._spawn(self._run(), self._what)
+        task = asyncio.create_task(self._run(), name=self._what)
         synced = asyncio.create_task(self._synced.wait())
+        either = asyncio.FIRST_COMPLETED
         try:
-            await asyncio.wait(
-                {synced, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({synced, task}, timeout=timeout_s, return_when=either)
+        except BaseException:
+            task.cancel()  # `close` does not know it yet
+            raise
         finally:
             synced.cancel()
-            if not self._synced.is_set():
-                task.cancel()
         if not self._synced.is_set():
             if task.done():
-                await task  # raises why
+                await task
+            task.cancel()
             raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
+        self._keep(task)
 
     def write(
         self, work: Callable[[float], Awaitable[object]], name: str, for_s: float = math.inf
@@ -273,7 +274,8 @@ class Follower:
         """Do `work` in the background. While etcd does not answer, try again, for `for_s`.
 
         work: gets the seconds that are left."""
-        self._spawn(self._write(work, name, time.monotonic() + for_s), name)
+        writing = self._write(work, name, time.monotonic() + for_s)
+        self._keep(asyncio.create_task(writing, name=name))
 
     async def close(self) -> None:
         """End the watch, and drop what is not written yet. Idempotent."""
@@ -297,11 +299,9 @@ class Follower:
                 _log.debug("%s is not written yet: %s", name, exc)
                 await asyncio.sleep(1.0)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
+    def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
