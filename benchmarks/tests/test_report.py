@@ -9,14 +9,6 @@ import pytest
 
 from benchmarks import bench_cluster, machine, report
 
-SPIN = """
-import time
-while time.process_time() < {}:
-    pass
-print(flush=True)
-input()
-"""
-
 
 class TestRows:
     def test_rounding_never_turns_a_miss_into_a_hit(self) -> None:

@@ -56,7 +56,8 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The owners in promises.md: test_docs_fault_rows.py.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "docs/promises.md"])
 def test_files_and_tests_named_exist(name: str) -> None:
     missing = []
     for path, test in re.findall(r"`((?:\w+/)+\w+\.py)(?:::(\w+))?`", text_of(name)):
