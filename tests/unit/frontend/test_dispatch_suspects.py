@@ -100,6 +100,16 @@ async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
         assert "other" not in r.sink.failures, "of one death"
 
 
+async def test_a_user_who_goes_away_after_two_deaths_is_refused_at_once_when_back() -> None:
+    workers = [FakeDecode(f"decode-{i}", fatal_token=FATAL) for i in range(3)]
+    async with rig(*workers, waits=Waits(sure=60.0)) as r:
+        r.dispatcher.submit(request("d", [FATAL]))
+        await until(lambda: len(r.sink.gone) == 2)
+        r.dispatcher.abort(["d"])
+        r.dispatcher.submit(request("retry", [FATAL]))
+        assert r.sink.refused == {"retry"}
+
+
 async def test_an_answer_that_kills_half_way_kills_six() -> None:
     async with fleet_of(7, fatal_length=20) as (r, fleet):
         for i in range(6):
