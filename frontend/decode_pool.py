@@ -9,6 +9,7 @@ The connection says whether a worker is alive. The registry says whether it shou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -114,14 +115,10 @@ class WorkerPool:
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Whether a worker can take requests, waiting at most `timeout_s` for the first."""
-        if self._usable:
-            return True
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
-        except TimeoutError:
-            return False
-        return True
+        return bool(self._usable)
 
     def refusals(self) -> list[str]:
         """Return, for people, which listed workers this frontend cannot use, and why."""

@@ -189,9 +189,8 @@ class Dispatcher:
     def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
         by_worker: dict[DecodeConnection, list[str]] = {}
         for request_id in request_ids:
-            if (flight := self.flights.pop(request_id, None)) is None:
+            if (flight := self.flights.get(request_id)) is None:
                 continue
-            self._waiting.drop(request_id)
             self._over(flight, answered)
             if flight.worker is not None:
                 by_worker.setdefault(flight.worker, []).append(flight.wire_id)
@@ -328,14 +327,16 @@ class Dispatcher:
             self._fail(flight, out.stop_reason, OURS if fault is Fault.OURS else REFUSED)
             out.new_token_ids = []
             return False
-        del self.flights[flight.request_id]
         self._over(flight, True)
         return True
 
-    def _over(self, flight: Flight, answered: bool) -> None:
+    def _over(self, flight: Flight, answered: bool = False, error: str = "") -> None:
+        """Forget a request. Without an answer and an error its client has left."""
+        self.flights.pop(flight.request_id, None)
+        self._waiting.drop(flight.request_id)
         if answered:
             flight.record.answered(flight.request.sampling_params)
-        self._requests.over(flight.record, len(flight.tokens))
+        self._requests.over(flight.record, len(flight.tokens), error)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=answered)
 
@@ -433,12 +434,9 @@ class Dispatcher:
         self._waiting.soon((flight,))
 
     def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:
-        if self.flights.pop(flight.request_id, None) is None:
-            return
-        self._waiting.drop(flight.request_id)
-        self._requests.over(flight.record, len(flight.tokens), message)
-        self.balancer.left(flight)
-        self.suspects.on_end(flight, finished=False)
+        if self.flights.get(flight.request_id) is not flight:
+            return  # it ended with another choice of its answer
+        self._over(flight, error=message)
         if flight.worker is not None:
             flight.worker.flights.pop(flight.wire_id, None)
         if result != REFUSED:
