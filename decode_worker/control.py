@@ -45,14 +45,7 @@ logger = log.get("decode_worker.control")
 
 
 class ControlServer:
-    """Serves the connections of prefill workers.
-
-    key: the cluster key. A prefill worker that does not hold it is refused.
-    reach: opens a prefill worker's memory for reading, in pull mode. A prefill worker whose memory
-    cannot be read writes instead.
-    checks: the self-check, which is told who connects. None: nothing can be compared.
-    leases: lets other decode workers read the prefix cache.
-    """
+    """Serves the connections of prefill workers."""
 
     def __init__(
         self,
@@ -61,10 +54,14 @@ class ControlServer:
         instance_id: str,
         compat: Compat,
         silent_s: float = SILENT_S,
+        # The cluster key. A prefill worker that does not hold it is refused.
         key: ClusterKey | None = None,
+        # Opens a prefill worker's memory for reading, in pull mode. A prefill worker whose memory
+        # cannot be read writes instead.
         reach: Reach | None = None,
+        # The self-check, which is told who connects. None: nothing can be compared.
         checks: Checks | None = None,
-        leases: ReadLeases | None = None,
+        leases: ReadLeases | None = None,  # lets other decode workers read the prefix cache
     ) -> None:
         self._handoff = handoff
         self.peers = handoff.peers

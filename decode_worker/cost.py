@@ -218,16 +218,14 @@ class EngineRates:
 class CostModel:
     """See the module. Engine thread, but for `committed`.
 
-    step_tokens: most tokens in a step of this engine. stream_tokens: of one stream.
-    chunks: whether prompts can be computed in chunks here.
     workers: what is known of prefill workers."""
 
     def __init__(
         self,
-        step_tokens: int = 2048,
+        step_tokens: int = 2048,  # most tokens in a step of this engine
         *,
-        chunks: bool = True,
-        stream_tokens: int = 1,
+        chunks: bool = True,  # whether prompts can be computed in chunks here
+        stream_tokens: int = 1,  # of one stream
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.rates = EngineRates()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,11 +94,7 @@ class OpenedJob:
 class Handoff:
     """All remote prefills of one decode worker.
 
-    asyncio thread only, but `publish`.
-
-    peers: the connected prefill workers. The control server adds and removes them.
-    model: is told what prefill workers have measured.
-    wake: set when the ledger has actions, or another deadline."""
+    asyncio thread only, but `publish`."""
 
     def __init__(
         self,
@@ -107,9 +102,10 @@ class Handoff:
         queue: JobProducer,
         traces: RequestTraces,
         *,
+        # The connected prefill workers. The control server adds and removes them.
         peers: Peers,
-        model: CostModel,
-        wake: asyncio.Event,
+        model: CostModel,  # is told what prefill workers have measured
+        wake: asyncio.Event,  # set when the ledger has actions, or another deadline
         instance_id: str,
         compat_hash: str,
     ) -> None:
@@ -122,8 +118,6 @@ class Handoff:
         self._instance_id = instance_id
         self._compat_hash = compat_hash
         self._loop = asyncio.get_running_loop()
-        self._opened: deque[OpenedJob] = deque()
-        self._woken = False
         self._tasks: set[asyncio.Task[object]] = set()
         self._watching: asyncio.Task[None] | None = None
 
@@ -143,17 +137,12 @@ class Handoff:
         """Have the asyncio thread publish a job that the ledger has opened. Any thread.
 
         vLLM's scheduler never waits for the network. After any failure the ledger serves the
-        request locally. All jobs of one engine step wake the loop once."""
-        self._opened.append(job)
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon_threadsafe(self._publish_opened)
+        request locally."""
+        self._loop.call_soon_threadsafe(self._begin, job)
 
-    def _publish_opened(self) -> None:
-        self._woken = False  # first, so that a job that comes from now on wakes the loop again
+    def _begin(self, job: OpenedJob) -> None:
         self.pulling_changed()  # the engine thread may have seen a worker that is gone now
-        while self._opened:
-            self._spawn(self._publish(self._opened.popleft()))
+        self._spawn(self._publish(job))
         if self._watching is None or self._watching.done():
             self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
 

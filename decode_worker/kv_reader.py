@@ -35,7 +35,6 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 class KvReader:
     """The memory of one other worker, and the thread on which it is read.
 
-    otherwise: what the log says of a worker whose memory cannot be reached.
     within_reach: whether the last attempt to reach it has succeeded. If not, grants tell the worker
     to write instead, until it connects again."""
 
@@ -43,6 +42,7 @@ class KvReader:
         self,
         instance_id: str,
         open_session: Open,
+        # What the log says of a worker whose memory cannot be reached.
         otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
         self._instance_id = instance_id

@@ -367,11 +367,7 @@ def locked(
 
 
 class Ledger:
-    """All remote prefills of one decode worker.
-
-    kv_mode: how the KV gets into the blocks. Grants tell it to the prefill worker.
-    on_event: called after an event was queued for the engine thread. It must only wake that thread.
-    on_action: the same for the asyncio thread: there are actions, or `tick` is due earlier."""
+    """All remote prefills of one decode worker."""
 
     # What always holds:
     #
@@ -391,9 +387,12 @@ class Ledger:
         fences: OwnerFences,
         *,
         incarnation: str,
+        # How the KV gets into the blocks. Grants tell it to the prefill worker.
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
         clock: Clock = SYSTEM_CLOCK,
+        # Called after an event was queued for the engine thread. It must only wake that thread.
         on_event: Callable[[], object] = lambda: None,
+        # The same for the asyncio thread: there are actions, or `tick` is due earlier.
         on_action: Callable[[], object] = lambda: None,
     ) -> None:
         self._fences = fences

@@ -45,22 +45,21 @@ UTILITIES = frozenset({
 class RequestServer:
     """Serves all frontends of one decode worker.
 
-    Engine thread only, except for preparations (intake thread) and reads of `draining` (any).
-    welcome: takes `draining`, and returns the message for a new frontend.
-    models: names under which the model is served.
-    loop: our own loop. Only it polls our socket between steps.
-    key: the cluster key. A frontend that does not hold it is refused.
-    follow: see `BlockEvents.follow`."""
+    Engine thread only, except for preparations (intake thread) and reads of `draining` (any)."""
 
     def __init__(
         self,
+        # Our own loop. Only it polls our socket between steps.
         loop: OwnLoop,
         traces: RequestTraces,
         *,
+        # Takes `draining`, and returns the message for a new frontend.
         welcome: Callable[[bool], front_wire.DecodeWelcome],
-        models: Iterable[str],
+        models: Iterable[str],  # names under which the model is served
         clock: Clock = SYSTEM_CLOCK,
+        # The cluster key. A frontend that does not hold it is refused.
         key: ClusterKey | None = None,
+        # See `BlockEvents.follow`.
         follow: Callable[[bytes, PrefixFollow, Send], object] | None = None,
     ) -> None:
         self._loop = loop
@@ -70,9 +69,7 @@ class RequestServer:
         self._clock = clock
         self._codec = front_wire.WorkerCodec()
         self._frontends: dict[bytes, Frontend] = {}
-        self._by_index: dict[int, Frontend] = {}
         self._taken: dict[str, Request] = {}
-        self._grammars: dict[str, Any] = {}
         self._next_index = self._max_model_len = 0
         self._next_check = 0.0
         self._socket: Any = None
@@ -219,7 +216,7 @@ class RequestServer:
         frontend = Frontend(identity, self._next_index, self._clock.monotonic())
         frontend.name = hello.frontend_instance
         self._next_index += 1
-        self._frontends[identity] = self._by_index[frontend.index] = frontend
+        self._frontends[identity] = frontend
         self._send(frontend, front_wire.HELO, wire.encode(welcome))
         if self.draining:
             self._send(frontend, front_wire.DRAIN)
@@ -273,7 +270,7 @@ class RequestServer:
             if failure is not None:
                 raise failure
             if self._loop.enter(request):
-                self._grammars[taken.id] = request
+                taken.grammar = request
         except Exception as exc:
             self._forget(taken.id)
             self._refuse(taken.frontend, taken.id, exc)
@@ -321,7 +318,7 @@ class RequestServer:
         """Send one step's outputs, each to the frontend that its request came from."""
         for index, batch in outputs.items():
             records = [r for r in map(self._look, batch.outputs) if r is not None]
-            frontend = self._by_index.get(index)
+            frontend = next((f for f in self._frontends.values() if f.index == index), None)
             if batch.scheduler_stats is not None:
                 self._stats = batch.scheduler_stats
                 if frontend is None and not batch.outputs:
@@ -337,8 +334,9 @@ class RequestServer:
         requests.correct_cached_tokens(output, self._traces.offloaded)
         if output.finish_reason is None:
             return None
-        if (made := self._grammars.get(output.request_id)) is not None:
-            requests.explain_error(output, made)
+        taken = self._taken.get(output.request_id)
+        if taken is not None and taken.grammar is not None:
+            requests.explain_error(output, taken.grammar)
         self._forget(output.request_id)
         return self._traces.finish(output.request_id)
 
@@ -382,10 +380,8 @@ class RequestServer:
         level("frontend %s %s; aborting %d requests", frontend.name, why, len(lost))
         self._abort(frontend, lost)
         self._frontends.pop(frontend.identity, None)
-        self._by_index.pop(frontend.index, None)
 
     def _forget(self, request_id: str) -> None:
-        self._grammars.pop(request_id, None)
         if (taken := self._taken.pop(request_id, None)) is not None:
             taken.wanted = False
             taken.frontend.requests.discard(request_id)
@@ -435,6 +431,7 @@ class Request:
     frontend: Frontend
     coming: bool = True  # it is not in the engine yet
     wanted: bool = True  # it was not aborted since it was accepted
+    grammar: Any = None  # vLLM's Request, if it has structured output
 
 
 def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:

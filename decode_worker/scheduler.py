@@ -162,32 +162,27 @@ class JobBlocks:
 
 
 class DecodeScheduler:
-    """Decides, opens jobs and reports their ends, for one engine.
-
-    situation: takes a request and its hit, and returns everything that a rule may look at.
-    publish: `Handoff.publish`.
-    queue_full: called when a prompt stays local because of the queue's depth. Must not block.
-    meter: measures steps, and predicts what they cost.
-    fetching: fetches prefixes from other decode workers. None: nothing can be fetched.
-    tier: vLLM's own KV offloading, beside our connector. None: there is none.
-    seats: of the requests whose KV is on its way.
-    in_flight: vLLM's set of requests for which it reserves blocks.
-    trials: the self-check's requests. None: nothing can be compared."""
+    """Decides, opens jobs and reports their ends, for one engine."""
 
     def __init__(
         self,
         blocks: JobBlocks,
         ledger: Ledger,
         *,
+        # Takes a request and its hit, and returns everything that a rule may look at.
         situation: Callable[[Any, int], Situation],
-        publish: Callable[[OpenedJob], None],
+        publish: Callable[[OpenedJob], None],  # `Handoff.publish`
         traces: RequestTraces,
-        meter: StepMeter,
+        meter: StepMeter,  # measures steps, and predicts what they cost
+        # Called when a prompt stays local because of the queue's depth. Must not block.
         queue_full: Callable[[], None] = lambda: None,
+        # Fetches prefixes from other decode workers. None: nothing can be fetched.
         fetching: PrefixFetches | None = None,
+        # vLLM's own KV offloading, beside our connector. None: there is none.
         tier: Tier | None = None,
-        seats: Seats | None = None,
-        in_flight: set[Any] | None = None,
+        seats: Seats | None = None,  # of the requests whose KV is on its way
+        in_flight: set[Any] | None = None,  # vLLM's set of requests for which it reserves blocks
+        # The self-check's requests. None: nothing can be compared.
         trials: Trials | None = None,
     ) -> None:
         self._blocks = blocks

@@ -321,17 +321,15 @@ class Trials:
     They take the path of any request: vLLM's scheduler, the ledger, a prefill worker's claim,
     writes and commit. But the decision about them is made here, their job goes to the prefill
     worker that is checked, and metrics do not count them. asyncio thread only, except where a
-    heading says otherwise.
-
-    logprobs: how many of the most likely tokens get a log probability. None: no tokens.
-    groups: the KV cache groups of the model."""
+    heading says otherwise."""
 
     def __init__(
         self,
         submit: Submit,
         traces: RequestTraces,
         memories: Sequence[LocalMemory],
-        groups: Groups,
+        groups: Groups,  # the KV cache groups of the model
+        # How many of the most likely tokens get a log probability. None: no tokens.
         logprobs: int | None,
     ) -> None:
         self._submit = submit

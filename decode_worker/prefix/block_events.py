@@ -95,16 +95,14 @@ class Held:
 
 
 class BlockEvents:
-    """Publishes the events of an engine. Make it on the engine thread, before the first step.
-
-    view: of the engine.
-    flush_s: new events are sent at most this often. After a pause they are sent at once."""
+    """Publishes the events of an engine. Make it on the engine thread, before the first step."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        view: View,
+        view: View,  # of the engine
         events: KvEvents,
+        # New events are sent at most this often. After a pause they are sent at once.
         flush_s: float = 0.05,
     ) -> None:
         self._flush_s = flush_s

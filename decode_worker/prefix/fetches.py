@@ -130,19 +130,17 @@ class PrefixFetches:
     - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may
       reuse its blocks, and then no thread copies into them: a cancelled request waits for that too.
     - A fetch is tried once for a request. It has a deadline in each phase, so a holder that is
-      stopped delays one prompt by a few seconds. Afterwards it is not asked for a while.
-
-    situation: takes a request and its hit, and returns everything that a rule may look at.
-    prefill_s: takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
-    wake: wakes the engine thread."""
+      stopped delays one prompt by a few seconds. Afterwards it is not asked for a while."""
 
     def __init__(
         self,
         context: DecodeContext,
         holders: Holders,
+        # Takes a request and its hit, and returns everything that a rule may look at.
         situation: Callable[[Any, int], Situation],
+        # Takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
         prefill_s: Callable[[int, int], float],
-        wake: Callable[[], None],
+        wake: Callable[[], None],  # wakes the engine thread
     ) -> None:
         self._context = context
         self._holders = holders

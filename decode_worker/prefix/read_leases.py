@@ -84,19 +84,19 @@ class _Asker:
 class ReadLeases:
     """Gives leases to all askers, and ends them.
 
-    thread, intake: run work between steps, and prepare prompts meanwhile. None: nothing is leased.
-    computes: see `LeaseHello`.
     why_not: why nothing can be leased. Empty: something can."""
 
     def __init__(
         self,
         context: DecodeContext,
+        # thread, intake: run work between steps, and prepare prompts meanwhile. None: nothing is
+        # leased.
         thread: EngineThread | None,
         intake: Intake | None,
         view: View,
         *,
         compat: Compat,
-        computes: str,
+        computes: str,  # see `LeaseHello`
     ) -> None:
         self._context = context
         self._thread = thread
