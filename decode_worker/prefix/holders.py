@@ -6,10 +6,7 @@
     end_lease   give it back. The answer says whether the copy counts
 
 A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
-failure. A holder that failed is not asked for a while, which doubles with each further failure. A
-holder that only did not answer in time keeps its connection, and is not asked for AGAIN_S.
-
-asyncio thread only.
+failure. A holder that failed is not asked for a while. asyncio thread only.
 """
 
 from __future__ import annotations
