@@ -1,4 +1,5 @@
-"""Workers that do not fit, or find no servers, say why in one line and exit."""
+"""Workers come by being launched and leave by being drained, under load and without a failure.
+Those that do not fit, or find no servers, say why in one line and exit."""
 
 from __future__ import annotations
 
@@ -7,10 +8,52 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster, Worker
+from pullfill.engine.compat import model_fingerprint
+from tests.support.checkpoint import scaled_checkpoint
+from tests.support.cluster import Cluster, Worker, pullfill, until
+from tests.support.load import Load
+from tests.support.oracle import Oracle
+from tests.support.prompts import ask, assert_right, random_prompt
 from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.engine
+
+ROUNDED = 2e-2
+"""Of log probabilities. Of 8 bits, a number that rounding moves over the border of two codes
+changes by 6 %."""
+
+
+@pytest.mark.essential
+def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    with Load(cluster, seed=1000) as load:
+        second = cluster.add("prefill")
+        until(lambda: second.instance_id in load.prefill_instances(), 30, "it takes work")
+        done_before = len(load.done)
+        cluster.revoke_lease(second)
+        assert second.process.wait(30) == 0
+        until(lambda: len(load.done) > done_before + 6, 30, "load goes on")
+    load.check(oracle)
+    load.check_fallbacks()
+
+
+@pytest.mark.essential
+def test_second_decode_joins_by_hand_and_is_drained_by_command(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    with Load(cluster, seed=2000) as load:
+        second = cluster.add("decode")
+        until(lambda: second.instance_id in load.decode_instances(), 30, "it takes work")
+        drained = pullfill(cluster, "drain", second.instance_id, "--wait", "--timeout", "30")
+        assert drained.returncode == 0, drained.stdout + drained.stderr
+        assert second.process.wait(10) == 0
+        done_before = len(load.done)
+        until(lambda: len(load.done) > done_before + 3, 30, "load goes on")
+    load.check(oracle)
+
+
+# ------------------------------------------------------------------ those that do not fit
 
 
 def last_error(worker: Worker, within_s: float = 90.0) -> str:
@@ -74,3 +117,37 @@ def test_wrong_flags_and_paths_are_told_before_anything_is_loaded(cluster: Clust
     config.write_text("tensor-parallel-size: 2\n")
     told = last_error(cluster.launch("prefill", "--config", str(config)))
     assert "as --tensor-parallel-size" in told
+
+
+@pytest.mark.long
+@pytest.mark.essential
+def test_other_scales_are_refused_by_name_and_prompts_stay_local(tmp_path: Path) -> None:
+    model, other = scaled_checkpoint(0.05), scaled_checkpoint(0.01)
+    assert model_fingerprint(str(model)) == model_fingerprint(str(other)), "it misses the scales"
+    with Oracle(model) as oracle, Cluster(tmp_path, model, lease_ttl_s=10) as cluster:
+        cluster.start("decode", "frontend", policy="always_remote")
+        misfit = cluster.launch("prefill", "--model", str(other))
+        assert "its kv_scales is" in last_error(misfit)
+        cluster.workers.remove(misfit)
+        prompts = [random_prompt(length, seed=71) for length in (33, 300, 1100)]
+        _prefilled(cluster, oracle, prompts, ("local", "no_prefill_worker"))
+
+        cluster.launch("prefill")
+        cluster.wait_ready(*cluster.workers)
+        for record in cluster.records("prefill").values():
+            assert record.compat is not None
+            assert record.compat.kv_cache_dtype.startswith("fp8")
+            assert record.compat.kv_scales != "1"
+        prompts = [prompt + random_prompt(200, seed=72) for prompt in prompts]
+        _prefilled(cluster, oracle, prompts, ("remote", "policy_always_remote"))
+        cluster.assert_clean()
+
+
+def _prefilled(
+    cluster: Cluster, oracle: Oracle, prompts: list[list[int]], how: tuple[str, str]
+) -> None:
+    answers = [ask(cluster, prompt) for prompt in prompts]
+    assert_right(oracle, prompts, answers, 6, ROUNDED)
+    for answer in answers:
+        told = cluster.explain(answer.request_id)
+        assert (told["path"], told["reason"]) == how

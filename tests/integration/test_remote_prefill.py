@@ -1,17 +1,21 @@
-"""Tokens and log probabilities after a remote prefill equal those of one aggregated engine."""
+"""Tokens and log probabilities after a remote prefill equal those of one aggregated engine, with
+seeds and over other transports too."""
 
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from pullfill.transfer.shm.files import PREFIX, shm_dir
 from tests.support.checkpoint import TINY, tiny_checkpoint
-from tests.support.cluster import BLOCK, Cluster
+from tests.support.cluster import BLOCK, MODEL, Cluster
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import (
@@ -31,6 +35,10 @@ LENGTHS = [
 ]  # fmt: skip
 STEPS = 6
 TOLERANCE = 1e-5
+SAMPLED = {"temperature": 0.8, "top_p": 1.0, "seed": 7}
+LONG = 1600
+"""More than three chunks of 512 tokens, and less than the plain engine's step of 2048. Without
+`pullfill/engine/cpu_worker.py` the first chunk of a seeded prompt ends an engine on a CPU."""
 
 
 def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
@@ -198,6 +206,107 @@ def test_every_decision_has_its_reason(cluster: Cluster) -> None:
     (decode,) = cluster.of("decode")
     assert cluster.load_of(decode)["self_check"] == "passed"
     assert not cluster.counter("pullfill_decision_total", reason="self_check"), "not a request"
+
+
+# ------------------------------------------------------------------ seeds
+
+
+def sample(cluster: Cluster, prompt: list[int], count: int = 8, **more: object) -> list[int]:
+    """Tokens of one seeded completion over HTTP. more: sampling parameters."""
+    answer = cluster.client().completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=count,
+        extra_body={"return_token_ids": True, "ignore_eos": True, **SAMPLED, **more},
+    )
+    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return list(tokens)
+
+
+def sampled(oracle: Oracle, prompt: list[int], count: int = 8, **more: object) -> list[int]:
+    """What `sample` must return. The aggregated engine gets one prompt at a time: of up to 2048
+    tokens, it then runs in one step."""
+    options: dict[str, Any] = {"ignore_eos": True, **SAMPLED, **more}
+    return oracle.generate([prompt], count, **options)[0].token_ids
+
+
+@pytest.mark.parametrize("policy", ["always_local", "always_remote"])
+@pytest.mark.essential
+def test_a_seed_gives_the_tokens_of_a_prompt_in_one_step(
+    cluster: Cluster, oracle: Oracle, policy: str
+) -> None:
+    pids = [w.pid for w in cluster.workers if w.alive]
+    prompt = random_prompt(LONG, seed=70)
+    cluster.set_router(policy=policy)
+    forget_decode_prefixes(cluster)
+    assert sample(cluster, prompt) == sampled(oracle, prompt)
+    more = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2**40}
+    forget_decode_prefixes(cluster)
+    assert sample(cluster, prompt, **more) == sampled(oracle, prompt, **more)
+    assert [w.pid for w in cluster.workers if w.alive] == pids
+
+
+def test_seeds_side_by_side_do_not_disturb_each_other(cluster: Cluster, oracle: Oracle) -> None:
+    """Chunks of one prompt run in the steps in which others decode: only the one whose token is
+    dropped is rewound."""
+    cluster.set_router(policy="always_local")
+    prompts = [random_prompt(n, seed=71) for n in (40, 700, LONG, 1100, 90, 1900)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(lambda p: sample(cluster, p, 40), prompts))
+    assert got == [sampled(oracle, prompt, 40) for prompt in prompts]
+
+
+# ------------------------------------------------------------------ transports
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tcp",
+        pytest.param(
+            "nixl",
+            marks=pytest.mark.skipif(
+                find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
+            ),
+        ),
+    ],
+)
+@pytest.mark.essential
+def test_tokens_over_other_transports_equal_the_oracle(
+    cluster: Cluster, oracle: Oracle, name: str
+) -> None:
+    """The prefill worker of the cluster writes over shm. Another is told to use this one only."""
+    head = random_prompt(300, seed=9100)
+    ask(cluster, head, STEPS)  # a prefix that the other worker has to read, as it computed none
+    other = cluster.add("prefill", "--transports", name)
+    over: dict[str, list[dict[str, Any]]] = {"shm": [], name: []}
+    try:
+        for round_ in range(60):  # on a busy machine one worker may get few of them
+            prompts = [random_prompt(n, seed=9200 + round_) for n in (33, 256, 1500)]
+            prompts += [head + random_prompt(n, seed=9300 + round_) for n in (5, 700)]
+            answers = ask_all(cluster, prompts, STEPS, at_once=4)
+            assert_right(oracle, prompts, answers, STEPS)
+            for answer in answers:
+                told = cluster.explain(answer.request_id)
+                over[told["transport"]].append(told)
+            read = cluster.counter("pullfill_kv_read_bytes_total", transport=name)
+            if round_ and len(over[name]) >= 4 and read:
+                break
+        assert len(over[name]) >= 4, "both workers get their share"
+        assert read > 0, "it gets a prompt with the prefix, too"
+        assert {told["prefill_instance"] for told in over[name]} == {other.instance_id}
+        assert cluster.counter("pullfill_kv_write_bytes_total", transport=name) > 0
+    finally:
+        other.stop()
+    for told in over[name]:
+        better = dict(reason.split(": ", 1) for reason in told["why_not_better"])
+        assert "--transports" in better["shm"]
+        assert next(iter(better)) == "cuda_ipc"
+    for told in over["shm"]:
+        assert [reason.split(": ")[0] for reason in told["why_not_better"]] == ["cuda_ipc"]
+
+
+# ------------------------------------------------------------------ a long prompt
 
 
 @pytest.mark.long

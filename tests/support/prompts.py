@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -76,32 +76,6 @@ def ask_all(
     client = cluster.client()
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda p: ask(cluster, p, max_tokens, client), prompts))
-
-
-SAMPLED = {"temperature": 0.8, "top_p": 1.0, "seed": 7}
-
-
-def sample(cluster: Cluster, prompt: Sequence[int], count: int = 8, **more: object) -> list[int]:
-    """Tokens of one seeded completion over HTTP. more: sampling parameters."""
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=list(prompt),
-        max_tokens=count,
-        extra_body={"return_token_ids": True, "ignore_eos": True, **SAMPLED, **more},
-    )
-    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
-    return list(tokens)
-
-
-def sampled(
-    oracle: Oracle, prompts: Sequence[Sequence[int]], count: int = 8, **more: object
-) -> list[list[int]]:
-    """What `sample` must return for each prompt, by the aggregated engine.
-
-    The engine gets one prompt at a time: a prompt of up to 2048 tokens then runs in one step.
-    """
-    options: dict[str, Any] = {"ignore_eos": True, **SAMPLED, **more}
-    return [oracle.generate([prompt], count, **options)[0].token_ids for prompt in prompts]
 
 
 @contextmanager
