@@ -97,20 +97,6 @@ def test_down_after_up_was_killed(state: Path) -> None:
     run(state, "down")
 
 
-def test_up_killed_while_it_starts(state: Path) -> None:
-    """What was started but not yet recorded is found as well."""
-    up = start(state, "up", *SERVERS_ONLY)
-    wait_for((state / "launch.json").exists, "up did not begin")
-    launch = StateDir(state).launch()
-    assert launch is not None
-    wait_for(lambda: bool(tagged(launch.cluster_id)), "nothing was started")
-    up.kill()
-    up.wait()
-    (state / "cluster.json").unlink(missing_ok=True)
-    assert run(state, "down").returncode == 0
-    assert tagged(launch.cluster_id) == []
-
-
 async def _register(etcd_url: str, pid: int) -> None:
     record = wire.WorkerRecord(
         instance_id="prefill-hand",

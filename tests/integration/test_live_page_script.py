@@ -102,25 +102,3 @@ LINES = """() => {
   const { charts } = window.pullfill;
   return [point, charts.map((chart) => chart.lines.map((line) => line.pick(point)))];
 }"""
-
-
-def test_memory_keeps_what_a_new_frontend_does_not_know(browser: Browser, url: str) -> None:
-    with look(browser, url) as found:
-        told = found.page.evaluate("""async () => {
-          const { Memory } = await import("/pullfill/ui/memory.js");
-          const memory = new Memory();
-          const row = (id) => ({ id, at: 1000, path: "local", reason: "short" });
-          memory.take({ at: 1000, frontend: "f", since: 5, whole: true, ended: [row("a")],
-            points: [{ at: 990, done: 4 }, { at: 995, done: 2, backlog_s: 1 }] });
-          memory.take({ at: 1001, frontend: "f", since: 5, ended: [row("b")],
-            points: [{ at: 995, done: 3 }] });
-          const before = memory.points().map((p) => p.done);
-          memory.take({ at: 1003, frontend: "f", since: 1002, whole: true,
-            ended: [row("b"), row("c")],
-            points: [{ at: 995, backlog_s: 2 }, { at: 1000, done: 1 }] });
-          const after = memory.points().map((p) => [p.done, p.backlog_s ?? null]);
-          memory.take({ at: 2500, frontend: "f", since: 1002, points: [] });
-          const ids = memory.ended.map((r) => r.id);
-          return [before, after, ids, memory.own.length, memory.points().length];
-        }""")
-    assert told == [[4, 3], [[4, None], [3, 2], [1, None]], ["a", "b", "c"], 0, 0]

@@ -120,22 +120,6 @@ def test_the_installed_wheel_imports_without_the_repository(venv: Path, tmp_path
     run(venv, "python", "-P", "-c", code, cwd=tmp_path)
 
 
-def test_the_command_and_the_module_are_the_same(venv: Path, tmp_path: Path) -> None:
-    told = run(venv, "python", "-m", "pullfill", "--version", cwd=tmp_path)
-    assert told == run(venv, "pullfill", "--version", cwd=tmp_path)
-    assert told.startswith("pullfill ")
-
-
-def test_a_shell_completes_commands(venv: Path, tmp_path: Path) -> None:
-    """What a user puts into ~/.bashrc, then TAB after `pullfill dr`."""
-    script = (
-        'eval "$(_PULLFILL_COMPLETE=bash_source pullfill)"; '
-        "COMP_WORDS=(pullfill dr) COMP_CWORD=1; _pullfill_completion pullfill; "
-        'echo "${COMPREPLY[@]}"'
-    )
-    assert run(venv, "bash", "-c", script, cwd=tmp_path).split() == ["drain"]
-
-
 @pytest.mark.parametrize("extra", ["cpu", "cuda13", "cupy", "nixl", "otel"])
 def test_the_wheel_has_the_extra(wheel: Path, extra: str) -> None:
     with zipfile.ZipFile(wheel) as archive:

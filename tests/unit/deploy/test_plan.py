@@ -26,35 +26,31 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
 
 
-class TestFlags:
-    def test_the_user_has_the_last_word(self) -> None:
-        options = plan.UpOptions(model="demo", vllm_args=["--max-model-len", "128"])
-        arguments = plan.engine_arguments(options)
-        assert arguments[-2:] == ["--max-model-len", "128"]
-        assert "--max-model-len=4096" in arguments[:-2]
+def test_flags_of_the_user_come_last() -> None:
+    options = plan.UpOptions(model="demo", vllm_args=["--max-model-len", "128"])
+    arguments = plan.engine_arguments(options)
+    assert arguments[-2:] == ["--max-model-len", "128"]
+    assert "--max-model-len=4096" in arguments[:-2]
 
-    def test_the_demo_leaves_room_for_the_others_of_its_gpu(self) -> None:
-        """vLLM refuses to start where less than its share is free, however little it needs."""
-        flags = plan.engine_flags("demo", gpus=1, workers=2)
-        assert flags[-2:] == [
-            "--gpu-memory-utilization=0.440",
-            f"--kv-cache-memory-bytes={1 << 30}",
-        ]
 
-    @pytest.mark.parametrize(
-        ("role", "given", "gpus", "added"),
-        [
-            ("prefill", ["--dtype", "bfloat16"], 0, ["--max-num-batched-tokens=1024"]),
-            ("prefill", ["--max_num_batched_tokens=64"], 0, []),
-            ("prefill", ["--no-enable-chunked-prefill"], 0, []),
-            ("prefill", [], 1, []),
-            ("decode", [], 0, []),
-        ],
-    )
-    def test_prefill_workers_take_small_steps_unless_told(
-        self, role: str, given: list[str], gpus: int, added: list[str]
-    ) -> None:
-        assert plan.role_flags(role, given, gpus=gpus) == added
+def test_the_demo_leaves_room_for_the_others_of_its_gpu() -> None:
+    """vLLM refuses to start where less than its share is free, however little it needs."""
+    flags = plan.engine_flags("demo", gpus=1, workers=2)
+    share = "--gpu-memory-utilization=0.440"
+    assert flags[-2:] == [share, f"--kv-cache-memory-bytes={1 << 30}"]
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "gpus", "small"),
+    [("prefill", "--dtype", 0, True), ("prefill", "--max_num_batched_tokens=64", 0, False),
+     ("prefill", "--no-enable-chunked-prefill", 0, False), ("prefill", "--dtype", 1, False),
+     ("decode", "--dtype", 0, False)],
+)  # fmt: skip
+def test_prefill_workers_take_small_steps_unless_told(
+    role: str, given: str, gpus: int, small: bool
+) -> None:
+    flags = plan.role_flags(role, [given], gpus=gpus)
+    assert flags == ["--max-num-batched-tokens=1024"] * small
 
 
 def test_models_that_are_found(tmp_path: Path) -> None:

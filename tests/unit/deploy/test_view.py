@@ -13,8 +13,16 @@ from rich.console import Console
 from pullfill.deploy.view import ProcessView, SteadyConsole
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
+class _Full(io.StringIO):
+    full = False
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_lines_tell_how_long_it_took_and_a_full_disk_ends_nobody() -> None:
+    stream = _Full()
     view = ProcessView(Console(file=stream), "x")
     with view:
         view.set("etcd", "starting", "http://[::1]:1")
@@ -24,17 +32,8 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert len(lines) == 2
     assert "http://[::1]:1" in lines[0]
     assert "ready after" in lines[1]
-
-
-class _Full(io.StringIO):
-    def flush(self) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_log_on_a_full_disk_ends_nobody() -> None:
-    view = ProcessView(Console(file=_Full()), "x")
-    with view:
-        view.set("etcd", "starting")
+    stream.full = True
+    view.set("etcd", "starting")
     view.say("etcd died")
 
 
