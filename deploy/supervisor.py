@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class StartFailed(UnavailableError):
     """A process could not be started, died while it started, or was not ready in time."""
 
 
+@dataclass(slots=True)
 class Children:
     """The processes of one `up`.
 
@@ -75,13 +77,12 @@ class Children:
     cluster: the content of cluster.json, which is written after every change. If it cannot be
     written, as on a full disk, one line says so, and the processes run on."""
 
-    def __init__(self, cluster: ClusterFile, state: StateDir, view: ProcessView) -> None:
-        self.cluster = cluster
-        self.state = state
-        self.view = view
-        self.specs: dict[str, ProcessSpec] = {}
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self._recorded = True
+    cluster: ClusterFile
+    state: StateDir
+    view: ProcessView
+    specs: dict[str, ProcessSpec] = field(default_factory=dict)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _recorded: bool = True
 
     def entry(self, name: str) -> ProcessEntry:
         """Return the process's record in cluster.json."""
@@ -179,53 +180,45 @@ class Deaths:
         return pause_s
 
 
+@dataclass(slots=True)
 class Keeper:
     """Watches the children of one `up`.
 
     stop: set by a signal. Nothing is started after that.
     first_pause_s: before a process that died is started again."""
 
-    def __init__(
-        self,
-        options: UpOptions,
-        children: Children,
-        stop: asyncio.Event,
-        cluster_id: str,
-        first_pause_s: float = 0.5,
-    ) -> None:
-        self._options = options
-        self._children = children
-        self._state = children.state
-        self._stop = stop
-        self._cluster_id = cluster_id
-        self._first_pause_s = first_pause_s
+    options: UpOptions
+    children: Children
+    stop: asyncio.Event
+    cluster_id: str
+    first_pause_s: float = 0.5
 
     def stopped(self) -> bool:
         """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
         has run and removed the record of this cluster."""
-        launch = self._state.launch()
-        gone = launch is None or launch.cluster_id != self._cluster_id
-        return self._stop.is_set() or gone or self._state.stopping()
+        launch = self.children.state.launch()
+        gone = launch is None or launch.cluster_id != self.cluster_id
+        return self.stop.is_set() or gone or self.children.state.stopping()
 
     async def keep(self, name: str) -> None:
         """Restart the process whenever it dies. Returns when it is not started again."""
         # A pidfd tells when it has ended, so nothing polls. Each start happens under the lock of
         # the state directory, so `pullfill down` never misses a process.
-        deaths = Deaths(self._first_pause_s)
+        deaths = Deaths(self.first_pause_s)
         while True:
-            code = await wait_exit(self._children.running[name])
+            code = await wait_exit(self.children.running[name])
             if self.stopped():
                 return
             if name not in SERVERS and (
-                code == 0 or self._state.leaves(self._children.entry(name))
+                code == 0 or self.children.state.leaves(self.children.entry(name))
             ):
                 how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
                 self._say(f"{name} finished ({how})", "yellow")
                 self._tidy(name)
                 return
-            log = self._state.log_of(name)
+            log = self.children.state.log_of(name)
             self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
-            if not self._options.restart:
+            if not self.options.restart:
                 self._tell_loss(name)
                 return
             # A frontend refuses a request after two deaths. Giving up would punish the worker.
@@ -236,10 +229,10 @@ class Keeper:
     def _tidy(self, name: str) -> None:
         """Remove what a process has left that is not started again. Keep the mark that it left, for
         `pullfill status` and `doctor`."""
-        if instance_id := self._children.entry(name).instance_id:
+        if instance_id := self.children.entry(name).instance_id:
             remove_shared_memory([instance_id])
             with suppress(OSError):
-                self._state.leaving_of(instance_id).touch()
+                self.children.state.leaving_of(instance_id).touch()
 
     async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""
@@ -257,20 +250,20 @@ class Keeper:
         return False
 
     def _start_again(self, name: str) -> None:
-        old = self._children.entry(name)
-        spec = plan.renewed(self._children.specs[name])
+        old = self.children.entry(name)
+        spec = plan.renewed(self.children.specs[name])
         if old.instance_id:
             remove_shared_memory([old.instance_id])
-        self._children.launch(spec, restarts=old.restarts + 1)
+        self.children.launch(spec, restarts=old.restarts + 1)
 
     async def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
-        lines = tail(self._state.log_of(name), 5)
-        self._children.entry(name).gave_up = "\n".join([what, *lines])
-        self._say(self._children.describe(name, what), "bold red")
+        lines = tail(self.children.state.log_of(name), 5)
+        self.children.entry(name).gave_up = "\n".join([what, *lines])
+        self._say(self.children.describe(name, what), "bold red")
         self._tell_loss(name)
         with suppress(PullfillError, OSError):  # a disk that cannot be written to
-            await self.locked(self._children.record)
+            await self.locked(self.children.record)
 
     def _tell_loss(self, name: str) -> None:
         if name in SERVERS:
@@ -280,13 +273,13 @@ class Keeper:
             )
 
     def _disk_full(self) -> bool:
-        return is_full(self._state.path)
+        return is_full(self.children.state.path)
 
     async def locked(self, work: Callable[[], None]) -> bool:
         """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
         while not self.stopped():
             try:
-                with self._state.locked():
+                with self.children.state.locked():
                     if self.stopped():
                         return False
                     work()
@@ -298,10 +291,10 @@ class Keeper:
     async def _sleep(self, seconds: float) -> None:
         """Sleep, but end at `stop`."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._stop.wait(), seconds)
+            await asyncio.wait_for(self.stop.wait(), seconds)
 
     def _say(self, text: str, style: str = "") -> None:
-        self._children.view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
+        self.children.view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
 
 
 # --------------------------------------------------------------------------- a full disk
@@ -310,6 +303,7 @@ _COMPLAINT = os.strerror(errno.ENOSPC).lower().encode()
 _MOST = 1 << 20
 
 
+@dataclass(slots=True)
 class DiskWatch:
     """Keeps the cluster going when the disk of its state directory is full. One task runs `watch`.
 
@@ -324,13 +318,11 @@ class DiskWatch:
 
     restart: whether the keeper starts processes again."""
 
-    def __init__(self, children: Children, *, restart: bool) -> None:
-        self._children = children
-        self._restart = restart
-        self._path = children.state.path
-        self._full = False
-        self._nats_failed = False
-        self._read = 0
+    children: Children
+    restart: bool
+    _full: bool = False
+    _nats_failed: bool = False
+    _read: int = 0
 
     async def watch(self, every_s: float = 5.0) -> None:
         """Look until cancelled. Linux tells nobody that a disk is full."""
@@ -341,25 +333,25 @@ class DiskWatch:
 
     def look(self) -> None:
         """Say when the disk has become full, and mend what that broke when it has room again."""
-        say = self._children.view.say
+        say, path = self.children.view.say, self.children.state.path
         # The disk may have been full for a moment between two looks.
         self._nats_failed |= self._nats_complains()
-        if not self._full and (line := full_disk(self._path)):
+        if not self._full and (line := full_disk(path)):
             self._full = self._nats_failed = True
             say(line, "bold red")
-        if is_full(self._path, 2 * LOW_DISK):
+        if is_full(path, 2 * LOW_DISK):
             return
         if self._full:
-            say(f"the disk of {self._path} has room again")
-            self._children.record()
-        if self._nats_failed and self._restart and "nats" in self._children.running:
+            say(f"the disk of {path} has room again")
+            self.children.record()
+        if self._nats_failed and self.restart and "nats" in self.children.running:
             say("nats starts again: it met a full disk, and stores nothing since then")
-            self._children.running["nats"].terminate()
+            self.children.running["nats"].terminate()
         self._full = self._nats_failed = False
 
     def _nats_complains(self) -> bool:
         """Whether the log of NATS tells of a full disk since the last look."""
-        with suppress(OSError), self._children.state.log_of("nats").open("rb") as file:
+        with suppress(OSError), self.children.state.log_of("nats").open("rb") as file:
             file.seek(self._read)
             new = file.read(_MOST)
             self._read = file.tell()

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import aiohttp
@@ -247,16 +248,14 @@ class MergedMetrics:
         return "".join(family.text() for family in self._families.values() if family.samples)
 
 
+@dataclass(slots=True)
 class _Family:
     """Header lines and samples of one metric name."""
 
-    __slots__ = ("help", "name", "samples", "type")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.help = ""
-        self.type = ""
-        self.samples: list[str] = []
+    name: str
+    help: str = ""
+    type: str = ""
+    samples: list[str] = field(default_factory=list)
 
     def has(self, sample: str) -> bool:
         # A histogram may be called `x_total`: only one suffix is the sample's own.
