@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _log = log.get("frontend.live")
 
 
+@dataclass(slots=True, eq=False)
 class LiveView:
     """Makes the snapshots, while somebody looks.
 
@@ -82,41 +84,31 @@ class LiveView:
     flights: returns the requests under way.
     frontends: returns how many frontends there are."""
 
-    def __init__(
-        self,
-        view: ClusterView,
-        requests: RequestLog,
-        flights: Callable[[], Collection[Flight]],
-        targets_ms: Callable[[], tuple[float, float]],
-        *,
-        frontend: str,
-        model: str,
-        since: float,
-        frontends: Callable[[], int] = lambda: 1,
-        period_s: float = 1.0,
-        quiet_s: float = QUIET_S,
-    ) -> None:
-        self._view = view
-        self._requests = requests
-        self._flights = flights
-        self._targets_ms = targets_ms
-        self._frontends = frontends
-        self._period_s, self._quiet_s = period_s, quiet_s
-        self._frontend, self._model, self._since = frontend, model, since
-        self.marks = Marks()
-        self.viewers = 0
-        self._series = Series()
-        self._meter = TokenMeter()
-        self._task: asyncio.Task[None] | None = None
-        self._closed = False
-        self._broken = False  # the last look has failed
-        self._serial = 0
-        self._ended: deque[Ended] = deque(maxlen=RECENT)
-        # The last snapshot, its JSON, its number. An event that is set when the next one is there.
-        self._snapshot: LiveSnapshot | None = None
-        self._part = b""
-        self._number = 0
-        self._next = asyncio.Event()
+    view: ClusterView
+    requests: RequestLog
+    flights: Callable[[], Collection[Flight]]
+    targets_ms: Callable[[], tuple[float, float]]
+    _: KW_ONLY
+    frontend: str
+    model: str
+    since: float
+    frontends: Callable[[], int] = lambda: 1
+    period_s: float = 1.0
+    quiet_s: float = QUIET_S
+    marks: Marks = field(default_factory=Marks)
+    viewers: int = 0
+    _series: Series = field(default_factory=Series)
+    _meter: TokenMeter = field(default_factory=TokenMeter)
+    _task: asyncio.Task[None] | None = None
+    _closed: bool = False
+    _broken: bool = False  # the last look has failed
+    _serial: int = 0
+    _ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # The last snapshot, its JSON, its number. An event that is set when the next one is there.
+    _snapshot: LiveSnapshot | None = None
+    _part: bytes = b""
+    _number: int = 0
+    _next: asyncio.Event = field(default_factory=asyncio.Event)
 
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Return snapshots as JSON until `close`. The first one is whole.
@@ -135,7 +127,7 @@ class LiveView:
             while not self._closed:
                 if taken == self._number:
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(self._quiet_s):
+                        async with asyncio.timeout(self.quiet_s):
                             await self._next.wait()
                 if taken != self._number:
                     missed = not seen or taken + 1 != self._number
@@ -183,19 +175,19 @@ class LiveView:
             except Exception:
                 self._broken = True
                 _log.exception("no snapshot for the live page")
-            workers = len(self._view.records())
-            period_s = max(self._period_s, workers / WORKERS_A_SECOND)
+            workers = len(self.view.records())
+            period_s = max(self.period_s, workers / WORKERS_A_SECOND)
             await asyncio.sleep(max(0.1 * period_s, period_s - (time.monotonic() - began)))
 
     async def _look(self) -> None:
         """Make one snapshot and give it to all viewers."""
-        reports = await self._view.reports(jobs=True)
+        reports = await self.view.reports(jobs=True)
         ended = await self._take_ended()
-        now, flights = time.time(), list(self._flights())
+        now, flights = time.time(), list(self.flights())
         answers = ((f.worker.instance_id, len(f.tokens)) for f in flights if f.worker is not None)
         seconds, tokens = self._meter.look(time.monotonic(), answers, ended)
         rates = {name: count / seconds for name, count in tokens.items()}
-        cluster = self._view.cluster(reports, rates)
+        cluster = self.view.cluster(reports, rates)
         self.marks.seen(cluster)
         points = {
             row.instance_id: WorkerPoint(row.kv, row.running, row.waiting, row.tokens_per_s)
@@ -207,11 +199,11 @@ class LiveView:
         figures = self._series.now(now, sum(rates.values()))
         self._snapshot = LiveSnapshot(
             at=now,
-            frontend=self._frontend,
-            model=self._model,
-            since=self._since,
-            frontends=max(1, self._frontends()),
-            targets_ms=self._targets_ms(),
+            frontend=self.frontend,
+            model=self.model,
+            since=self.since,
+            frontends=max(1, self.frontends()),
+            targets_ms=self.targets_ms(),
             **msgspec.structs.asdict(cluster),
             now=msgspec.structs.replace(
                 figures,
@@ -232,8 +224,8 @@ class LiveView:
 
     async def _take_ended(self) -> list[Ended]:
         """Return the requests that have ended since the last look, oldest first, and count them."""
-        targets, oldest = self._targets_ms(), time.time() - HISTORY_S
-        found, rows = list(self._requests.since(self._serial)), list[Ended]()
+        targets, oldest = self.targets_ms(), time.time() - HISTORY_S
+        found, rows = list(self.requests.since(self._serial)), list[Ended]()
         # Before the first pause: a request that goes on elsewhere gets a new serial.
         self._serial = found[0].serial if found else self._serial
         for number, record in enumerate(found, 1):
