@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from urllib.parse import quote
 
 import aiohttp
@@ -43,6 +43,7 @@ _SAMPLE = re.compile(
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 
 
+@dataclass(slots=True, eq=False)
 class ClusterView:
     """Fetches the reports of all workers, over one HTTP session. `close` it at the end.
 
@@ -54,31 +55,22 @@ class ClusterView:
     most_asked: workers that /ready asks in a second, at most. Reading their answers holds up token
     streams."""
 
-    def __init__(
-        self,
-        directory: Directory,
-        etcd: ServerHealth,
-        namespace: str,
-        own_id: str = "",
-        *,
-        fetch_s: float = 1.0,
-        ready_s: float = 0.5,
-        again_s: float = 0.3,
-        fresh_s: float = 1.5,
-        most_asked: float = 256.0,
-    ) -> None:
-        self._directory = directory
-        self.etcd = etcd
-        self._namespace = namespace
-        self._own_id = own_id
-        self._fetch_s, self._ready_s, self._again_s = fetch_s, ready_s, again_s
-        self._fresh_s, self._most_asked = fresh_s, most_asked
-        self._session: aiohttp.ClientSession | None = None
-        # By whether open jobs are asked for.
-        self._looking: dict[bool, asyncio.Task[dict[str, Report | None]]] = {}
-        # The last report of each worker that was asked. None: it has never answered.
-        self._last: dict[str, Report | None] = {}
-        self._asked_at = -math.inf
+    directory: Directory
+    etcd: ServerHealth
+    namespace: str
+    own_id: str = ""
+    _: KW_ONLY
+    fetch_s: float = 1.0
+    ready_s: float = 0.5
+    again_s: float = 0.3
+    fresh_s: float = 1.5
+    most_asked: float = 256.0
+    _session: aiohttp.ClientSession | None = None
+    # By whether open jobs are asked for.
+    _looking: dict[bool, asyncio.Task[dict[str, Report | None]]] = field(default_factory=dict)
+    # The last report of each worker that was asked. None: it has never answered.
+    _last: dict[str, Report | None] = field(default_factory=dict)
+    _asked_at: float = -math.inf
 
     async def close(self) -> None:
         for task in self._looking.values():
@@ -90,7 +82,7 @@ class ClusterView:
     def records(self) -> list[WorkerRecord]:
         """Decode workers, then prefill workers, by id."""
         return [
-            record for role in ROLES for _, record in sorted(self._directory.workers(role).items())
+            record for role in ROLES for _, record in sorted(self.directory.workers(role).items())
         ]
 
     async def status(self) -> Cluster:
@@ -99,7 +91,7 @@ class ClusterView:
 
     def cluster(self, reports: Reports, tokens_per_s: Mapping[str, float] | None = None) -> Cluster:
         """Return the cluster of these reports (`cluster_of`)."""
-        return cluster_of(reports, self.etcd.status(), self._directory.age_s, tokens_per_s)
+        return cluster_of(reports, self.etcd.status(), self.directory.age_s, tokens_per_s)
 
     async def reports(self, *, jobs: bool = False) -> list[tuple[WorkerRecord, Report | None]]:
         """Return the record and the report of every worker. None: it does not answer.
@@ -114,12 +106,12 @@ class ClusterView:
 
         A worker that hangs delays this by `ready_s` at most. Its last report is used for `fresh_s`.
         Of more workers than are asked in `again_s`, reports are used for longer."""
-        pause_s = max(self._again_s, len(self.records()) / self._most_asked)
+        pause_s = max(self.again_s, len(self.records()) / self.most_asked)
         if SYSTEM_CLOCK.monotonic() - self._asked_at > pause_s:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ready_s):
+                async with asyncio.timeout(self.ready_s):
                     await asyncio.shield(self._look())
-        old_s = self._fresh_s + pause_s - self._again_s
+        old_s = self.fresh_s + pause_s - self.again_s
         # Who has joined since is left out: it is not lost.
         told = [
             (r, self._last[r.instance_id]) for r in self.records() if r.instance_id in self._last
@@ -139,7 +131,7 @@ class ClusterView:
             *(self._fetch(record.http + "/metrics", headers) for record in records)
         )
         merged = MergedMetrics()
-        cluster = {NAMESPACE: self._namespace}
+        cluster = {NAMESPACE: self.namespace}
         merged.add(cluster, own)
         for record, body in zip(records, texts, strict=True):
             if body is not None:
@@ -158,17 +150,17 @@ class ClusterView:
         """Return what another frontend tells of a request, as JSON. None: none knows it.
 
         authorization: the client's header. The others get a proof of its key, never the key."""
-        headers = {ASKED_BY: self._own_id}
+        headers = {ASKED_BY: self.own_id}
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer" and (key := key.strip()):
             proof = http_proof.proof(key.encode("latin-1"), route + request_id, time.time())
             headers[http_proof.HEADER] = proof
         path = route + quote(request_id, safe="")
-        others = self._directory.workers("frontend").items()
+        others = self.directory.workers("frontend").items()
         asked = [
             asyncio.create_task(self._fetch(record.http + path, headers))
             for instance_id, record in others
-            if record.http and instance_id != self._own_id
+            if record.http and instance_id != self.own_id
         ]
         try:
             for answer in asyncio.as_completed(asked):
@@ -206,7 +198,7 @@ class ClusterView:
             # With few connections, workers that hang would make others wait and time out.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=max(100, open_files() // 4)),
-                timeout=aiohttp.ClientTimeout(total=self._fetch_s),
+                timeout=aiohttp.ClientTimeout(total=self.fetch_s),
                 trust_env=False,
             )
         try:
