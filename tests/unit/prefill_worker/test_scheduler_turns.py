@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
+from pullfill.prefill_worker.scheduler import Meter, PrefillScheduler, StepPlan
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 
 BLOCK = 4
@@ -146,6 +146,25 @@ def test_a_read_that_is_held_gives_no_work_until_there_is_a_turn() -> None:
     assert not engine.side.has_work
     engine.step()
     assert engine.steps[3:] == [{"a": 3}, {"b": BLOCK}]
+
+
+def test_of_two_reads_that_ended_one_prompt_gets_the_turn() -> None:
+    engine = Engine(1)
+    engine.add("a", STEP, hit=BLOCK)
+    engine.add("b", STEP, hit=BLOCK)
+    engine.step()
+    engine.end_read()
+    engine.end_read()
+    engine.step()
+    engine.step()
+    assert engine.steps == [{}, {"a": BLOCK}, {"b": BLOCK}]
+
+
+def test_steps_that_overlap_share_their_time() -> None:
+    meter = Meter()
+    meter.step(100, 0.0, 1.0)
+    meter.step(100, 0.5, 2.0)
+    assert meter.load([]).tokens_per_s == pytest.approx(100)
 
 
 @pytest.mark.parametrize("computed", [0, 1])

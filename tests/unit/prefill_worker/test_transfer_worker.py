@@ -111,14 +111,17 @@ def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     assert session.done[-1] == ("write", [3], [5])
 
 
-def test_a_failed_write_ends_the_task_and_the_rest_is_dropped(
+def test_a_failed_write_ends_the_task_and_the_rest_is_dropped_but_no_failed_read_does(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
     calls = Calls(transfer_worker)
     session.fenced = True
+    transfer_worker.read(calls.task, [5], [0], calls.done)
+    assert transfer_worker.flush(calls.task)
+    assert calls.ends == [], "the prefix is computed here"
     transfer_worker.write(calls.task, [1], [6], False, calls.done)
     transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    wait_for(lambda: len(calls.callbacks) == 2)
+    wait_for(lambda: len(calls.callbacks) == 3)
     wait_for(lambda: calls.ends)
     assert isinstance(calls.ends[0], Fenced)
     assert len(calls.ends) == 1
