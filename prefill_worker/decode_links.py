@@ -205,11 +205,7 @@ class DecodeLinks:
     idle_s: a connection that nothing needs is closed after this long.
     appear_s: how long a job waits for the connection to its decode worker.
     unknown_s: how long a job waits for a decode worker that the directory never listed. The
-    directory may learn of it a little later than the job comes.
-    links: the connections, by name of the decode worker.
-    trials: the jobs of self-checks that decode workers have sent.
-    standing: names of the decode workers to stay connected to.
-    why_not: why this worker pulls no jobs. Empty: it pulls."""
+    directory may learn of it a little later than the job comes."""
 
     def __init__(
         self,
@@ -246,7 +242,7 @@ class DecodeLinks:
         # Other prefill workers that pull jobs.
         self._others: set[str] = set()
         self._records: dict[str, WorkerRecord] = {}
-        self.links: dict[str, DecodeLink] = {}
+        self.links: dict[str, DecodeLink] = {}  # by name of the decode worker
         # Those that have not ended, with those that nobody finds any more.
         self._all: set[DecodeLink] = set()
         # Decode workers that left the directory. With a record: it may still drain, so one attempt
@@ -254,9 +250,10 @@ class DecodeLinks:
         self._gone: dict[str, WorkerRecord | None] = {}
         self._changed = asyncio.Event()
         self._started = self._closed = False
-        self.standing: set[str] = set()
+        self.standing: set[str] = set()  # names of the decode workers to stay connected to
         self.leaving = False
-        self.why_not = ""
+        self.why_not = ""  # why this worker pulls no jobs. Empty: it pulls
+        # The jobs of self-checks that decode workers have sent.
         self.trials: asyncio.Queue[Trial] = asyncio.Queue()
         # Before `start`: this worker registers before that, and `checking` says as what.
         self._unsubscribe = [directory.subscribe(self._on_change)]

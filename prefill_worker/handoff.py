@@ -72,27 +72,24 @@ class Revoked(HandoffError):
 class Handoff:
     """See the module. `run` may be called once.
 
-    first: the delivery that began the run. latest: the newest one. The queue may deliver a message
-    again while its job runs here. Heartbeats and the settling always go to the newest delivery.
-    trial: it came past the queue, for a self-check.
-    running: runs `run`. The owner sets it.
-    succeeded: whether the job was committed. None: it still runs, or others do the rest.
-    link: the connection over which it is claimed, and that brought the grant.
-    task: what the engine and the transfer worker do for the attempt.
-    _done: the end of the attempt. None when all KV is written, else what has ended it. There is a
-    new one for each claim, because a connection may break while the job is held."""
+    trial: it came past the queue, for a self-check."""
 
-    running: asyncio.Task[None]
+    running: asyncio.Task[None]  # runs `run`. The owner sets it
     job: PrefillJob
-    link: DecodeLink
+    link: DecodeLink  # over which it is claimed, and that brought the grant
     grant: Grant
+    # The end of the attempt: None when all KV is written, else what has ended it. There is a new
+    # one for each claim, because a connection may break while the job is held.
     _done: asyncio.Future[None]
 
     def __init__(self, puller: Puller, delivery: Delivery, *, trial: bool = False) -> None:
         self._puller = puller
+        # The delivery that began the run, and the newest one. The queue may deliver a message again
+        # while its job runs here. Heartbeats and the settling go to the newest delivery.
         self.first = self.latest = delivery
         self.job_id = delivery.job_id
         self.trial = trial
+        # Whether the job was committed. None: it still runs, or others do the rest.
         self.succeeded: bool | None = None
         self.task: PrefillTask | None = None
         self._settled: Delivery | None = None

@@ -4,9 +4,6 @@ A prompt that fills the budget stops the pulling: a worker that is free sooner m
 job. What counts against the budget says `Budget`. While a decode worker has no KV credit left
 (`Credits`), nothing is pulled either, because the next job may be of that decode worker.
 
-Decode workers are told at once, by `Heartbeat`, when this worker can pull no jobs, or can again.
-Otherwise they would queue jobs that nobody takes.
-
 asyncio thread only.
 """
 
@@ -158,8 +155,7 @@ class Puller:
     max_jobs: jobs with a grant, at most.
     patience_s: how long a decode worker without KV credit keeps all jobs waiting.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
-    other. Raises ClaimRefused if another prefill worker has the job.
-    no_jobs: set while no job runs. idle: set while nothing that `keep` runs goes on either."""
+    other. Raises ClaimRefused if another prefill worker has the job."""
 
     def __init__(
         self,
@@ -197,7 +193,8 @@ class Puller:
         self._leave_until = -math.inf
         self._whys = dict.fromkeys(("engine", "busy", "check"), "")
         self._told = ""
-        self.no_jobs, self.idle = asyncio.Event(), asyncio.Event()
+        self.no_jobs = asyncio.Event()  # set while no job runs
+        self.idle = asyncio.Event()  # set while nothing that `keep` runs goes on either
         self._look_if_idle()
         self._unsubscribe = nats.subscribe(self._tell)
         self._tell()
@@ -214,9 +211,8 @@ class Puller:
         await self._consumer.drain()
 
     async def abandon(self) -> None:
-        """Stop now. Give every attempt up, and nak its message.
-
-        What `keep` runs goes on: the engine may stay, and must get its blocks back."""
+        """Stop now. Give every attempt up, and nak its message."""
+        # What `keep` runs goes on: the engine may stay, and must get its blocks back.
         while self._jobs:
             jobs = list(self._jobs.values())
             for job in jobs:
@@ -257,9 +253,6 @@ class Puller:
     def pause(self, what: Literal["engine", "busy", "check"], why: str) -> None:
         """Note why no job is pulled. Empty: this is no reason any more.
 
-        A pull that waits ends now. A job that it brought would get a nak, and use up one of its
-        `max_deliver` deliveries.
-
         what: the engine takes no steps, other work of this worker goes first, or no decode worker
         gets our KV before a self-check has passed. Of the last one each decode worker is told its
         own reason (`DecodeLinks.why_none_of`)."""
@@ -269,6 +262,7 @@ class Puller:
         if what == "check" and bool(why) != bool(before):
             logger.info("%s", f"pulling no jobs: {why}" if why else "the self-check has passed")
         if self.paused:
+            # A job that it brought would get a nak, and use up one of its `max_deliver` deliveries.
             self._end_pull()
         self.budget.room.set()
         self._tell()
@@ -279,6 +273,7 @@ class Puller:
 
     def _tell(self) -> None:
         """Tell decode workers why nothing is pulled, if that has changed."""
+        # At once, and not by the next Heartbeat: else they would queue jobs that nobody takes.
         why = self._whys["engine"]
         if not self._nats.up:
             why = why or f"NATS does not answer it: {self._nats.status().error}"

@@ -71,15 +71,11 @@ class PrefillScheduler(SchedulerHalf):
     """Plans the reads and writes of one engine, and reports their ends to vLLM.
 
     wake: wakes the engine loop.
-    concurrency: prompts that the engine computes in one step, at most. 0: any number.
-    tasks: by request id. The asyncio thread writes an entry before it submits the request.
-    meter: measures what the engine computes.
-    tier: vLLM's own KV offloading, beside our connector. None: there is none.
-    _reads: prefix reads to begin after the step that is being scheduled.
-    """
+    concurrency: prompts that the engine computes in one step, at most. 0: any number."""
 
     def __init__(self, wake: Callable[[], None], concurrency: int = 0) -> None:
         self.concurrency = concurrency
+        # By request id. The asyncio thread writes an entry before it submits the request.
         self.tasks: dict[str, PrefillTask] = {}
         self.meter = Meter()
         self._wake = wake
@@ -87,11 +83,13 @@ class PrefillScheduler(SchedulerHalf):
         self._reads_failed: list[PrefillTask] = []
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
+        # Prefix reads to begin after the step that is being scheduled.
         self._reads: list[Write] = []
         self._manager: Any
         self._kept_from: Callable[[int], tuple[int, ...]]
         self._by_position: Callable[[Tables], Tables]
-        self.tier: Tier | None = None  # once the engine is built
+        # vLLM's own KV offloading, beside our connector, once the engine is built.
+        self.tier: Tier | None = None
 
     def attached(self, context: WorkerContext, first: RankRegion) -> None:
         if not context.ranks:
@@ -367,8 +365,7 @@ class Turns:
 
     Each read that has ended is handed out once, by `reads`.
 
-    most: prompts that have a turn at once, at most. 0: any number.
-    _ended, _held: reads that have ended, and those of them that wait for a turn."""
+    most: prompts that have a turn at once, at most. 0: any number."""
 
     # vLLM's own limits (`--max-num-seqs`, `--max-num-active-seqs`) would not do: at the limit vLLM
     # looks at no waiting request, so it does not let a prefix be read either. Nor does it once a
@@ -379,7 +376,7 @@ class Turns:
         self._most = most
         self._taken: set[str] = set()
         self._ended: deque[Read] = deque()
-        self._held: list[Read] = []
+        self._held: list[Read] = []  # reads that have ended, and wait for a turn
 
     def free(self, request_id: str) -> bool:
         """Whether the request has a turn, or could take one."""

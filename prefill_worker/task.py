@@ -75,20 +75,7 @@ class PrefillTask:
     block_size: number of tokens of a block, here and at the decode worker.
     on_done: called once, from any thread. With None when all blocks are written (pull mode: kept),
     else with the failure.
-    on_computed: called on the engine thread once its prompt is computed.
-    remote_blocks: the decode worker's blocks: first those that may be read, then those to write.
-    readable, written: which blocks of each KV cache group they are.
-    features: vLLM's multimodal inputs of the prompt.
-    first_target: the first position whose blocks are written. Before it is the decode worker's hit.
-    positions: number of positions.
-    request: vLLM's.
-    scheduled: positions before this one are computed, or will be after the steps planned so far.
-    outstanding: copies that are planned, submitted or kept. submitted: only those submitted.
-    moves: each read of the prefix and write of blocks that has ended, and when.
-    failure: what ended it, if it ended badly.
-    kept: pull mode: our block for each target block. The decode worker may read them until
-    `TransferWorker.let_go`, which calls `on_let_go`.
-    """
+    on_computed: called on the engine thread once its prompt is computed."""
 
     def __init__(
         self,
@@ -106,30 +93,38 @@ class PrefillTask:
         self.block_size = block_size
         self.transfer_worker = transfer_worker
         self.on_done, self.on_computed = on_done, on_computed
+        # The decode worker's blocks: first those that may be read, then those to write. And which
+        # blocks of each KV cache group they are.
         self.remote_blocks = u32.unpack(job.block_ids)
         self.readable, self.written = BlockOrder(job.read_from), BlockOrder(job.kept_from)
-        self.features: Sequence[Any] = ()
+        self.features: Sequence[Any] = ()  # vLLM's multimodal inputs of the prompt
         if grant.features:
             self.features = features.decode(grant.features, len(token_ids))
+        # Before this position is the decode worker's hit. From it on blocks are written.
         self.first_target = job.hit_tokens // block_size
         self.positions = -(-len(token_ids) // block_size)
         # Engine thread. Times are monotonic.
-        self.request: Any = None
+        self.request: Any = None  # vLLM's
+        # Positions before this one are computed, or will be after the steps planned so far.
         self.scheduled = self.first_target
         self.read_asked = self.freed_by_report = False
         self.started = time.monotonic()
         self.first_step = self.last_compute = 0.0
         # Any thread, under the lock.
         self.lock = threading.Lock()
-        self.outstanding = self.submitted = 0
+        self.outstanding = 0  # copies that are planned, submitted or kept
+        self.submitted = 0  # copies that are submitted, and whose callback has not returned
         self.cancelled = self.ended = False
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended it, if it ended badly
         self.on_quiet: list[Callable[[], object]] = []
+        # Pull mode: our block for each target block. The decode worker may read them until
+        # `TransferWorker.let_go`, which calls `on_let_go`.
         self.kept: dict[int, int] = {}
         self.kept_bytes = 0
         self.on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
         # The transfer worker's thread.
         self.written_blocks = 0
+        # Each read of the prefix and write of blocks that has ended, and when.
         self.moves: list[tuple[Direction, float, MoveResult]] = []
 
     def seconds(self, verb: Direction) -> float:

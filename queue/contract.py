@@ -46,36 +46,27 @@ class QueueConfig:
     """One job stream, named by its namespace and compatibility hash. The hash covers the model.
 
     A new stream and consumer are made with these values. Existing ones keep theirs, except for the
-    fields that `QueueSettings` sets.
-
-    max_jobs: jobs pending and in flight.
-    max_bytes: size of all jobs. -1: no limit.
-    replicas: number of servers of a NATS cluster that hold each stream.
-    """
+    fields that `QueueSettings` sets."""
 
     namespace: str
     compat_hash: str
-    max_jobs: int = 10_000
-    max_bytes: int = -1
+    max_jobs: int = 10_000  # pending and in flight
+    max_bytes: int = -1  # of all jobs. -1: no limit
     ack_wait_s: float = 5.0
     max_deliver: int = 5
     publish_timeout_s: float = 0.5
-    replicas: int = 1
+    replicas: int = 1  # servers of a NATS cluster that hold each stream
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A job that the queue has.
-
-    seq: its number in the stream.
-    duplicate: the job id was already in the stream.
-    stream_id: the stream that `seq` counts in. So a receipt from before the server lost its data
-    never removes another job.
-    """
+    """A job that the queue has."""
 
     job_id: str
-    seq: int
-    duplicate: bool = False
+    seq: int  # its number in the stream
+    duplicate: bool = False  # the job id was already in the stream
+    # The stream that `seq` counts in. So a receipt from before the server lost its data never
+    # removes another job.
     stream_id: str = ""
 
 
@@ -90,18 +81,13 @@ class DeadLetter:
 
 
 class Delivery(Protocol):
-    """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing.
-
-    tokens: prompt tokens still to be computed, as told at publish.
-    number: 1 for the first delivery of the job.
-    ack_subject: who knows it can settle this delivery (`JobProducer.nak`).
-    """
+    """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing."""
 
     job_id: str
     body: bytes
-    tokens: int
-    number: int
-    ack_subject: str
+    tokens: int  # prompt tokens still to be computed, as told at publish
+    number: int  # 1 for the first delivery of the job
+    ack_subject: str  # who knows it can settle this delivery (`JobProducer.nak`)
 
     # A job may be delivered twice, and a late ack of an earlier delivery settles it. The queue is
     # no fence: the decode worker's ledger decides who may write.

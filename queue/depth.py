@@ -22,16 +22,13 @@ from pullfill.wire import QueueStatus
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the server said at one moment.
-
-    oldest_age_s: by the server's clock. 0 if the queue is empty.
-    first_seq: number of the oldest message that is there."""
+    """What the server said at one moment."""
 
     jobs: int
     tokens: int
     in_flight: int
-    oldest_age_s: float
-    first_seq: int
+    oldest_age_s: float  # by the server's clock. 0 if the queue is empty
+    first_seq: int  # of the oldest message that is there
     last_seq: int
     stream_id: str
 
@@ -92,8 +89,7 @@ class DepthCache:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._taken = clock.monotonic()
-        self.stream_id = ""
-        """The stream that is counted. Empty: none so far."""
+        self.stream_id = ""  # the stream that is counted. Empty: none so far
         self._last_seq, self._oldest_at = 0, 0.0
         self._own: dict[int, _Own] = {}
         # Jobs, tokens and jobs in flight of others, as of the last snapshot.

@@ -321,10 +321,7 @@ class JetStreamConsumer(QueueEnd):
     asks the consumers of all urgencies at once. Requests that still wait when a job has come are
     for the next pull, or are taken back if none follows at once.
 
-    health: whether the server answers pulls.
-    _live: requests without an answer, and when each counts as unanswered.
-    _broken: urgencies whose consumer did not answer, or not as it should. They are asked again once
-    `_repair` has looked after the stream."""
+    health: whether the server answers pulls."""
 
     role = "consumer"
 
@@ -335,7 +332,10 @@ class JetStreamConsumer(QueueEnd):
         self._subscription: Subscription | None = None
         self._inbox = ""
         self._arrived: deque[JetStreamDelivery] = deque()
+        # Requests without an answer, and when each counts as unanswered.
         self._live: dict[Urgency, float] = {}
+        # Those whose consumer did not answer, or not as it should. They are asked again once
+        # `_repair` has looked after the stream.
         self._broken: set[Urgency] = set()
         self._wake = asyncio.Event()
         self._draining = self._known = self._pulling = False

@@ -187,21 +187,17 @@ def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
 class Streams:
     """The streams and the consumers of one queue, over the connection of one producer or consumer.
 
-    settings: the values of `queue.*`. `configure` changes them.
-    stream_id: the time at which the job stream was made, as the server writes it. It identifies the
-    stream: a stream that is made again after a loss of data has another one.
-    Empty: not known.
-    ack_wait_s, max_deliver: as the consumer of normal jobs has them on the server. The others
-    follow it.
-    publish_timeout_s: how long a producer waits for an answer.
-    """
+    settings: the values of `queue.*`. `configure` changes them."""
 
     def __init__(
         self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
     ) -> None:
         self.connection = connection
         self.names = Names(config.namespace, config.compat_hash)
+        # When the job stream was made, as the server writes it. A stream that is made again after a
+        # loss of data has another one. Empty: not known.
         self.stream_id = ""
+        # As the consumer of normal jobs has them on the server. The others follow it.
         self.ack_wait_s = config.ack_wait_s
         self.max_deliver = config.max_deliver
         self._config = config
@@ -210,6 +206,7 @@ class Streams:
 
     @property
     def publish_timeout_s(self) -> float:
+        """How long a producer waits for an answer."""
         return self._settings.publish_timeout_s or self._config.publish_timeout_s
 
     def configure(self, settings: QueueSettings) -> None:
