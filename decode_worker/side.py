@@ -67,7 +67,7 @@ from pullfill.wire import (
     decode,
 )
 from pullfill.worker.context import WorkerContext
-from pullfill.worker.sides import Engine, Role, Service, Slack
+from pullfill.worker.sides import Engine, Role, Service
 
 logger = log.get("decode_worker.side")
 
@@ -362,7 +362,6 @@ class DecodeRole(Role[WorkerContext]):
         self._cluster = cluster
         self._options = options
         self._events = KvEvents()
-        self._slack = Slack(lambda: self._side.requests, lambda: self._router.current.itl_ms / 1e3)
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd, namespace = etcd, self._cluster.namespace
@@ -408,7 +407,10 @@ class DecodeRole(Role[WorkerContext]):
         return take_back(body, str(self._options.instance_id), self._side.context.ledger)
 
     def busy(self, step_s: float | None) -> str:
-        return self._slack.look(step_s)
+        # Each step that computes a part of a job delays every stream by the time of that step. A
+        # worker that always has streams would never measure one, so without a measure it pulls.
+        fits = step_s is None or step_s <= self._router.current.itl_ms / 1e3
+        return "its own streams leave no time" if self._side.requests and not fits else ""
 
 
 def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:

@@ -210,11 +210,10 @@ def check_config(config: Any) -> None:
 def schedule_whole_prompts(config: Any) -> None:
     """Let a step take any prompt, where vLLM does not compute prompts in chunks.
 
-    vLLM's CPU platform turns chunks off for MLA, and raises max_num_batched_tokens to the longest
-    prompt. With speculation vLLM has by then kept the smaller number as max_num_scheduled_tokens. A
-    prompt longer than that was never scheduled.
-
     config: vLLM's VllmConfig."""
+    # vLLM's CPU platform turns chunks off for MLA, and raises max_num_batched_tokens to the longest
+    # prompt. With speculation vLLM has by then kept the smaller number as max_num_scheduled_tokens.
+    # A prompt longer than that was never scheduled.
     steps = config.scheduler_config
     most = steps.max_num_scheduled_tokens
     if not steps.enable_chunked_prefill and most is not None:
@@ -230,12 +229,12 @@ def _is_cpu() -> bool:
 def _rotate_parts_of_heads_natively(config: VllmConfig) -> None:
     """Turn off vLLM's CPU kernel for rotary embeddings where a model rotates a part of each head.
 
-    DeepSeek and other models with MLA do. That kernel reads the wrong stride of such a tensor, so
-    it rotates the wrong rows, and which rows depends on the number of tokens in the step. A prompt
-    in one step and the same prompt in two steps then get different answers. vLLM's other
-    implementation, in PyTorch, is right; a compiled engine uses it anyway. A user who names the
-    kernel in --compilation-config keeps the user's choice.
-    """
+    DeepSeek and other models with MLA do. A user who names the kernel in --compilation-config keeps
+    the user's choice."""
+    # That kernel reads the wrong stride of such a tensor, so it rotates the wrong rows, and which
+    # rows depends on the number of tokens in the step. A prompt in one step and the same prompt in
+    # two steps then get different answers. vLLM's other implementation, in PyTorch, is right. A
+    # compiled engine uses it anyway.
     chosen = config.compilation_config.custom_ops
     partial = getattr(config.model_config.hf_text_config, "qk_rope_head_dim", None)
     if partial and f"+{_ROTARY}" not in chosen and f"-{_ROTARY}" not in chosen:

@@ -83,12 +83,11 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
 
 
 def bound_compute_threads() -> None:
-    """Give the computations of this thread as many OpenMP threads as OMP_NUM_THREADS says.
-
-    OpenMP reads OMP_NUM_THREADS only when the library is loaded. For CPUs vLLM advises to load the
-    library with LD_PRELOAD. That is before `prepare` sets the variable, so OpenMP takes a thread
-    for each core of the machine. In a worker that may use one core, these threads wait for each
-    other for milliseconds in each operator."""
+    """Give the computations of this thread as many OpenMP threads as OMP_NUM_THREADS says."""
+    # OpenMP reads the variable only when the library is loaded. For CPUs vLLM advises to load it
+    # with LD_PRELOAD. That is before `prepare` sets the variable, so OpenMP takes a thread for each
+    # core of the machine. In a worker that may use one core, these threads wait for each other for
+    # milliseconds in each operator.
     use = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     count = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if use is not None and count.isdecimal():
@@ -98,10 +97,9 @@ def bound_compute_threads() -> None:
 def bound_arenas(count: int = 2) -> None:
     """At most this many malloc arenas, here and in child processes, unless MALLOC_ARENA_MAX is set.
 
-    By default nearly every thread gets an arena of its own, up to eight for each core, and each
-    keeps what the largest step or message that passed through it once needed. Without glibc this
-    does nothing.
-    """
+    Without glibc this does nothing."""
+    # By default nearly every thread gets an arena of its own, up to eight for each core, and each
+    # keeps what the largest step or message that passed through it once needed.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
         mallopt(M_ARENA_MAX, count)  # the environment is read when a process starts: too late here
@@ -127,8 +125,9 @@ def begin_imports() -> None:
 def end_imports() -> None:
     """Collect garbage once, exclude all that is left from collections, and turn them on again.
 
-    vLLM collects several times while it builds an engine, and each time would visit every object of
-    every module. Does nothing if collection is on. Takes half a second of CPU."""
+    Does nothing if collection is on. Takes half a second of CPU."""
+    # vLLM collects several times while it builds an engine, and each time would visit every object
+    # of every module.
     if not gc.isenabled():
         gc.collect()
         gc.freeze()
@@ -138,20 +137,18 @@ def end_imports() -> None:
 def untrack(plain: list[Any]) -> None:
     """Exclude a list from garbage collection. Its reference count still frees it.
 
-    The collector visits each element of a list, and all threads wait meanwhile.
-
-    plain: a long list whose elements hold no references (integers, bytes). Such a list cannot be
-    part of a reference cycle."""
+    plain: a long list whose elements hold no references (integers, bytes)."""
+    # Such a list cannot be part of a reference cycle. The collector would visit each element, and
+    # all threads wait meanwhile.
     ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(plain))
 
 
 class Heap:
-    """Trims the heap of an engine's process.
+    """Trims the heap of an engine's process."""
 
-    The engine allocates and frees kernels and activations of many sizes. The free holes between
-    them add up, and malloc keeps them, so the process grows as if it had a leak. An idle process
-    does not grow, so it is not trimmed.
-    """
+    # The engine allocates and frees kernels and activations of many sizes. The free holes between
+    # them add up, and malloc keeps them, so the process grows as if it had a leak. An idle process
+    # does not grow, so it is not trimmed.
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ Everything runs on the event loop of the AsyncLLM that owns the client.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,10 +47,9 @@ UTILITY_TIMEOUT_S = 10.0
 _SLOW = 12
 # Cached properties of vLLM's renderer that hold `max_model_len`.
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
-_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
-_SHARE, _BY_STAGE = "kv_cache_usage", "num_kv_fetch_reqs_by_stage"
 # Fields of vLLM's SchedulerStats of which the newest value of each worker counts.
-_LEVELS = frozenset((*_SUMS, _SHARE, _BY_STAGE))
+_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+_BY_STAGE = "num_kv_fetch_reqs_by_stage"
 
 
 class DecodePort(Protocol):
@@ -175,7 +175,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
-        self._levels: dict[str, dict[str, Any]] = {}
+        self._levels: dict[str, Any] = {}
         self._own_len = vllm_config.model_config.max_model_len
         self._lens: dict[str, int] = {}
 
@@ -223,7 +223,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         outputs.engine_index = 0
         stats = outputs.scheduler_stats
         if stats is not None:
-            self._levels[instance_id] = {k: v for k, v in vars(stats).items() if k in _LEVELS}
+            self._levels[instance_id] = copy.copy(stats)
             self._add_workers(stats)
         self._queue.append(outputs)
         self._wake.set()
@@ -233,12 +233,12 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         engine."""
         rows = self._levels.values()
         for name in _SUMS:
-            setattr(stats, name, sum(row[name] for row in rows))
-        stats.kv_cache_usage = sum(row[_SHARE] for row in rows) / max(1, len(rows))
+            setattr(stats, name, sum(getattr(row, name) for row in rows))
+        stats.kv_cache_usage = sum(row.kv_cache_usage for row in rows) / max(1, len(rows))
         if hasattr(stats, _BY_STAGE):  # since vLLM 0.32
             by_stage = Counter[str]()
             for row in rows:
-                by_stage.update(row[_BY_STAGE])
+                by_stage.update(getattr(row, _BY_STAGE))
             setattr(stats, _BY_STAGE, dict(by_stage))
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:

@@ -46,26 +46,24 @@ class OwnLoop(EngineHooks):
     # ------------------------------------------------------------------ EngineThread
 
     async def call(self, work: Callable[[], T]) -> T:
-        loop, dead = asyncio.get_running_loop(), self._life.dead
-        done: asyncio.Future[T] = loop.create_future()
+        done = Future[T]()
 
         def run() -> None:
             try:
-                result = work()
+                done.set_result(work())
             except Exception as exc:
-                loop.call_soon_threadsafe(done.set_exception, exc)
-            else:
-                loop.call_soon_threadsafe(done.set_result, result)
+                done.set_exception(exc)
 
         self.submit(run)
-        ended: asyncio.Future[Any] = loop.create_task(dead.wait())
+        result = asyncio.wrap_future(done)
+        ended: asyncio.Future[Any] = asyncio.create_task(self._life.dead.wait())
         try:
-            await asyncio.wait([done, ended], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([result, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
-        if not done.done():  # the engine, or the process of a rank, has ended meanwhile
+        if not result.done():  # the engine, or the process of a rank, has ended meanwhile
             raise NotNow(f"the engine has ended: {self._life.failure!r}")
-        return done.result()
+        return result.result()
 
     # ------------------------------------------------------------------ Submit
 

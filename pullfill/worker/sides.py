@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.engine.view import View
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
@@ -159,39 +158,3 @@ class Neighbour(Protocol):
         """Why its streams leave no time for a job, for people. Empty: they do.
 
         step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
-
-
-class Slack:
-    """Whether the streams of a worker that is both leave time for prefill jobs.
-
-    requests: number of clients' requests that this worker has.
-    itl_s: the target for the time between two tokens (`router.itl_ms`).
-    calm_s: pulling begins again when the streams have left time for this long."""
-
-    # Each step that computes a part of a job delays every stream by the time of that step. So a
-    # worker with streams pulls only while such a step fits into the target. It also pulls before
-    # the first step is measured: one that always has streams would otherwise never measure one.
-    # When the streams leave no time any more, jobs under way are finished. They are few.
-
-    def __init__(
-        self,
-        requests: Callable[[], int],
-        itl_s: Callable[[], float],
-        clock: Clock = SYSTEM_CLOCK,
-        calm_s: float = 0.5,
-    ) -> None:
-        self._requests = requests
-        self._itl_s = itl_s
-        self._clock = clock
-        self._calm_s = calm_s
-        self._why = ""
-        self._busy_at = 0.0
-
-    def look(self, step_s: float | None) -> str:
-        """See `Neighbour.busy`."""
-        now = self._clock.monotonic()
-        if self._requests() and step_s is not None and step_s > self._itl_s():
-            self._why, self._busy_at = "its own streams leave no time", now
-        elif self._why and now - self._busy_at >= self._calm_s:
-            self._why = ""
-        return self._why
