@@ -69,9 +69,6 @@ class BlockOrder:
         return tables
 
 
-ONE_TABLE = BlockOrder()
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """The KV cache groups of a model.

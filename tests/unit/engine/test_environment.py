@@ -96,32 +96,8 @@ def test_ranks_share_the_cores_and_are_not_pinned_to_one() -> None:
 
 # --------------------------------------------------------------------------- heap
 
+
 # Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
-IMPORTS = """
-import gc, weakref
-from pullfill.engine.environment import begin_imports, end_imports
-class Loop:
-    def __init__(self):
-        self.itself = self
-kept, gone = Loop(), weakref.ref(Loop())
-begin_imports()
-assert not gc.isenabled()
-end_imports()
-assert gc.isenabled() and gone() is None and gc.get_freeze_count()
-frozen = weakref.ref(kept)
-del kept
-gc.collect()
-assert frozen(), "it is looked at again"
-late = [Loop()]
-end_imports()
-assert gc.is_tracked(late) and any(one is late for one in gc.get_objects()), "not frozen again"
-"""
-
-
-def test_what_was_imported_is_not_looked_at_again() -> None:
-    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
-
-
 def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock, trims = FakeClock(), []
     kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)

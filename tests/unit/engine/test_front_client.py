@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from pullfill.engine import request_limits
-from pullfill.engine.blame import Fault
 from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
 
@@ -81,21 +80,6 @@ async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     assert port.aborted == [(["cancelled"], False), (["stopped"], True)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "code"),
-    [
-        (Fault.WORKERS, "ServiceUnavailableError", 503),
-        (Fault.REQUEST, "BadRequestError", 400),
-        (Fault.OURS, "InternalServerError", 500),
-    ],
-)
-def test_vllm_gives_our_errors_the_type_of_its_own(fault: Fault, kind: str, code: int) -> None:
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    told = create_error_response(front_patches.failure("why", fault)).error
-    assert (told.type, told.code, told.message) == (kind, code, "why")
-
-
 async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_submitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,23 +95,6 @@ async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_subm
         llm.generate("p", SimpleNamespace(n=128, output_kind=None), f"s-{number}")
     with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
         llm.generate("p", SimpleNamespace(n=2, output_kind=None), "s-8")
-
-
-async def test_each_choice_of_a_stream_finds_the_log_probabilities_of_the_prompt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM loses them when it merges the first output of one choice with one of another choice."""
-    kind = front_client.RequestOutputKind.DELTA
-
-    async def generate(*_: Any) -> AsyncIterator[Any]:
-        for logprobs in ([None, {7: -0.5}], [], []):
-            yield SimpleNamespace(prompt_logprobs=logprobs)
-
-    monkeypatch.setattr(front_client.AsyncLLM, "generate", generate)
-    llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
-    params = SimpleNamespace(n=3, output_kind=kind, prompt_logprobs=2, extra_args=None)
-    outputs = [output.prompt_logprobs async for output in llm.generate("p", params, "r")]
-    assert outputs == [[None, {7: -0.5}]] * 3
 
 
 async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() -> None:
