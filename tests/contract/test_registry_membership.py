@@ -12,6 +12,7 @@ from pullfill.errors import (
     ConfigError,
     IncompatibleError,
     PeerUnavailable,
+    RegistryUnavailable,
 )
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -145,6 +146,25 @@ async def test_of_two_at_the_same_moment_one_leaves(
     winner = one if results[0] is None else two
     assert [r.incarnation for r in (await registered(client, ns)).values()] == [winner.incarnation]
     await winner.leave()
+
+
+async def test_etcd_that_is_away_when_a_worker_joins_is_waited_for(
+    client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant, fails = client.grant_lease, [1, 2]
+
+    async def late_grant(ttl_s: int) -> object:
+        if fails:
+            raise RegistryUnavailable(f"away {fails.pop()}")
+        return await grant(ttl_s)
+
+    monkeypatch.setattr(client, "grant_lease", late_grant)
+    me = member(client, ns, "decode-1")
+    with pytest.raises(RegistryUnavailable, match="away 2"):
+        await me.join()
+    await me.join(wait_s=10.0)
+    assert list(await registered(client, ns)) == ["decode-1"]
+    await me.leave()
 
 
 async def test_an_instance_id_in_use(client: EtcdClient, ns: str) -> None:
