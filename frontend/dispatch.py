@@ -352,7 +352,9 @@ class Dispatcher:
 
     def route(self, flight: Flight, now: float) -> None:
         """Step 2: send a request to a worker, or let it wait for one."""
-        if refusal := self.suspects.refusal(flight):
+        # An answer that was at no death goes on, although one like it is refused.
+        innocent = flight.tokens and not flight.deaths
+        if not innocent and (refusal := self.suspects.refusal(flight)):
             self._fail(flight, refusal, REFUSED)
             return
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not

@@ -42,6 +42,9 @@ _log = log.get("frontend.forward")
 # How long a server may take to answer one question about its health.
 ANSWER_S = 3.0
 MISSES = 3
+# How long a server is left out whose prefill answers lack what the protocol needs. Its health says
+# nothing about that, so after this time one request tries it again.
+LACK_S = 30.0
 _METRIC = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}\n]*)\})? ([0-9.eE+-]+)$", re.M)
 # Counts of requests, of tokens looked up in the server's own cache, and of tokens looked up at
 # its connector. vLLM counts the last two together. Without a connector, the last one stays 0.
@@ -268,8 +271,7 @@ class Servers:
     protocol: says what servers must be registered with, and checks their KV addresses.
     policy: returns `router.decode_policy`.
     headers: of each question, e.g. a key.
-    look_s: how often each server is looked at. answer_s: how long it may take to answer.
-    lack_s: how long a server is left out whose prefill answers lack what the protocol needs."""
+    look_s: how often each server is looked at. answer_s: how long it may take to answer."""
 
     def __init__(
         self,
@@ -282,7 +284,6 @@ class Servers:
         *,
         look_s: float = 1.0,
         answer_s: float = ANSWER_S,
-        lack_s: float = 30.0,
     ) -> None:
         self._session = session
         self._names = names
@@ -290,7 +291,7 @@ class Servers:
         self._protocol = protocol
         self._pickers = {role: Picker(policy, random.Random()) for role in ROLES}
         self._headers = headers or {}
-        self.look_s, self._answer_s, self._lack_s = look_s, answer_s, lack_s
+        self.look_s, self._answer_s = look_s, answer_s
         self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self.known: dict[StockEntry, Server] = {}
         self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
@@ -397,7 +398,7 @@ class Servers:
 
     def lacks(self, server: Server, why: str) -> None:
         """A prefill server answered without what the protocol needs. It is left out for a while."""
-        server.lacking_until = asyncio.get_running_loop().time() + self._lack_s
+        server.lacking_until = asyncio.get_running_loop().time() + LACK_S
         self._turn(server, "refused", why)
 
     # ---------------------------------------------------------------- inside

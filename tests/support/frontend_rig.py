@@ -374,7 +374,6 @@ class Sink:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
     faults: dict[str, Fault] = field(default_factory=dict)
     outs: list[Any] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -393,8 +392,10 @@ class Sink:
         assert request_id not in self.failures, "failed twice"
         self.failures[request_id] = message
         self.faults[request_id] = fault
-        if fault is Fault.REQUEST:
-            self.refused.add(request_id)
+
+    @property
+    def refused(self) -> set[str]:
+        return {name for name, fault in self.faults.items() if fault is Fault.REQUEST}
 
     def joined(self, welcome: front_wire.DecodeWelcome) -> None: ...
 

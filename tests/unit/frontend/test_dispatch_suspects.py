@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.frontend.flight import Waits
+from pullfill.frontend.flight import Waits, name_of
 from tests.support.fake_vllm import answer, request
 from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig, until
 
@@ -84,6 +84,18 @@ async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -
         board.refused.clear()
         r.dispatcher.submit(request("third", [FATAL]))
         await until(lambda: "third" in r.sink.finished)
+
+
+async def test_an_answer_that_was_at_no_death_moves_although_one_like_it_is_refused() -> None:
+    board = Alone()
+    one, two = FakeDecode("decode-1", stop_after=2), FakeDecode("decode-2")
+    async with rig(one, two, board=board) as r:
+        r.dispatcher.submit(request("s", [1], max_tokens=9))
+        await until(lambda: bool(r.sink.tokens))
+        board.post(name_of(r.dispatcher.flights["s"]), 2, 1)
+        one.leave()
+        await until(lambda: "s" in r.sink.finished)
+        assert r.sink.tokens["s"] == answer([1], 9)
 
 
 async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
