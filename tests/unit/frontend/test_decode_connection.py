@@ -22,86 +22,19 @@ from pullfill.frontend.decode_connection import ConnectionState, DecodeConnectio
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig, until
 from tests.support.fuzz import EXAMPLES, explore, mutated
-from tests.support.listening import listening
 
 LATE = front_wire.LoadReport(
     running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
 )
 
 
-class _Cutter:
-    """A TCP relay. Its first connection ends within the handshake, its second when `cut` is set."""
-
-    def __init__(self, port: int) -> None:
-        self.cut = asyncio.Event()
-        self.connections = 0
-        self._port = port
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        first, second = self.connections == 1, self.connections == 2
-        with contextlib.closing(writer):
-            if first:
-                await reader.readexactly(10)
-                return
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-            with contextlib.closing(far_writer):
-                ends: set[asyncio.Future[Any]] = {
-                    asyncio.ensure_future(_pump(reader, far_writer)),
-                    asyncio.ensure_future(_pump(far_reader, writer)),
-                }
-                if second:
-                    ends.add(asyncio.ensure_future(self.cut.wait()))
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in ends:
-                    end.cancel()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-
-
-async def test_a_hello_lost_in_flight_is_sent_again() -> None:
-    """Also after a handshake that failed, which alone is for ZMQ to try again."""
-    worker = FakeDecode("decode-1")  # reads nothing before it is started
-    cutter = _Cutter(int(worker.record.data.rpartition(":")[2]))
-    async with listening(cutter) as (host, port), rig() as r:
-        record = msgspec.structs.replace(worker.record, data=f"tcp://{host}:{port}")
-        r.directory.put(record)
-        await until(lambda: any("handshake" in line for line in r.pool.refusals()))
-        await until(lambda: not r.pool.refusals())
-        assert cutter.connections == 2
-        cutter.cut.set()
-        await until(lambda: cutter.connections == 3)
-        worker.start()
-        await r.ready(1)
-    worker.die()
-
-
-async def test_all_outputs_that_came_before_a_break_count() -> None:
-    """The loop was busy, so many of them wait."""
-    worker = FakeDecode("decode-1", stop_after=300)
-
-    def be_busy() -> None:
-        while not worker.active or worker.active[0].sent < 300:
-            time.sleep(0.01)
-        time.sleep(0.2)  # ZMQ's thread writes what it has
-        worker.die()
-        time.sleep(0.2)
-
-    async with rig(worker) as r:
-        r.dispatcher.submit(request("a", max_tokens=400))
-        be_busy()
-        await until(lambda: r.sink.gone == ["decode-1"])
-        assert len(r.sink.tokens["a"]) == 300
-
-
 class _Relay:
-    """A TCP relay in threads of its own, so that it goes on while the event loop is busy."""
+    """A TCP relay in threads of its own, so that it goes on while the event loop is busy.
 
-    def __init__(self, port: int) -> None:
+    spoils: so many connections end within the handshake."""
+
+    def __init__(self, port: int, spoils: int = 0) -> None:
+        self._spoils = spoils
         self._far = ("127.0.0.1", port)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
@@ -116,7 +49,13 @@ class _Relay:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, far = self._server.accept()[0], socket.create_connection(self._far)
+                near = self._server.accept()[0]
+                if self._spoils:
+                    self._spoils -= 1
+                    near.recv(10)
+                    near.close()
+                    continue
+                far = socket.create_connection(self._far)
                 self.ends += [near, far]
                 for pair in ((near, far), (far, near)):
                     self._start(self._pump, *pair)
@@ -140,6 +79,41 @@ class _Relay:
             thread.join()
         for end in (self._server, *self.ends):
             end.close()
+
+
+async def test_a_hello_lost_in_flight_is_sent_again() -> None:
+    """Also after a handshake that failed, which alone is for ZMQ to try again."""
+    worker = FakeDecode("decode-1")  # reads nothing before it is started
+    relay = _Relay(int(worker.record.data.rpartition(":")[2]), spoils=1)
+    async with rig() as r:
+        r.directory.put(msgspec.structs.replace(worker.record, data=relay.address))
+        await until(lambda: any("handshake" in line for line in r.pool.refusals()))
+        await until(lambda: not r.pool.refusals())
+        assert len(relay.ends) == 2
+        relay.cut()
+        await until(lambda: len(relay.ends) == 4)
+        worker.start()
+        await r.ready(1)
+    worker.die()
+    relay.close()
+
+
+async def test_all_outputs_that_came_before_a_break_count() -> None:
+    """The loop was busy, so many of them wait."""
+    worker = FakeDecode("decode-1", stop_after=300)
+
+    def be_busy() -> None:
+        while not worker.active or worker.active[0].sent < 300:
+            time.sleep(0.01)
+        time.sleep(0.2)  # ZMQ's thread writes what it has
+        worker.die()
+        time.sleep(0.2)
+
+    async with rig(worker) as r:
+        r.dispatcher.submit(request("a", max_tokens=400))
+        be_busy()
+        await until(lambda: r.sink.gone == ["decode-1"])
+        assert len(r.sink.tokens["a"]) == 300
 
 
 async def test_nothing_counts_that_comes_after_a_break_went_unnoticed() -> None:
