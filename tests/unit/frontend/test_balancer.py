@@ -1,4 +1,4 @@
-"""The frontend's balancer: which decode worker gets the next request."""
+"""The frontend's balancer, and what it knows of the blocks of decode workers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 
 from pullfill import wire
 from pullfill.engine import front_wire
+from pullfill.errors import BadMessage
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.balancer import Balancer, hashes_of
@@ -22,31 +23,34 @@ from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
 
 BLOCK = 16
+BLOCKS = range(1, 6)
 PROMPT = list(range(7, 7 + 20 * BLOCK + 5))
 
 
 class Worker:
     """A connection to a decode worker whose blocks can be followed."""
 
-    def __init__(self, name: str, block_size: int = BLOCK) -> None:
+    def __init__(self, name: str, block_size: int = BLOCK, missing: str = "") -> None:
         self.instance_id = name
         self.record = SimpleNamespace(control=f"tcp://{name}:1")
         self.ring = Ring(1000)
         self.load: front_wire.LoadReport | None = None
-        self._asked: list[PrefixFollow] = []
+        self.asked: list[PrefixFollow] = []
         self.welcome = front_wire.DecodeWelcome(
             decode_instance=name, vllm_version="0.32.0", max_model_len=1, num_gpu_blocks=1,
             block_size=16, supported_tasks=[], prefix_block_size=block_size,
+            no_prefix_events=missing,
         )  # fmt: skip
 
     def send(self, kind: bytes, payload: bytes) -> None:
-        self._asked.append(wire.decode(payload, PrefixFollow))
+        assert kind == front_wire.FOLW
+        self.asked.append(wire.decode(payload, PrefixFollow))
 
     def tell(self, prefixes: Prefixes) -> None:
         """Bring the frontend up to date."""
         worker: Any = self
         prefixes.follow(worker, 0.0)
-        for message in self.ring.answer(self._asked[-1]):
+        for message in self.ring.answer(self.asked[-1]):
             prefixes.take(worker, wire.encode(message), 0.0)
 
 
@@ -89,9 +93,12 @@ async def rig() -> Rig:
     return Rig()
 
 
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
 def counted(policy: str, reason: str) -> float:
-    labels = {"policy": policy, "reason": reason}
-    return REGISTRY.get_sample_value("pullfill_decode_choice_total", labels) or 0.0
+    return value("pullfill_decode_choice_total", policy=policy, reason=reason)
 
 
 async def test_the_policy_may_change_between_requests(rig: Rig) -> None:
@@ -200,3 +207,116 @@ async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
     assert holder(rig, request("r2", PROMPT[: 2 * BLOCK]), 2) is None, "too short"
     rig.min_fetch = 0
     assert holder(rig, request("r3", PROMPT), 2) is None, "switched off"
+
+
+# --------------------------------------------------------------------------- the blocks of workers
+
+
+class Known:
+    def __init__(self, max_blocks: int = 1000) -> None:
+        self.prefixes = Prefixes(max_blocks)
+        self.now = 100.0
+
+    def follow(self, worker: Any) -> None:
+        self.prefixes.follow(worker, self.now)
+
+    def answer(self, worker: Any) -> None:
+        """Send what the worker was last asked for."""
+        for message in worker.ring.answer(worker.asked[-1]):
+            self.prefixes.take(worker, wire.encode(message), self.now)
+
+    def state(self, worker: Any) -> str:
+        return self.prefixes.state(worker.instance_id)
+
+
+@pytest.fixture
+async def known() -> Known:
+    return Known()
+
+
+async def test_a_worker_is_cold_until_it_has_told_its_blocks(known: Known) -> None:
+    worker = Worker("a", block_size=32)
+    worker.ring.append(Op.STORE, BLOCKS)
+    known.follow(worker)
+    assert known.state(worker) == "cold"
+    assert known.prefixes.matched(BLOCKS).blocks == {}
+    told = value("pullfill_prefix_events_total")
+    known.answer(worker)
+    assert known.state(worker) == "warm"
+    assert known.prefixes.matched(BLOCKS).blocks == {"a": 5}
+    assert known.prefixes.status("a", known.now) == {
+        "state": "warm", "blocks": 5, "refused": 0, "since_s": 0.0
+    }  # fmt: skip
+    assert value("pullfill_prefix_index_blocks") == 5
+    assert value("pullfill_prefix_events_total") == told + 5
+
+
+async def test_a_lost_worker_is_forgotten_and_comes_back_cold(known: Known) -> None:
+    worker = Worker("a")
+    worker.ring.append(Op.STORE, BLOCKS)
+    known.follow(worker)
+    known.answer(worker)
+    known.prefixes.forget(worker, known.now)  # type: ignore[arg-type]
+    assert (known.state(worker), known.prefixes.matched(BLOCKS).blocks) == ("none", {})
+    known.answer(worker)  # what was still on its way
+    assert known.prefixes.matched(BLOCKS).blocks == {}
+    again = Worker("a")
+    known.follow(again)
+    assert known.state(again) == "cold"
+    known.answer(again)
+    assert known.prefixes.status("a", known.now)["blocks"] == 0
+
+
+async def test_events_that_stay_away_are_asked_for_again_and_told(known: Known) -> None:
+    worker = Worker("a")
+    known.follow(worker)
+    for _ in range(30):
+        known.now += 1.0
+        known.prefixes.tick(known.now)
+        missing = known.now - 100 > 10.0
+        assert bool(known.prefixes.troubles(known.now)) is missing
+        assert value("pullfill_prefix_missing_workers") == missing
+    assert 8 <= len(worker.asked) <= 16
+    assert "are not known here for 30 s" in known.prefixes.status("a", known.now)["trouble"]
+    known.answer(worker)
+    known.prefixes.tick(known.now)
+    assert value("pullfill_prefix_missing_workers") == 0
+    asked = len(worker.asked)
+    for _ in range(30):
+        known.now += 1.0
+        known.prefixes.tick(known.now)
+    assert (len(worker.asked), dict(known.prefixes.troubles(known.now))) == (asked, {})
+
+
+async def test_a_worker_that_cannot_tell_its_blocks_is_told_at_once(known: Known) -> None:
+    worker = Worker("a", block_size=0, missing="this release tells no token_ids")
+    known.follow(worker)
+    known.prefixes.tick(known.now)
+    assert worker.asked == []
+    assert "this release tells no token_ids" in known.prefixes.status("a", known.now)["trouble"]
+    assert value("pullfill_prefix_missing_workers") == 1
+    known.prefixes.forget(worker, known.now)  # type: ignore[arg-type]
+    assert dict(known.prefixes.troubles(known.now)) == {}
+
+
+async def test_blocks_beyond_the_bound_are_refused_and_no_trouble() -> None:
+    known, worker = Known(max_blocks=3), Worker("a")
+    worker.ring.append(Op.STORE, BLOCKS)
+    known.follow(worker)
+    known.answer(worker)
+    assert known.state(worker) == "warm"
+    told = known.prefixes.status("a", known.now)
+    assert (told["blocks"], told["refused"]) == (3, 2)
+    assert known.prefixes.matched(BLOCKS).blocks == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\x93", wire.encode(PrefixFollow()),
+     wire.encode(wire.prefix.PrefixEvents(epoch=1, first=0, ops=b"\x01", hashes=b""))],
+)  # fmt: skip
+async def test_what_no_worker_sends_is_a_bad_message(known: Known, payload: bytes) -> None:
+    worker = Worker("a")
+    known.follow(worker)
+    with pytest.raises(BadMessage):
+        known.prefixes.take(worker, payload, known.now)  # type: ignore[arg-type]
