@@ -84,20 +84,6 @@ def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
     assert fences.try_revoke(reborn), "the dead writer's record is free again"
 
 
-def test_a_stopped_writer_holds_its_blocks_and_a_killed_one_frees_them(
-    gpu_region: Region, tmp_path: Path
-) -> None:
-    fences = gpu_region.owner.fences
-    with writing(gpu_region, tmp_path) as writer:
-        token = fences.open(BLOCKS)
-        assert writer.ask("start", token) == "queued"
-        writer.process.send_signal(signal.SIGSTOP)
-        assert not fences.try_revoke(token)
-        end(writer)
-        assert fences.try_revoke(token)
-    assert not (gpu_region.pages == 7).all()
-
-
 def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
     gpu_region: Region, tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc import ipc_transport
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport, IpcEndpoint, export
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu.copies import BETWEEN, SAME, Interconnect, link_to
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
@@ -63,13 +62,6 @@ def test_no_copies_where_a_death_would_not_end_them(
     assert re.search(reason, gpu_rig.transport.can_reach(gpu_region.descriptor) or "")
     with pytest.raises(PeerUnavailable, match=reason):
         gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
-
-
-@pytest.mark.parametrize(
-    ("uuid", "link"), [("gpu-a", SAME), ("gpu-b", BETWEEN), ("hidden", BETWEEN)]
-)
-def test_links(uuid: str, link: Interconnect) -> None:
-    assert link_to(FakeDriver(), 0, uuid) is link
 
 
 def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region: Region) -> None:
@@ -183,15 +175,6 @@ def test_nothing_is_copied_to_memory_of_a_dead_owner(gpu_rig: Rig, gpu_region: R
     for one in (session, other):
         one.close()
     assert sum(driver.openings.values()) == 0
-
-
-def test_a_session_closes_where_cuda_does_not_unmap(
-    gpu_rig: Rig, gpu_region: Region, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
-    driver_of(gpu_rig.transport).error = "cuIpcCloseMemHandle: CUDA_ERROR_MAP_FAILED"
-    session.close()
-    assert "stays mapped: cuIpcCloseMemHandle" in caplog.text
 
 
 # --------------------------------------------------------------------------- several ranks

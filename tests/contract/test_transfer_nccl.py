@@ -15,20 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pullfill.errors import ConfigError, Fenced, PeerUnavailable, TransferFailed
+from pullfill.errors import Fenced, PeerUnavailable, TransferFailed
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
-from pullfill.transfer.nccl.nccl_backend import PEER, NcclKind
+from pullfill.transfer.nccl.nccl_backend import PEER
 from pullfill.transfer.runs import stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
 from tests.support.nccl_rig import Calling, FakeKind, PairKind
-from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
-
-HURRY_S = 0.5
-"""Longer than a thread stands still on a busy machine."""
 
 
 @dataclass
@@ -46,14 +42,6 @@ class Place:
 
     def token(self) -> FenceToken:
         return self.region.owner.fences.open(range(40))
-
-    def hurry(self, session: PeerSession) -> None:
-        """The session's connection waits for `HURRY_S` at most, on both sides. Later ones wait
-        longer again."""
-        session._connection.set_stall(HURRY_S)  # type: ignore[attr-defined]
-        eventually(lambda: len(served(self.region)) == 1, "not one connection")
-        (peer,) = served(self.region)
-        peer._connection.set_stall(HURRY_S)
 
     def moved(self, blocks: range) -> bool:
         return bool((self.region.pages[:, blocks] == self.mine.pages[:, blocks]).all())
@@ -214,38 +202,7 @@ def test_can_reach_says_why_not(detail: str, why: str | None) -> None:
     assert why is None or why in str(reason)
 
 
-def test_memory_of_the_cpu_is_not_offered(make: Make) -> None:
-    place = make()
-    kind = NcclKind()
-    assert place.mine.memory.device is None
-    assert kind.detail(place.mine.memory) is None
-    with pytest.raises(ConfigError, match="GPU memory"):
-        kind.make(place.mine.memory, owner=True)
-
-
 # ---------------------------------------------------------------------- when it goes wrong
-
-
-def test_a_peer_killed_in_a_transfer_holds_up_no_other(make: Make) -> None:
-    """Its kernel waits on the owner's GPU until the revoke. Meanwhile the others go on, and one of
-    them closes its communicator, which frees memory of the GPU."""
-    place = make()
-    token, fences = place.token(), place.region.owner.fences
-    sessions = [place.rig.connect(place.rig.local(DENSE, seed=n), place.region) for n in (7, 8)]
-    for session in sessions:
-        session.write_blocks(token, [0], [0])
-    victim = hanging(place, sessions[0], fences.open(range(40)))
-    for comm in place.world.comms.values():
-        comm.dead = comm.dead or (comm.device == "GPU-1" and comm.pair.waiting != [])
-    place.world.set(hang=False)
-    sessions[1].close()
-    fresh = place.connect()
-    fresh.write_blocks(token, range(40), range(40))
-    assert place.moved(range(40))
-    assert victim.is_alive()
-    sessions[0].interrupt()
-    assert victim.end() is not None
-    fresh.close()
 
 
 @pytest.mark.essential
@@ -283,20 +240,6 @@ def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> N
     session.close()
 
 
-def test_a_transfer_without_progress_ends_by_itself(make: Make) -> None:
-    place = make()
-    session, token = place.connect(), place.token()
-    session.write_blocks(token, [0], [0])
-    place.hurry(session)
-    writing = hanging(place, session, token)
-    assert isinstance(writing.end(), TransferFailed)
-    eventually(lambda: not place.world.comms, "a broken communicator is kept")
-    place.world.set(hang=False)
-    session.write_blocks(token, range(40), range(40))
-    assert place.moved(range(40))
-    session.close()
-
-
 def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
@@ -309,21 +252,6 @@ def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> 
     fences = place.region.owner.fences
     eventually(lambda: fences.try_revoke(token), "never proved")
     assert isinstance(writing.end(), Fenced)
-    session.close()
-
-
-def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) -> None:
-    place = make()
-    session, token = place.connect(), place.token()
-    place.hurry(session)
-    place.world.set(hang_init=True)
-    with pytest.raises(TransferFailed):
-        session.write_blocks(token, range(40), range(40))
-    # Nothing of ours was known to NCCL; the owner's thread has yet to see that the peer is gone.
-    eventually(lambda: place.region.owner.fences.try_revoke(token), "never proved")
-    place.world.set(hang_init=False)
-    session.write_blocks(place.token(), range(40), range(40))
-    assert place.moved(range(40))
     session.close()
 
 
