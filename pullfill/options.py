@@ -302,7 +302,7 @@ class WorkerOptions(RoleOptions):
     )
     transports: frozenset[str] | None = flag(
         None,
-        "Transports that may move KV: cuda_ipc, shm, nccl, nixl, tcp"
+        f"Transports that may move KV: {', '.join(TRANSPORTS)}"
         "  [default: all that work here but nixl]",
         metavar="NAME,...",
         up=True,
