@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
 from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
 from pullfill.transfer.runs import (
@@ -254,6 +254,15 @@ def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
     assert moved.layout.base_offset == 3 * layout.layer_stride + PAGE
 
 
+def test_a_part_beyond_its_region_is_refused() -> None:
+    """A peer names the part in its hello."""
+    layout = dense_layout(8, 40, 4, PAGE)
+    assert crop(layout, Rect(3, 1, 7, 1)).num_layers == 1
+    for part in (Rect(3, 2, 0, 8), Rect(0, 4, 7, 2), Rect(-1, 1, 0, 1), Rect(0, 0, 0, 8)):
+        with pytest.raises(IncompatibleError):
+            crop(layout, part)
+
+
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 
 
@@ -301,9 +310,3 @@ def test_pieces_are_cut_at_the_same_places_whatever_the_runs(
     assert all(total == step for total in totals[:-1])
     assert 0 < totals[-1] <= step
     assert all(int(piece.iovec[:, 1].min()) > 0 for piece in made)
-
-
-def test_a_contiguous_piece_is_one_run() -> None:
-    iovec = np.array([[1000, 30], [5000, 10]], np.uint64)
-    assert [len(piece.iovec) for piece in pieces(iovec, 10)] == [1, 1, 1, 1]
-    assert [len(piece.iovec) for piece in pieces(iovec, 40)] == [2]

@@ -7,13 +7,16 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.transfer.contract import proved
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv, open_same, sweep
+from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Rig, shm_rig
 
 
@@ -57,6 +60,11 @@ def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> No
     os.close(spare)
     hold.close()
     region.owner.close()
+
+
+def test_an_error_of_the_kernel_proves_nothing() -> None:
+    fences: Any = Mock(try_revoke=Mock(side_effect=OSError(37, "no locks available")))
+    assert not proved(fences, FenceToken(slot=0, epoch=1))
 
 
 def test_a_live_name_is_not_taken_twice(tmp_path: Path) -> None:
