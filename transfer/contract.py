@@ -118,9 +118,10 @@ class OwnerFences(Protocol):
         block_ids: what may be read. Must not be changed afterwards.
         first_target: `block_ids[first_target:]` may also be written.
 
-        A transport whose owner moves the bytes refuses every other block. Where the peer maps the
-        memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Whoever copies checks
-        that blocks are in the region. Raises OverloadedError when all slots are in use."""
+        Raises OverloadedError when all slots are in use."""
+        # A transport whose owner moves the bytes refuses every other block. Where the peer maps the
+        # memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Whoever copies checks
+        # that blocks are in the region.
         ...
 
     def try_revoke(self, token: FenceToken) -> bool:
@@ -174,10 +175,10 @@ class PeerSession(Protocol):
 
         The blocks move in bounded batches. Each batch holds the fence and checks it.
 
-        Raises Fenced when a batch found the fence dead. That batch moved nothing. Earlier ones may
-        have landed, before the revoke was proved. After a read the local target blocks hold
-        garbage. Raises BadMessage before anything moved, when an id is out of range, the lengths
-        differ or a target appears twice. Raises TransferFailed."""
+        Raises Fenced when a batch found the fence dead, TransferFailed, and, before anything moved,
+        BadMessage when an id is out of range, the lengths differ or a target appears twice."""
+        # A fenced batch moved nothing. Earlier ones may have landed, before the revoke was proved.
+        # After a fenced read the local target blocks hold garbage.
         ...
 
     def write_blocks(

@@ -40,17 +40,6 @@ def present(socket: Any, key: ClusterKey) -> None:
     socket.curve_serverkey = pair(key, "decode")[0]
 
 
-def serve(socket: Any, key: ClusterKey) -> bytes:
-    """The decode worker's end, before bind. Returns the 32 bytes of the one client key to let in.
-
-    The answers on _ZAP_ADDRESS must follow it (RFC 27)."""
-    socket.curve_publickey, socket.curve_secretkey = pair(key, "decode")
-    socket.curve_server = True
-    socket.zap_domain = _DOMAIN
-    client: bytes = z85.decode(pair(key, "frontend")[0])
-    return client
-
-
 class CurveAuth:
     """Lets in only frontends with the cluster key, at the decode worker's ROUTER.
 
@@ -66,7 +55,11 @@ class CurveAuth:
         self._zap: Any = None
         self._seldom = log.Seldom(60.0)
         if key is not None:
-            self._client = serve(socket, key)
+            socket.curve_publickey, socket.curve_secretkey = pair(key, "decode")
+            socket.curve_server = True
+            socket.zap_domain = _DOMAIN
+            # The 32 bytes of the one client key to let in. libzmq asks on _ZAP_ADDRESS (RFC 27).
+            self._client: bytes = z85.decode(pair(key, "frontend")[0])
             self._zap = socket.context.socket(zmq.REP)
             self._zap.setsockopt(zmq.LINGER, 0)
             self._zap.bind(_ZAP_ADDRESS)

@@ -2,9 +2,7 @@
 
 Whoever may write to etcd can announce a frontend, and would collect the keys that are sent there.
 So a question to such an address carries a proof instead of the key: an HMAC of its path and of the
-time, made with a digest of the key. A frontend that has the key makes the same HMAC. The proof is
-good for one path, for reading, and for VALID_S seconds. Whoever gets it can repeat that question
-meanwhile, and cannot find a key of 16 random characters from it.
+time, made with a digest of the key. A frontend that has the key makes the same HMAC.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
+# Good for one path, for reading, and for VALID_S seconds. Whoever gets it can repeat that question
+# meanwhile, and cannot find a key of 16 random characters from it.
 HEADER = "x-pullfill-proof"
 # How far the clocks of both machines may be apart, the way there included. As in Kerberos: hosts
 # without time synchronisation are often minutes apart, seldom more than five.

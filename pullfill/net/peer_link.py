@@ -5,10 +5,6 @@
 Prefill workers dial decode workers for their jobs. Decode workers dial one another to read cached
 prefixes. A subclass says what is special about its kind. The other end is `accept` (channel.py).
 
-A peer that is stopped or cut off keeps its socket. So a worker that dials sends a ping, which the
-other end returns. Each end treats the other as gone after SILENT_S of silence: a stall of
-SILENT_S - ALIVE_INTERVAL_S is forgiven.
-
 asyncio thread only.
 """
 
@@ -284,6 +280,9 @@ class PeerLink:
 
     async def _keep_alive(self, channel: Channel) -> None:
         """Send pings. End the connection if the peer is silent, or if nothing needs it."""
+        # A peer that is stopped or cut off keeps its socket. So a worker that dials sends a ping,
+        # which the other end returns. Each end treats the other as gone after SILENT_S of silence:
+        # a stall of SILENT_S - ALIVE_INTERVAL_S is forgiven.
         now = self._heard_at = self._loop.time()
         while True:
             if (ping := self.ping()) is not None:

@@ -2,8 +2,8 @@
 
 The owner publishes its fence file and a handle on each rank's GPU memory (`IpcEndpoint`). A peer's
 session owns one opening of the handle and one open file description of the fence file. It copies on
-the stream that all sessions of the process share (gpu/copies.py). It waits for its batch before it
-lets go of the fence, so the fence covers every byte in flight.
+the stream that all sessions of the process share (gpu/copies.py), and waits for its batch before it
+lets go of the fence.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ allocation made inside it becomes a mapping of a file, which peers can map too. 
 allocation would be, and nothing is copied. (pullfill/runtime/pages.py makes its pages present.)
 
 This runs in the process of each rank. The worker's main process owns the files (`RegionFiles`),
-maps them (`owners.py`) and removes them. Memory that was described once stays allocated until the
-process ends, whatever vLLM does with its tensors: our threads copy by address.
+maps them (`owners.py`) and removes them.
 """
 
 from __future__ import annotations

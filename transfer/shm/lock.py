@@ -1,8 +1,5 @@
 """OFD byte-range locks. An open file description owns them. The kernel frees them when its last
 descriptor is closed, however the process dies.
-
-A fork inherits them. So open the file after forking, and never fork a process that holds a lock and
-lives on. (Every open here sets O_CLOEXEC, which covers exec and subprocess.)
 """
 
 from __future__ import annotations
@@ -12,6 +9,8 @@ import errno
 import fcntl
 import os
 
+# A fork inherits the locks. So open the file after forking, and never fork a process that holds a
+# lock and lives on. (Every open here sets O_CLOEXEC, which covers exec and subprocess.)
 _F_OFD_SETLK = 37
 # Keeps the GIL. The call never blocks and takes half a microsecond. To release the GIL around it
 # would cost up to a switch interval beside a busy Python thread.
