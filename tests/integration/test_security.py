@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 
 from tests.support import web
 from tests.support.certificates import make_certificates
-from tests.support.cluster import Cluster, Worker, until
+from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
 from tests.support.oracle import Oracle
@@ -63,12 +60,9 @@ class Locked(Cluster):
         self.env = {"PULLFILL_SECURITY": str(self.directory / "security.toml")}
         self.stranger_env = {"PULLFILL_SECURITY": str(self.directory / "stranger.toml")}
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        where = ("--etcd", self.etcd.url, "--nats", self.nats.url, "--namespace", self.namespace)
-        return subprocess.run(
-            [sys.executable, "-m", "pullfill.deploy.cli", *arguments, *where],
-            env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+    def command(self, *words: str) -> str:
+        """What `pullfill WORDS` prints."""
+        return pullfill(self, *words, **self.env).stdout
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +125,9 @@ def test_a_key_that_is_added_to_its_file_opens_the_frontend(locked: Locked) -> N
 
 
 def test_the_command_line_has_the_logins_too(locked: Locked) -> None:
-    told = locked.command("status", "--json")
-    assert '"role": "decode"' in told.stdout, told.stderr
-    assert "ok" in locked.command("doctor").stdout
-    assert locked.command("config", "get", "router.policy").stdout.strip() == "always_remote"
+    assert '"role": "decode"' in locked.command("status", "--json")
+    assert "ok" in locked.command("doctor")
+    assert locked.command("config", "get", "router.policy").strip() == "always_remote"
 
 
 @pytest.mark.essential
@@ -147,7 +140,7 @@ def test_a_worker_with_another_cluster_key_is_kept_out(
     assert "[cluster] key_file" in stranger.tail()
     assert "refused a control connection" in decode.tail(200)
     assert locked.counter("pullfill_auth_refused_total", link="control") > 0
-    assert "a peer with another cluster key" in locked.command("doctor").stdout
+    assert "a peer with another cluster key" in locked.command("doctor")
     # It pulls jobs, cannot claim them, and the others do.
     prompts = [random_prompt(300, seed=n) for n in range(82, 86)]
     answers = [ask(locked, prompt, 4) for prompt in prompts]

@@ -491,13 +491,13 @@ def command(cluster: Cluster, *words: str) -> list[str]:
 
 
 def pullfill(
-    cluster: Cluster, *words: str, timeout_s: float = 60.0
+    cluster: Cluster, *words: str, timeout_s: float = 60.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `pullfill WORDS`. Its lines are not wrapped."""
+    """Run `pullfill WORDS`. Its lines are not wrapped. env: more variables."""
     return subprocess.run(
         command(cluster, *words),
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        env={**os.environ, "COLUMNS": "400"},
+        env={**os.environ, "COLUMNS": "400", **env},
     )
