@@ -143,7 +143,9 @@ def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:
     with checked(
         paired, oracle, fallbacks={"timeout": 1}, stale={"commit": 1, "revoked": 1}
     ) as check:
-        paired.set_router(remote_timeout_s=5)
+        # Long enough for a loaded machine, and so short that the decode worker does not end the
+        # connection for 5 s of silence: then it would hear of no late commit.
+        paired.set_router(remote_timeout_s=3)
         zombie.arm("prefill.before_commit=stop")
         told = check.told(check.ask(random_prompt(900, seed=8250)))
         assert zombie.stopped, "it was too slow to come to its commit"

@@ -354,6 +354,17 @@ async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_wo
 # ------------------------------------------------------------------ revoked
 
 
+async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
+    worker, delivery = Worker(some_transfer_worker), Delivered()
+    worker.grant = msgspec.structs.replace(worker.grant, attempt=2)
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    task = await worker.computing()
+    worker.revoke(attempt=1)
+    task.end(None)
+    await worker.over()
+    assert (delivery.verbs, worker.sent) == (["ack"], [])
+
+
 async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() -> None:
     worker, delivery = Worker(some_transfer_worker), Delivered()
     worker.puller.begin(delivery)  # type: ignore[arg-type]

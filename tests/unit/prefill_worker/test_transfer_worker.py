@@ -211,6 +211,22 @@ def test_without_a_thread_for_it_an_operation_is_answered(
 # ------------------------------------------------------------------ modes
 
 
+def test_push_returns_when_the_blocks_are_there(
+    transfer_worker: TransferWorker, session: Session
+) -> None:
+    calls = Calls(transfer_worker, KvMode.PUSH)
+    session.gate.clear()
+    write = (calls.task, [1], [6], True, calls.done)
+    engine = threading.Thread(target=transfer_worker.write, args=write)
+    engine.start()
+    assert session.entered.wait(10)
+    engine.join(0.02)
+    assert engine.is_alive(), "the step waits"
+    session.gate.set()
+    engine.join(10)
+    assert calls.callbacks == [None]
+
+
 def test_pull_after_a_preemption_keeps_the_new_blocks(
     transfer_worker: TransferWorker, credits: Credits
 ) -> None:
@@ -244,6 +260,25 @@ def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits
 def used(credits: Credits) -> int:
     """Blocks that are charged to the decode worker."""
     return credits.used.get("decode-1", 0) // LAYOUT.block_bytes
+
+
+def test_a_write_is_charged_until_it_ends_or_the_connection_does_and_a_read_never(
+    transfer_worker: TransferWorker, session: Session, credits: Credits
+) -> None:
+    calls = Calls(transfer_worker)
+    session.gate.clear()
+    transfer_worker.read(calls.task, [5, 6], [1, 2], calls.done)
+    assert session.entered.wait(10)
+    assert used(credits) == 0
+    transfer_worker.write(calls.task, [1, 2], [5, 6], False, calls.done)
+    assert used(credits) == 2
+    session.gate.set()
+    assert transfer_worker.flush(calls.task)
+    assert used(credits) == 0
+    held_in_the_first_of_two(transfer_worker, session)
+    assert used(credits) == 2
+    transfer_worker.close()
+    assert credits.used == {}
 
 
 def test_there_is_room_once_nobody_is_at_the_limit() -> None:
