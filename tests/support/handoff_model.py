@@ -310,8 +310,12 @@ class HandoffModel:
 
     def lose(self, writer: str, *, others_alive: bool) -> None:
         """The connection ends; a batch of the writer may go on all the same."""
+        entries = [e for j in self.jobs if (e := self.ledger.find(j)) and e.writer != writer]
+        others = [entry for entry in entries if entry.state is JobState.GRANTED]
         self.ledger.writer_lost(writer, others_alive=others_alive)
-        if not others_alive:
+        if others_alive:
+            assert all(entry.state is JobState.GRANTED for entry in others), "they are alive"
+        else:
             waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
             assert all(e.state is JobState.READING for e in waiting), "waits for nobody"
         self.act()
