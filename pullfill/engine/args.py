@@ -96,12 +96,6 @@ def build_config(
     return config, served or model
 
 
-def traces_endpoint(config: VllmConfig) -> str | None:
-    """Return where vLLM would send traces. None: it makes none."""
-    endpoint: str | None = config.observability_config.otlp_traces_endpoint
-    return endpoint
-
-
 def flag_parser(program: str) -> Any:
     """Return a parser of vLLM's that does not end the process. Use it inside `flags_read`."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser

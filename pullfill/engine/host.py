@@ -211,8 +211,12 @@ class EngineHost:
             self._take_in(timeout)
             for hooks in self._hooks:
                 hooks.before_step()
-            # After the last request one more step tells the model runner that it has finished.
-            if not (self._copies_run() or core.batch_queue or core.scheduler.has_requests()):
+            # `requests` also has those that are finished, and whose blocks a peer still reads.
+            # After the last one has gone, `has_requests` asks for one more step, which tells the
+            # model runner.
+            scheduler: Any = core.scheduler
+            work = scheduler.requests or scheduler.has_requests()
+            if not (self._copies_run() or core.batch_queue or work):
                 timeout = self._idle_ms if not self._todo else 0
                 self._blocked_at = None
                 self.stepping = False

@@ -265,7 +265,7 @@ class WorkerProcess:
             engine_id=name,
             extra={"instance_id": name, "directory": str(files[0].directory)},
         )
-        tracing.begin(args.traces_endpoint(self._config), role.name, name)
+        tracing.begin(self._config.observability_config.otlp_traces_endpoint, role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
         if self._elastic:
             refuse_offloading(self._config)
