@@ -16,10 +16,9 @@ from rich.text import Text
 
 from pullfill import redact
 from pullfill.config import ClusterRef, split_urls
-from pullfill.deploy import local_servers, machine, members
+from pullfill.deploy import local_servers, machine, members, status
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
-from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
-from pullfill.deploy.status import ask, start_another
+from pullfill.deploy.state import full_disk
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.registry import self_checks
@@ -68,32 +67,24 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
 
 def processes(ref: ClusterRef) -> Iterator[Finding]:
     """Check that everything recorded in cluster.json still runs."""
-    if ref.state_dir is None:
-        return
-    try:
-        state = StateDir(ref.state_dir)
-        recorded = state.cluster()
-    except ConfigError as exc:
-        yield Finding(FAIL, str(exc), "pullfill down, then pullfill up")
-        return
-    if full := full_disk(ref.state_dir):
+    if ref.state_dir is not None and (full := full_disk(ref.state_dir)):
         yield Finding(FAIL, *full.rsplit(". ", 1))
     try:
-        StateDir(ref.state_dir).refuse_foreign()
+        rows = status.processes(ref).get("processes", ())
     except ConfigError as exc:
         yield Finding(WARN, *str(exc).split(": ", 1))
         return
-    if recorded is None:
-        return
-    for entry in recorded.processes:
-        if is_alive(identity(entry)):
-            yield Finding(OK, f"{entry.name} runs (pid {entry.pid})")
-        elif state.leaves(entry):
-            another = start_another(state, recorded, entry)
-            yield Finding(OK, f"{entry.name} was drained", f"to start another: {another}")
+    for row in rows:
+        name = row["name"]
+        if row["alive"]:
+            yield Finding(OK, f"{name} runs (pid {row['pid']})")
+        elif row["drained"]:
+            another = f"to start another: {row['start_another']}"
+            yield Finding(OK, f"{name} was drained", another)
         else:
-            level = FAIL if entry.role in ("nats", "etcd") else WARN
-            yield Finding(level, f"{entry.name} (pid {entry.pid}) is gone", f"its log: {entry.log}")
+            level = FAIL if row["role"] in ("nats", "etcd") else WARN
+            advice = f"its log: pullfill logs {name}"
+            yield Finding(level, f"{name} (pid {row['pid']}) is gone", advice)
 
 
 # --------------------------------------------------------------------------- the cluster
@@ -127,7 +118,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
 def _served_by_stock(ref: ClusterRef) -> bool:
     """Whether stock vLLM servers decode, as a frontend tells."""
     with suppress(UnavailableError):
-        rows = ask(ref).get("stock", ())
+        rows = status.ask(ref).get("stock", ())
         return any(row["role"] == "decode" and row["state"] == "ready" for row in rows)
     return False
 

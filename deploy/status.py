@@ -46,7 +46,9 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     ask all, then etcd."""
     told = _from(ref, url) if url else _from_frontends(ref)
     state = told or _from_registry(ref)
-    here = {} if url else processes(ref)
+    here: dict[str, Any] = {}
+    with suppress(ConfigError):
+        here = {} if url else processes(ref)
     if as_json:
         print(json.dumps(state | here))
         return 0
@@ -182,15 +184,14 @@ def state_lines(cluster: Cluster) -> Iterator[Text]:
 
 
 def processes(ref: ClusterRef) -> dict[str, Any]:
-    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here."""
+    """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here.
+
+    Raises ConfigError if the record is damaged, or of another host."""
     if ref.state_dir is None:
         return {}
     state = StateDir(ref.state_dir)
-    try:
-        state.refuse_foreign()
-        cluster, launch = state.cluster(), state.launch()
-    except ConfigError:
-        return {}
+    state.refuse_foreign()
+    cluster, launch = state.cluster(), state.launch()
     if cluster is None or launch is None or cluster.etcd_url != ref.etcd_url:
         return {}
     rows = [
