@@ -343,8 +343,8 @@ def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
 
 
 # ---------------------------------------------------------------------------
-# Every route of the installed vLLM that takes a POST is known: it runs an engine, is harmless, or is
-# for administrators. Read from vLLM's source, so that no flag, task or plugin hides one.
+# Every route of the installed vLLM that takes a POST is known: it runs an engine, is harmless, or
+# is for administrators. Read from vLLM's source, so that no flag, task or plugin hides one.
 
 
 FOR_ADMINS = {
