@@ -104,24 +104,6 @@ def test_a_peer_that_leaves_or_stalls_ends_the_call(links: Pair) -> None:
         there.send(runs_over(target, [4]))
 
 
-def test_an_interrupt_wakes_a_call_that_waits(links: Pair) -> None:
-    here, _ = backends(links)
-    target, failed = np.zeros(64, np.uint8), threading.Event()
-
-    def receive() -> None:
-        with pytest.raises(TransferFailed):
-            here.receive(runs_over(target, [4]))
-        failed.set()
-
-    receiver = threading.Thread(target=receive)
-    receiver.start()
-    here.interrupt()
-    assert failed.wait(20)
-    receiver.join(20)
-    here.close()
-    here.interrupt()  # after the end: nothing
-
-
 def test_what_is_thrown_away_is_exactly_one_batch(links: Pair) -> None:
     here, there = backends(links)
     source, target = random_bytes(700_000, 5), np.zeros(8, np.uint8)
