@@ -146,9 +146,9 @@ class Checked:
             prompt = random_prompt(700, seed=next(_seeds))
             answer = ask(self._cluster, prompt, STEPS)
             assert_right(self._oracle, [prompt], [answer], STEPS)
-            if not prefill or self.told(answer)["path"] == "remote":
+            if not prefill or (told := self.told(answer))["path"] == "remote":
                 return
-            assert time.monotonic() < give_up, "remote prefill does not come back"
+            assert time.monotonic() < give_up, f"remote prefill does not come back: {told}"
 
 
 def _compare(found: Mapping[str, int], wanted: Mapping[str, Bound], what: str) -> None:
