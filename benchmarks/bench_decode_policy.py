@@ -11,7 +11,8 @@ tokens that a worker computed and the tokens that it generated. Imbalance is the
 worker, divided by the mean of both.
 
 A trace has a JSON object a line, in the format of the Mooncake project: `timestamp` (ms),
-`input_length`, `output_length` (tokens), `hash_ids` (equal numbers: equal blocks of tokens).
+`input_length`, `output_length` (tokens), `hash_ids` (equal numbers: equal blocks of 16 tokens).
+Without --trace it is one of Mooncake's, shortened (traces/README.md).
 Writes results/decode-policy.md.
 """
 
@@ -212,8 +213,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--mock", action="store_true", help="compute nothing: no time is real then")
     parser.add_argument("--frontends", type=int, default=1, help="at one port, of both clusters")
+    options = parser.parse_args(argv)
+    if not options.trace.is_file():
+        parser.error(f"there is no file {options.trace}: give the path of a trace with --trace")
     title = "A trace on two decode workers, by the choice of the decode worker"
-    return command.main("decode-policy", title, parser.parse_args(argv), run)
+    return command.main("decode-policy", title, options, run)
 
 
 if __name__ == "__main__":
