@@ -76,10 +76,11 @@ def prepare(core: Any, request: Any, tokens: memoryview) -> Any:
     request: the EngineCoreRequest without its prompt.
     tokens: the prompt as u32.
     """
-    request.prompt_token_ids = u32.unpack(tokens)
+    if tokens:  # else vLLM would take a prompt of embeddings for one without tokens
+        request.prompt_token_ids = u32.unpack(tokens)
     made, _ = core.preprocess_add_request(request)
     # For a shorter prompt this costs more than it saves.
-    if len(request.prompt_token_ids) > UNTRACKED:
+    if len(tokens) > 4 * UNTRACKED:
         for plain in (request.prompt_token_ids, made._all_token_ids, made.block_hashes):
             untrack(plain)
     return made

@@ -45,3 +45,20 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     for request in (made, plain):
         request.append_output_token_ids(list(range(20)))
     assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
+
+
+def test_a_prompt_of_embeddings_is_taken() -> None:
+    """It has no token ids: with an empty list of them vLLM would refuse it."""
+    import torch
+    from vllm.v1.request import Request
+
+    sent = own_request("r", (), cache_salt=None, arrival_time=0.0)
+    sent.prompt_token_ids, sent.prompt_embeds = None, torch.zeros(5, 8)
+    request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))
+
+    class Core:
+        def preprocess_add_request(self, request: Any) -> tuple[Request, int]:
+            return Request.from_engine_core_request(request, None), 0
+
+    made = prepare(Core(), request, tokens)
+    assert (made.prompt_token_ids, made.num_prompt_tokens) == (None, 5)
