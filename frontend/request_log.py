@@ -314,14 +314,16 @@ def _reason(body: bytes) -> str:
 
 
 class RequestLog:
-    """The last `limit` calls. Of all of them together at most `limit` engine requests are kept."""
+    """The calls of the last `limit` engine requests, and the last `limit` calls that had none."""
 
     # A worker tells of an answer that a stop string has ended after its next step. wait_s is less
     # than other frontends wait (`ClusterView`).
     def __init__(self, limit: int = MAX_RECORDS, wait_s: float = 0.5) -> None:
         self._limit, self._wait_s = limit, wait_s
         self._open: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._kept: OrderedDict[HttpCall, None] = OrderedDict()
+        # Apart: a flood of refusals (429) pushes out no request that was served.
+        self._served: OrderedDict[HttpCall, None] = OrderedDict()
+        self._refused: OrderedDict[HttpCall, None] = OrderedDict()
         self._by_id: dict[str, list[HttpCall]] = {}
         self._by_key: dict[str, RequestRecord] = {}
         self._told: OrderedDict[RequestRecord, None] = OrderedDict()
@@ -348,7 +350,7 @@ class RequestLog:
     def _file(self, call: HttpCall) -> None:
         """Let all its ids find a call, and make it the newest."""
         self._drop(call)
-        self._kept[call] = None
+        (self._served if call.records else self._refused)[call] = None
         self._by_key.update((record.key, record) for record in call.records)
         for name in call.names():
             same = self._by_id.setdefault(name, [])
@@ -359,11 +361,14 @@ class RequestLog:
                 oldest.filed.discard(name)
                 if not oldest.filed:
                     self._drop(oldest)
-        while max(len(self._kept), len(self._by_key)) > self._limit:
-            self._drop(next(iter(self._kept)))
+        while max(len(self._served), len(self._by_key)) > self._limit:
+            self._drop(next(iter(self._served)))
+        if len(self._refused) > self._limit:
+            self._drop(next(iter(self._refused)))
 
     def _drop(self, call: HttpCall) -> None:
-        self._kept.pop(call, None)
+        self._served.pop(call, None)
+        self._refused.pop(call, None)
         for name in call.filed:
             self._by_id[name].remove(call)
             if not self._by_id[name]:

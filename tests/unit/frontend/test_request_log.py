@@ -188,15 +188,19 @@ async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
     await serving
 
 
-async def test_the_newest_calls_are_kept_and_of_all_together_so_many_engine_requests() -> None:
+async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> None:
     requests = RequestLog(limit=3)
     requests.put(record("stranger"))
     for number in range(5):
         await serve(requests, answering(requests, f"k{number}", f"k{number}-0"))
-    known = [requests.get(f"k{number}") is not None for number in range(5)]
-    assert known == [False, False, True, True, True]
+    for number in range(5):
+        await serve(requests, answering(requests, f"r{number}"), most=0, name=f"r{number}")
+    for kind in "kr":
+        known = [requests.get(f"{kind}{number}") is not None for number in range(5)]
+        assert known == [False, False, True, True, True]
     await serve(requests, answering(requests, "many", *(f"many-{part}" for part in range(9))))
-    assert requests.get("k4") is None
+    assert requests.get("k4") is None, "the engine requests of all together are bounded"
+    assert requests.get("r4") is not None
 
 
 async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() -> None:
