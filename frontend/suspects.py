@@ -172,11 +172,12 @@ class Suspects:
 
     def _convict(self, flight: Flight) -> None:
         """Refuse the request, and those like it."""
-        counters.SUSPECTS.labels("convicted").inc()
-        tokens = len(flight.request.prompt_token_ids or ())
-        self._unanswered.pop(name_of(flight), None)
-        self._board.post(name_of(flight), len(flight.deaths), tokens)
-        _log.error("requests with this fingerprint are refused now: %s", self.refusal(flight))
+        name = name_of(flight)
+        self._unanswered.pop(name, None)
+        if self._board.left_s(name) <= 0:  # else another choice of its answer was judged before
+            counters.SUSPECTS.labels("convicted").inc()
+            self._board.post(name, len(flight.deaths), len(flight.request.prompt_token_ids or ()))
+            _log.error("requests with this fingerprint are refused now: %s", self.refusal(flight))
         self._on_judged()
 
     def _excuse(self, processes: Sequence[str]) -> None:

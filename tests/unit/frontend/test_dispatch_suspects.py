@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
+from pullfill.frontend import counters
 from pullfill.frontend.flight import Waits, name_of
 from tests.support.fake_vllm import answer, request
 from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig, until
 
 FATAL = 666
-
-
 QUICK = Waits(sure=0.1)
+
+
+def convicted() -> float:
+    return counters.SUSPECTS.labels("convicted")._value.get()
 
 
 class Fleet:
@@ -84,6 +87,22 @@ async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -
         board.refused.clear()
         r.dispatcher.submit(request("third", [FATAL]))
         await until(lambda: "third" in r.sink.finished)
+
+
+async def test_choices_of_one_answer_are_convicted_once() -> None:
+    before = convicted()
+    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    async with rig(one, waits=QUICK) as r:
+        for name in ("d1", "d2"):
+            r.dispatcher.submit(request(name, [1]))
+        await until(lambda: len(one.added) == 2)
+        r.add(two)
+        await r.ready(2)
+        one.die()
+        await until(lambda: len(two.added) == 2)
+        two.die()
+        await until(lambda: r.sink.refused == {"d1", "d2"})
+        assert convicted() - before == 1
 
 
 async def test_an_answer_that_was_at_no_death_moves_although_one_like_it_is_refused() -> None:
