@@ -28,7 +28,7 @@ from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.kv_reader import Reach
 from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
 from pullfill.decode_worker.rules import OF_THE_REQUEST, Situation, decide, first
-from pullfill.engine.groups import keeps_all
+from pullfill.engine.groups import hash_at, keeps_all
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.net.peer_link import NotInTime
@@ -102,6 +102,7 @@ class Fetch:
     start: int
     end: int
     least: int  # fewer tokens are not fetched
+    key: object  # vLLM's hash of the tokens up to `end`
     cache_salt: str | None
     adapter: Adapter | None
     within_s: float = 0.0  # most seconds for the connection, and again for the answer
@@ -121,6 +122,11 @@ class Fetch:
     blocks: asyncio.Future[Sequence[int]] | None = None  # has a result once `begin` was called
     ended: bool = False  # nothing is asked for or copied any more
 
+    @property
+    def going(self) -> bool:
+        """Whether its prefix may still be loaded. Engine thread."""
+        return self.turn is FetchTurn.COPYING or (self.turn is FetchTurn.WAITING and not self.ended)
+
 
 class PrefixFetches:
     """Decides which prefixes are fetched, and fetches them.
@@ -130,7 +136,9 @@ class PrefixFetches:
     - After `begin` a request waits until `take` has returned it, exactly once. Only then vLLM may
       reuse its blocks, and then no thread copies into them: a cancelled request waits for that too.
     - A fetch is tried once for a request. It has a deadline in each phase, so a holder that is
-      stopped delays one prompt by a few seconds. Afterwards it is not asked for a while."""
+      stopped delays one prompt by a few seconds. Afterwards it is not asked for a while.
+    - If two prompts want the same prefix, the second one waits for the first, and then has a hit.
+    """
 
     def __init__(
         self,
@@ -154,6 +162,9 @@ class PrefixFetches:
         # Seconds of a read from each holder: a part of its own, and a part for each MiB.
         self._rates: dict[str, Rate] = {}
         self._open: dict[str, Fetch] = {}
+        # Those of `_open` that were going at the last look. Engine thread. `_running` lags behind:
+        # one look of vLLM at its queue asks about many prompts.
+        self._going: list[Fetch] = []
         self._events: deque[Fetch] = deque()
         self._running: dict[asyncio.Task[None], Fetch] = {}
 
@@ -242,6 +253,12 @@ class PrefixFetches:
         adapter = None if asked is None else self._context.adapters.for_others(asked)
         if not self._stays(request, end, adapter):
             return 0
+        key = hash_at(blocks.pool, size, request, end // size - 1)
+        self._going = [fetch for fetch in self._going if fetch.going]
+        # Without this, a burst of prompts with one system prompt would read it once for each, into
+        # blocks of its own each time. vLLM finds no hit in blocks that are still copied.
+        if any(fetch.key == key for fetch in self._going):
+            return None
         fetch = Fetch(
             request.request_id,
             hint,
@@ -249,6 +266,7 @@ class PrefixFetches:
             start=hit,
             end=end,
             least=least,
+            key=key,
             cache_salt=request.cache_salt,
             adapter=adapter,
         )
@@ -276,8 +294,9 @@ class PrefixFetches:
             return self._not(fetch, FetchOutcome.DEARER)
         if self._holders.away(holder):
             return self._not(fetch, FetchOutcome.UNREACHABLE)
-        if len(self._running) >= MOST:
+        if len(self._going) >= MOST:
             return self._not(fetch, FetchOutcome.BUSY)
+        self._going.append(fetch)
         # For the connection, and again for the answer with the lease.
         fetch.within_s = min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S)
         fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])

@@ -163,6 +163,15 @@ async def test_workers_that_round_differently_read_nothing(
     assert told.fetch == "unreachable", "and it is not asked again at once"
 
 
+async def test_two_prompts_with_one_prefix_read_it_once(pair: Pair) -> None:
+    tokens = prompt(PREFIX)
+    pair.holder.cache(tokens)
+    hint = pair.holder.holds(PREFIX)
+    answers = await asyncio.gather(*(pair.asker.ask([*tokens, last], hint) for last in range(3)))
+    assert sorted(told.fetched_tokens for _, told in answers) == [0, 0, PREFIX]
+    assert sorted(told.prefix_hit_tokens for _, told in answers) == [0, PREFIX, PREFIX]
+
+
 async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
     served = await pair.reading(gate)
     leased = {block for (_, block) in pair.holder.pool.cached.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
 from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
@@ -151,3 +152,39 @@ async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
     assert not fetch.wanted
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
+
+
+async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -> None:
+    """With priority scheduling vLLM may not ask about the first prompt for long."""
+    holder = hint(worker, 10 * BLOCK)
+    first, second = worker.request(TOKENS, holder), worker.request(TOKENS, holder)
+    second.request_id = "second"
+    assert worker.side.decide(first, 0) == (None, False)
+    assert worker.side.decide(second, 0) == (None, False)
+    async with asyncio.timeout(10.0):
+        while not worker.holders.away("holder") or worker.fetches._running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert worker.side.decide(second, 0) == (0, False)
+    for request in (first, second):
+        worker.side.request_finished(request.request_id)
+    assert not worker.fetches._open
+
+
+async def test_a_burst_of_prompts_asks_for_so_many_prefixes(
+    worker: FetchWorker, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks about all prompts that wait before the asyncio thread gets a turn."""
+    monkeypatch.setattr(fetches, "MOST", 2)
+    burst = []
+    for number in range(4):
+        request = worker.request([number, *TOKENS[1:]], hint(worker, 10 * BLOCK))
+        request.request_id = f"r{number}"
+        burst.append(request)
+    answers = [worker.side.decide(request, 0) for request in burst]
+    assert answers == [(None, False), (None, False), (0, False), (0, False)]
+    await asyncio.sleep(0)
+    assert [fetch.request_id for fetch in asked] == ["r0", "r1"]
+    for request in burst:
+        worker.side.request_finished(request.request_id)
+    later = worker.request(TOKENS, hint(worker, 10 * BLOCK))
+    assert worker.side.decide(later, 0) == (None, False), "those that have ended do not count"
