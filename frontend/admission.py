@@ -125,7 +125,7 @@ class Admission:
         body: list[Message] = []
         self.in_flight += 1
         try:
-            async with _unless_deaf(send, self._send_s) as timed:
+            async with unless_deaf(send, self._send_s) as timed:
                 await self._serve(path, scope, receive, timed, body)
         finally:
             self.in_flight -= 1
@@ -296,7 +296,7 @@ def route_of(scope: Scope) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _unless_deaf(send: Send, send_s: float) -> AsyncIterator[Send]:
+async def unless_deaf(send: Send, send_s: float) -> AsyncIterator[Send]:
     """Give a `send`. A client that takes none of its parts within `send_s` seconds ends the block.
 
     A part costs one read of the clock: a deadline that is moved for each costs ten times that."""

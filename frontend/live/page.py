@@ -34,6 +34,7 @@ from starlette.types import Send
 
 from pullfill.errors import OverloadedError
 from pullfill.frontend import counters
+from pullfill.frontend.admission import unless_deaf
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.live.history import Marks, Series, TokenMeter
@@ -248,16 +249,20 @@ class LiveView:
 class EventStream(StreamingResponse):
     """Server-sent events, one for each body of JSON in one line.
 
-    An empty body becomes a comment, which viewers ignore: the connection is alive."""
+    An empty body becomes a comment, which viewers ignore: the connection is alive.
+    send_s: a viewer that reads nothing for so long is disconnected."""
 
-    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes, None], send_s: float = 10.0) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(_events(source), headers=headers, media_type="text/event-stream")
         self._source = source
+        self._send_s = send_s
 
     async def stream_response(self, send: Send) -> None:
-        async with aclosing(self._source):  # a client that leaves is a viewer no longer
-            await super().stream_response(send)
+        # A client that leaves, or reads nothing, is a viewer no longer. Else a page that was stopped
+        # would keep its place, all workers would be asked for it, and no drain could end it.
+        async with aclosing(self._source), unless_deaf(send, self._send_s) as timed:
+            await super().stream_response(timed)
 
 
 async def _events(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

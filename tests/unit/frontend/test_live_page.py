@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pullfill.errors import OverloadedError
 from pullfill.frontend.live import page as live_page
-from pullfill.frontend.live.page import FILES
+from pullfill.frontend.live.page import FILES, EventStream
 
 
 class Live:
@@ -124,3 +124,19 @@ async def test_a_viewer_that_disconnects_ends_its_source(taken: int) -> None:
     scope = {"type": "http", "method": "GET", "path": "/pullfill/ui/events", "headers": []}
     await asyncio.wait_for(app(live)(scope, receive, send), 5)
     await asyncio.wait_for(live.over.wait(), 5)
+
+
+async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
+    live = Live()
+    live.bodies.put_nowait(b"{}")
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message.get("body", b"").startswith(b"data"):
+            await asyncio.Event().wait()
+
+    stream = EventStream(live.watch(), send_s=0.02)
+    await asyncio.wait_for(stream({"type": "http"}, receive, send), 5)
+    assert live.over.is_set()
