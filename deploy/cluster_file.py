@@ -53,7 +53,13 @@ def read(path: str, context: click.Context) -> dict[str, Any]:
         try:
             value = _value(name, node)
             param.process_value(context, value)
-        except (ConfigError, click.BadParameter, yaml.MarkedYAMLError, ValueError) as exc:
+        except (
+            ConfigError,
+            click.BadParameter,
+            yaml.MarkedYAMLError,
+            TypeError,
+            ValueError,
+        ) as exc:
             # The texts of click and yaml have a place of their own before the reason.
             why = getattr(exc, "message", None) or getattr(exc, "problem", None) or exc
             raise ConfigError(f"{path}, line {line}: {name}: {why}") from None
@@ -92,6 +98,8 @@ def _value(key: str, node: yaml.Node) -> str | list[str]:
     """Return the value of a key as the command's parser takes it."""
     # YAML's own types do not matter: `namespace: off` is the word off.
     found = yaml.BaseLoader("").construct_document(node)
+    if isinstance(found, dict) and len(found) < len(node.value):
+        raise ConfigError("a key stands there twice")
     if key in VLLM_KEYS:
         return shlex.join(vllm_flags.of_role(key, _vllm(found, node)))
     if key != "set":

@@ -136,6 +136,8 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
         ("decode: 1\ntransports: [shm, udp]\n", ", line 2: transports: no transport is called"),
         ("set:\n  router.policy: never\n", ", line 1: set: router.policy: 'never' is not allowed"),
         ("vllm-args:\n  seed: 1\n  port: 9\n", ", line 1: vllm-args: --port in"),
+        ("set:\n  router.policy: cost\n  router.policy: cost\n", ", line 1: set: a key stands there"),
+        ("vllm-args: {a: {2024-01-01: b}}\n", ", line 1: vllm-args: keys must be str"),
         ("vllm-args:\n  a: {b: 2024-13-45}\n", ", line 1: vllm-args: month must be in 1..12"),
         ("decode-args:\n  kv-transfer-config: x\n", ", line 1: decode-args: decode-args: --kv-tr"),
         (b"decode: 1\nmodel: \xc3\xa4\xff\n", ": not YAML: unacceptable character #x00ff"),
