@@ -20,7 +20,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +109,18 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subproce
             env=dict(env),
             start_new_session=True,
         )
+
+
+def confine(pid: int, cores: Collection[int]) -> None:
+    """Pin every thread of the process, and those it starts later, to these cores."""
+    done: set[str] = set()
+    with suppress(OSError):
+        # A thread that was made during a pass may have missed it.
+        while fresh := set(os.listdir(f"/proc/{pid}/task")) - done:
+            for tid in fresh:
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(tid), cores)
+            done |= fresh
 
 
 def tagged(cluster_id: str) -> list[ProcessId]:

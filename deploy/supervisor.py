@@ -34,6 +34,7 @@ from pullfill.deploy.state import (
     Launch,
     Locked,
     StateDir,
+    confine,
     exit_words,
     full_disk,
     identify,
@@ -143,6 +144,13 @@ class Children:
         log = self.state.log_of(name)
         lines = "".join(f"\n    {line}" for line in tail(log))
         return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
+
+    def place_frontends(self, options: UpOptions) -> None:
+        """Keep frontends off the cores of workers that must not wait for them."""
+        if cores := plan.frontend_cores(options):
+            for name, child in self.running.items():
+                if self.specs[name].role == "frontend" and child.poll() is None:
+                    confine(child.pid, cores)
 
     def reap(self) -> None:
         """Reap the children that have ended."""
@@ -255,6 +263,8 @@ class Keeper:
         if old.instance_id:
             remove_shared_memory([old.instance_id])
         self.children.launch(spec, restarts=old.restarts + 1)
+        if spec.role == "frontend":
+            self.children.place_frontends(self.options)
 
     async def _give_up(self, name: str) -> None:
         what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
@@ -531,6 +541,8 @@ class Supervisor:
         if not specs:
             return
         await self._wait_ready(ref, specs)
+        # Only now: until then they start sooner on any core.
+        self._children.place_frontends(options)
         if options.prefill:
             await self._wait_checked(ref, specs)
 

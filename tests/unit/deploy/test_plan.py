@@ -197,6 +197,28 @@ def test_where_workers_run(
     assert [place.gpus or place.cores for place in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cores", "given", "expected"),
+    [
+        (0, 2, {}, {0}),
+        (0, 4, {"model": "demo", "prefill": 2}, {3}),
+        (0, 4, {}, {0, 1}),
+        (0, 2, {"decode": 3}, {0, 1}),
+        (0, 2, {"workers": WorkerOptions(pin=False)}, set()),
+        (2, 2, {}, set()),
+    ],
+)
+def test_frontends_get_free_cores_or_those_that_decode(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    cores: int,
+    given: dict[str, Any],
+    expected: set[int],
+) -> None:
+    here(monkeypatch, gpus=gpus, cores=cores)
+    assert plan.frontend_cores(plan.UpOptions(**{"model": "org/m", **given})) == expected
+
+
 def test_the_memory_of_a_gpu_is_shared_by_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def share(**given: Any) -> str:
         (flag,) = plan.engine_arguments(plan.UpOptions(model="org/m", **given))

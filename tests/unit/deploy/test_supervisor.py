@@ -186,6 +186,18 @@ async def test_an_interrupted_start_leaves_nothing(
     assert (rig.state.live(), rig.state.launch()) == ([], None)
 
 
+async def test_frontends_keep_off_the_cores_of_workers(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable = os.sched_getaffinity(0)
+    monkeypatch.setattr(plan, "frontend_cores", lambda _: {min(usable)})
+    for name in ("decode-0", "frontend-0"):
+        rig.add(name)
+    async with rig.up(port=0, prefill=0):
+        cores = {entry.role: os.sched_getaffinity(entry.pid) for entry in rig.state.live()}
+    assert cores == {"decode": usable, "frontend": {min(usable)}}
+
+
 async def test_a_start_whose_etcd_goes_away_ends_soon(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
