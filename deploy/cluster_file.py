@@ -53,13 +53,7 @@ def read(path: str, context: click.Context) -> dict[str, Any]:
         try:
             value = _value(name, node)
             param.process_value(context, value)
-        except (
-            ConfigError,
-            click.BadParameter,
-            yaml.MarkedYAMLError,
-            TypeError,
-            ValueError,
-        ) as exc:
+        except (ConfigError, click.BadParameter, yaml.YAMLError, TypeError, ValueError) as exc:
             # The texts of click and yaml have a place of their own before the reason.
             why = getattr(exc, "message", None) or getattr(exc, "problem", None) or exc
             raise ConfigError(f"{path}, line {line}: {name}: {why}") from None

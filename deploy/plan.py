@@ -474,7 +474,7 @@ def placements(options: UpOptions) -> list[Place]:
                 found.append(Place(gpus=own))
         # Each worker gets cores of its own. Those that flags have chosen are all used, also without
         # --pin.
-        elif pool.given or (options.workers.pin and len(devices) > 1):
+        elif pool.given or (options.pin and len(devices) > 1):
             small = options.model == DEMO and not pool.given
             found += _on_cores(ranks, devices, share=1 if small else None)
         else:

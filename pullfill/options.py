@@ -282,9 +282,6 @@ class WorkerOptions(RoleOptions):
         parse=lambda text: parse_numbers("--cpu", text),
         text=lambda cores: ",".join(map(str, cores)),
     )
-    pin: bool = flag(
-        True, "On CPU, give workers cores of their own", name="--pin/--no-pin", up=True
-    )
     engine_stall_s: float = flag(
         60.0,
         "Take no new requests if the engine has work but ends no step for S seconds. Exit after "
@@ -515,6 +512,7 @@ class UpOptions:
         "Port of all frontends. Several also listen at the next ports, one each. 0: any free one",
         **PORT,
     )
+    pin: bool = flag(True, "On CPU, give workers cores of their own", name="--pin/--no-pin")
     ready_timeout_s: float = flag(600.0, "Longest start, in seconds", metavar="S", least=1)
     restart: bool = flag(True, "Restart processes that die", name="--restart/--no-restart")
     namespace: str = "default"

@@ -83,7 +83,7 @@ def test_every_key_is_a_flag(up: Up) -> None:
     assert (got.decode_devices, got.prefill_devices) == ((0,), (1, 2, 3))
     assert got.workers.transports == {"shm", "tcp"}
     assert got.workers.kv_mode is KvMode.PULL
-    assert (got.workers.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
+    assert (got.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
     *plain, speculation = got.vllm_args
     assert plain == [
         "--max-model-len=8192", "--enforce-eager", "--no-enable-prefix-caching",
@@ -136,7 +136,7 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
         ("decode: 1\ntransports: [shm, udp]\n", ", line 2: transports: no transport is called"),
         ("set:\n  router.policy: never\n", ", line 1: set: router.policy: 'never' is not allowed"),
         ("vllm-args:\n  seed: 1\n  port: 9\n", ", line 1: vllm-args: --port in"),
-        ("set:\n  router.policy: cost\n  router.policy: cost\n", ", line 1: set: a key stands there"),
+        ("set: {router.policy: cost, router.policy: cost}", ", line 1: set: a key stands there"),
         ("vllm-args: {a: {2024-01-01: b}}\n", ", line 1: vllm-args: keys must be str"),
         ("vllm-args:\n  a: {b: 2024-13-45}\n", ", line 1: vllm-args: month must be in 1..12"),
         ("decode-args:\n  kv-transfer-config: x\n", ", line 1: decode-args: decode-args: --kv-tr"),

@@ -176,7 +176,7 @@ OWN_GPUS = {"decode_devices": (3,), "prefill_devices": (0, 2)}
         (0, 2, {"decode": 2}, [(0,), (1,), (0,)]),
         (0, 6, {"role_args": TP_2}, [(0, 1), (2, 3, 4, 5)]),
         (0, 4, {"role_args": TP_2, "model": "demo"}, [(0,), (1, 2)]),
-        (0, 2, {"workers": WorkerOptions(pin=False)}, [(), ()]),
+        (0, 2, {"pin": False}, [(), ()]),
         (4, 8, {"prefill": 2, **OWN_GPUS}, [(3,), (0,), (2,)]),
         (4, 8, {"role_args": TP_2, **OWN_GPUS}, [(3,), (0, 2)]),
         (4, 8, {"decode_devices": (3,), "prefill": 3}, [(3,), (0,), (1,), (2,)]),  # what is left
@@ -204,7 +204,7 @@ def test_where_workers_run(
         (0, 4, {"model": "demo", "prefill": 2}, {3}),
         (0, 4, {}, {0, 1}),
         (0, 2, {"decode": 3}, {0, 1}),
-        (0, 2, {"workers": WorkerOptions(pin=False)}, set()),
+        (0, 2, {"pin": False}, set()),
         (2, 2, {}, set()),
     ],
 )
