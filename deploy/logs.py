@@ -39,11 +39,12 @@ def show(
             for path in files:
                 # A new `up` takes the files away for a moment.
                 with suppress(FileNotFoundError), path.open("rb") as file:
-                    inode = os.fstat(file.fileno()).st_ino
-                    old, offset = read.get(path, (inode, 0))
-                    file.seek(offset if inode == old else 0)
+                    now = os.fstat(file.fileno())
+                    inode, offset = read.get(path, (now.st_ino, 0))
+                    # It may be another file, or be emptied by a tool that rotates logs.
+                    file.seek(offset if inode == now.st_ino and offset <= now.st_size else 0)
                     text = b"".join(deque(file, maxlen=tail))
-                    read[path] = inode, file.tell()
+                    read[path] = now.st_ino, file.tell()
                     if text and path != last:
                         print(f"==> {path} <==", flush=True)
                         last = path

@@ -45,16 +45,18 @@ def test_new_lines_and_files_are_followed(
                     log.replace(log.with_suffix(".log.1"))
             case "its worker":
                 state.log_of("decode-0").write_text("begins\n")
+            case "rotated":
+                state.log_of("decode-0").write_text("x\n")
             case "another worker":
                 state.log_of("decode-2").write_text("first\n")
             case "Ctrl-C":
                 raise KeyboardInterrupt
 
-    steps = ["line", "another up", "its worker", "another worker", "Ctrl-C"]
+    steps = ["line", "another up", "its worker", "rotated", "another worker", "Ctrl-C"]
     monkeypatch.setattr(logs.time, "sleep", later)
     assert logs.show(state, "decode", follow=True, lines=0) == 0
     assert [line for line in capfd.readouterr().out.splitlines() if line] == [
-        f"==> {state.log_of('decode-0')} <==", "next", "begins",
+        f"==> {state.log_of('decode-0')} <==", "next", "begins", "x",
         f"==> {state.log_of('decode-2')} <==", "first",
     ]  # fmt: skip
 
