@@ -21,11 +21,12 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
-from pullfill.deploy import local_servers, plan, supervisor
+from pullfill.deploy import local_servers, members, plan, supervisor
 from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
@@ -196,6 +197,17 @@ async def test_frontends_keep_off_the_cores_of_workers(
     async with rig.up(port=0, prefill=0):
         cores = {entry.role: os.sched_getaffinity(entry.pid) for entry in rig.state.live()}
     assert cores == {"decode": usable, "frontend": {min(usable)}}
+
+
+async def test_a_frontend_of_stock_servers_is_not_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may come later, by heartbeats for example."""
+    monkeypatch.setattr(members, "why_not_ready", lambda *_, **__: ["no server is ready"])
+    rig.add("frontend-0")
+    stock = FrontendOptions(forwarder=ForwarderName.STAGED, servers="decode=http://h:1")
+    async with asyncio.timeout(60.0), rig.up(decode=0, prefill=0, port=0, frontend=stock) as lines:
+        assert any(line.startswith("frontend-0   ready") for line in lines)
 
 
 async def test_a_start_whose_etcd_goes_away_ends_soon(
