@@ -2,20 +2,21 @@
 
 A job gets here by `term`, or because `max_deliver` deliveries ended in silence. In the second case
 the server keeps the message, and sends one advisory when the last `ack_wait` ends, to one of the
-consumers. If there is none at that moment, the message stays until its decode worker deletes it,
-or for an hour. Two workers that move the same job leave one record (`Nats-Msg-Id`).
+consumers. A consumer that connects looks for jobs whose advisory nobody heard. Two workers that
+move the same job leave one record (`Nats-Msg-Id`).
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 from typing import Annotated
 
 import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter
+from pullfill.queue.contract import DeadLetter, Urgency
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
     HEADER_ROOM,
@@ -23,7 +24,7 @@ from pullfill.queue.nats_connection import (
     NatsConnection,
     read_reply,
 )
-from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names
+from pullfill.queue.streams import DELIVERIES, JOB_ID, MSG_ID, REASON, Names, consumer_of
 from pullfill.runtime import log, metrics
 
 logger = log.get("queue")
@@ -70,6 +71,29 @@ class DeadLetters:
             await self._move(advisory.stream_seq, advisory.deliveries)
         except (PullfillError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as exc:
             logger.warning("could not move a job that used up its deliveries: %s", exc)
+
+    async def sweep(self) -> None:
+        """Move the jobs whose advisory nobody heard. Call it after `collect`. Never raises."""
+        # The last delivery may have ended the only prefill worker, and the decode worker too, which
+        # would delete the message. It would count in the depth and in the oldest age for an hour.
+        with contextlib.suppress(PullfillError, KeyError, TypeError, ValueError):
+            for urgency in Urgency:
+                await self._sweep(urgency)
+
+    async def _sweep(self, urgency: Urgency) -> None:
+        stream, api = self._names.stream, self._connection.api
+        about = await api(f"CONSUMER.INFO.{stream}.{consumer_of(urgency)}")
+        # Such a message was delivered, and is not in flight. The server does not list those in
+        # flight, so nothing is moved while there are any.
+        seq, last = 0, 0 if about["num_ack_pending"] else about["delivered"]["stream_seq"]
+        while seq < last:
+            ask = {"seq": seq + 1, "next_by_subj": self._names.jobs_of(urgency)}
+            try:
+                answer = await api(f"STREAM.MSG.GET.{stream}", ask)
+            except ApiError:
+                return  # there is none
+            if (seq := int(answer["message"]["seq"])) <= last:
+                await self._move(seq, 0)
 
     async def _move(self, seq: int, deliveries: int) -> None:
         message = await get_message(self._connection, self._names.stream, seq)

@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -123,6 +124,29 @@ def silence(end: Any, monkeypatch: pytest.MonkeyPatch, *about: str) -> list[str]
 
 
 # ------------------------------------------------------------------ a server that comes and goes
+
+
+async def test_jobs_whose_last_worker_died_become_dead_letters(
+    nats: NatsServer, config: QueueConfig
+) -> None:
+    """The server says once that the deliveries are used up, and then nobody is there to hear it."""
+    config = replace(config, max_deliver=1, ack_wait_s=0.3)
+    producer, dies = await both(nats, config)
+    await producer.publish("a", b"body", 10)
+    assert await dies.pull(5)
+    await dies.close()
+    pending = f"CONSUMER.INFO.{producer.streams.names.stream}.{NORMAL}"
+    async with asyncio.timeout(HANG_S):
+        while (await producer.connection.api(pending))["num_ack_pending"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await producer.publish("b", b"other", 10)
+    comes = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
+    async with asyncio.timeout(HANG_S):
+        while not (letters := await dead_letters(producer.connection, config)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
+    assert await comes.pull(5), "what waits is no dead letter"
+    await asyncio.gather(producer.close(), comes.close())
 
 
 async def test_nobody_there_ends_with_advice(
@@ -282,6 +306,20 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
             with contextlib.suppress(QueueUnavailable):
                 assert await consumer.pull(0.1) is None
     assert [letter.job_id for letter in letters] == ["seq-1"]
+
+
+async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
+    lasting: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One old message keeps the holes behind it. A long list of them would block the loop."""
+    monkeypatch.setattr("pullfill.queue.jetstream.MAX_HOLES", 0)
+    producer, _ = lasting
+    first, second, third = [await producer.publish(name, b"", 10) for name in "abc"]
+    await producer.cancel(second)
+    assert await producer.gone([first, second, third]) == [second]
+    assert await producer.gone([first, second, third]) == []
+    await producer.cancel(first)
+    assert await producer.gone([first, second, third]) == [first, second]
 
 
 async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> None:
