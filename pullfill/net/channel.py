@@ -89,7 +89,9 @@ class Channel:
             if length > limit:
                 raise BadMessage(f"a frame of {length} bytes (at most {limit})")
             body = await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, OSError) as exc:
+        except asyncio.IncompleteReadError as exc:  # its text counts bytes, and is shown to people
+            raise EOFError("it closed the connection") from exc
+        except OSError as exc:
             raise EOFError(str(exc)) from exc
         if self._aborted:
             raise EOFError("ended here")

@@ -34,7 +34,7 @@ async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
     reader.feed_eof()
     assert await reading == HELLO
     assert await channel.read(ToDecode) == QUIET  # type: ignore[arg-type]
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError, match="it closed the connection"):
         await channel.read(Hello)
 
 
