@@ -139,6 +139,19 @@ async def test_what_comes_late_or_with_a_cancellation_is_not_lost() -> None:
         await until(lambda: link.unwanted == [late, answer])
 
 
+async def test_what_comes_in_the_moment_of_a_cancellation_is_not_lost() -> None:
+    """It may be a grant. Nobody else would know of it and hand it back."""
+    async with connected() as (link, peer):
+        asked = asyncio.create_task(link.claim("a"))
+        await until(lambda: peer.asked)
+        link.on_message = lambda _: asked.cancel()  # type: ignore[method-assign,assignment]
+        answer = peer.answer("a")
+        peer.say(Revoke(job_id="j", attempt=1, reason="x"))  # read together with the answer
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert link.unwanted == [answer]
+
+
 async def test_a_lost_connection_ends_all_questions_and_is_made_again() -> None:
     async with connected() as (link, peer):
         asked = asyncio.create_task(link.claim("a"))
