@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pullfill.errors import ClaimRefused
+from pullfill.errors import ClaimRefused, QueueUnavailable
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
@@ -126,6 +126,32 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
     await worker.puller.close()
 
 
+async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
+    """Else a job that only another worker can serve comes back here until it is a dead letter."""
+    worker = Worker()
+    worker.puller.start()
+    await until(lambda: bool(worker.waits))
+    worker.puller.leave_to_others(60.0)
+    await until(lambda: len(worker.waits) > 2)
+    await worker.publish("j")
+    await worker.runs("j")
+    assert worker.waits[0] > 0
+    assert not any(worker.waits[1:])
+    await worker.puller.close()
+
+
+async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
+    """Also after one that cannot be read: without its task no check would pass any more."""
+    worker = Worker()
+    worker.puller.pause("check", "it was not compared")
+    worker.puller.start()
+    for body in (b"nonsense", encode(job_of("trial"))):
+        worker.puller.links.trials.put_nowait(SimpleNamespace(job=body))  # type: ignore[arg-type]
+    await worker.runs("trial")
+    await worker.puller.close()
+    assert worker.asked == []
+
+
 # ------------------------------------------------------------------ why nothing is pulled
 
 
@@ -166,6 +192,22 @@ async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
     await worker.puller.close()
     worker.nats.failed("closed")
     assert len(worker.told) == 5
+
+
+async def test_a_pull_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    pull, fails = worker.puller._consumer.pull, [QueueUnavailable("NATS is away"), KeyError("seq")]
+
+    async def fails_first(wait_s: float) -> Any:
+        if fails:
+            raise fails.pop()
+        return await pull(wait_s)
+
+    monkeypatch.setattr(worker.puller._consumer, "pull", fails_first)
+    worker.puller.start()
+    await worker.publish("j")
+    await worker.runs("j")
+    await worker.puller.close()
 
 
 async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
