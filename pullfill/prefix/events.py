@@ -195,6 +195,7 @@ class Replica:
             self.healing.duplicates += 1
             return None
         self._apply(events, known)
+        # Before `_end` the index may have blocks of a snapshot that are newer than these events.
         done = self._next == self._end
         if done and events.held is not None and self._differs(events.held, events.digest):
             self.healing.differences += 1

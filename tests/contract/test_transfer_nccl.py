@@ -255,6 +255,22 @@ def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> 
     session.close()
 
 
+def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) -> None:
+    """As behind a firewall: the hosts reach each other's KV port, but not NCCL's."""
+    place = make()
+    session, token = place.connect(), place.token()
+    session._connection.set_stall(0.5)  # type: ignore[attr-defined]
+    place.world.set(hang_init=True)
+    with pytest.raises(TransferFailed):
+        session.write_blocks(token, range(40), range(40))
+    # Nothing of ours was known to NCCL; the owner's thread has yet to see that the peer is gone.
+    eventually(lambda: place.region.owner.fences.try_revoke(token), "never proved")
+    place.world.set(hang_init=False)
+    session.write_blocks(place.token(), range(40), range(40))
+    assert place.moved(range(40))
+    session.close()
+
+
 def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: Make) -> None:
     place = make()
     session, fences = place.connect(), place.region.owner.fences

@@ -403,6 +403,19 @@ def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.Monke
     wait_for(lambda: not connections())
 
 
+def test_idle_connections_do_not_use_up_the_open_files(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_server.machine, "open_files", lambda: stream_server.FILES_SPARED + 32)
+    rig = make()
+    region, mine = rig.region(DENSE), rig.local(DENSE)
+    idle = [dial(region) for _ in range(16)]
+    rig.connect(mine, region).close()
+    for each in idle:
+        each.close()
+    wait_for(lambda: not connections())
+
+
 def test_a_worker_raises_its_limit_of_open_files() -> None:
     """Of its own process: it is started with the 1024 that distributions give."""
     script = (

@@ -1,4 +1,4 @@
-"""A GPU's KV memory outlives vLLM's tensors, as the CPU's does (engine/test_host_memory_end.py)."""
+"""A GPU's KV memory outlives vLLM's tensors, as the CPU's does (unit/engine/test_life.py)."""
 
 from __future__ import annotations
 

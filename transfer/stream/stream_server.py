@@ -410,10 +410,11 @@ class StreamServer:
                 f"{held} KV connections are all that the limit of {machine.open_files()} open "
                 "files allows: raise it (ulimit -n) and restart this worker"
             )
-        if len(self._strangers) >= MAX_STRANGERS:
+        # Where files are few, strangers use a part of them only.
+        if (strangers := len(self._strangers)) >= min(MAX_STRANGERS, max(1, most // 4)):
             KV_REFUSED.labels("strangers").inc()
             self._complain(
-                f"{MAX_STRANGERS} KV connections have sent no hello: ending the oldest one to let "
+                f"{strangers} KV connections have sent no hello: ending the oldest one to let "
                 "others in. Check who connects to the KV port"
             )
             oldest = next(iter(self._strangers))

@@ -1,8 +1,7 @@
 """An engine becomes ready, gets stuck, dies, and keeps its memory for whoever copies by address.
 
 vLLM frees its KV cache when its engine ends, also after a step that failed; what another allocation
-puts there would be written, digested and committed as KV (tests/integration/test_memory_end.py has
-vLLM's own shutdown).
+puts there would be written, digested and committed as KV.
 """
 
 from __future__ import annotations

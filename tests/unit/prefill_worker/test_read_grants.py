@@ -19,7 +19,7 @@ from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.owners import MappedRank
 from pullfill.transfer.shm.files import RegionFiles, create_kv
-from pullfill.wire import KvMode
+from pullfill.wire import FenceToken, KvMode
 from pullfill.worker import memory
 from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
@@ -40,6 +40,26 @@ def kept_task(transfer_worker: Any) -> PrefillTask:
     task = prefill_task(transfer_worker, hit=4, blocks=[5, 6, 7], mode=KvMode.PULL)
     task.kept = {6: 11, 7: 3}
     return task
+
+
+async def test_a_fence_that_cannot_be_looked_at_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fences, transfer_worker = LoopbackFences(2), TransferWorker()
+    readers, task = ReadGrants(fences), kept_task(transfer_worker)
+    readers.open(task)
+    real, refused = fences.try_revoke, [OSError(37, "no locks available")]
+
+    def try_revoke(fence: FenceToken) -> bool:
+        if refused:
+            raise refused.pop()
+        return real(fence)
+
+    monkeypatch.setattr(fences, "try_revoke", try_revoke)
+    await asyncio.wait_for(readers.let_go(task), 10)
+    assert not refused
+    assert transfer_worker.let_go_of == [task]
+    assert readers.kept_blocks == 0
 
 
 async def test_blocks_come_back_when_nobody_reads() -> None:
