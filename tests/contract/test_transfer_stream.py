@@ -406,7 +406,9 @@ def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.Monke
 def test_idle_connections_do_not_use_up_the_open_files(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_server.machine, "open_files", lambda: stream_server.FILES_SPARED + 32)
+    monkeypatch.setattr(
+        stream_server.machine, "open_files", lambda: stream_server.FILES_SPARED + 32
+    )
     rig = make()
     region, mine = rig.region(DENSE), rig.local(DENSE)
     idle = [dial(region) for _ in range(16)]
