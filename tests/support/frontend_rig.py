@@ -595,8 +595,8 @@ class FakeStock:
         if self.refuse is not None:
             if self.late and body.get("stream"):
                 first = json.dumps({"error": _told(*self.refuse)})
-                body = f"data: {first}\n\ndata: [DONE]\n\n"
-                return web.Response(text=body, content_type="text/event-stream")
+                text = f"data: {first}\n\ndata: [DONE]\n\n"
+                return web.Response(text=text, content_type="text/event-stream")
             return _error(*self.refuse)
         if self.breaks == 0:
             assert request.transport is not None
@@ -804,16 +804,16 @@ async def forwarding(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
             servers = Servers(
-                session, ("m",), "/m", spoken, lambda: rig.policy, headers,
+                session, ("m",), "/m", spoken, lambda: made.policy, headers,
                 look_s=look_s, answer_s=0.5,
             )  # fmt: skip
         stack.push_async_callback(servers.close)
         stock = Stock(forwarder, spoken, order, servers, session, key=key, silence_s=silence_s)
-        rig = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
+        made = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
         if known:
-            found = [sources.make("prefill", f.url, f.kv) for f in rig.prefill]
-            servers.set("test", found + [sources.make("decode", f.url, f.kv) for f in rig.decode])
+            found = [sources.make("prefill", f.url, f.kv) for f in made.prefill]
+            servers.set("test", found + [sources.make("decode", f.url, f.kv) for f in made.decode])
         if known and wait:
-            await rig.states(ready=len(fakes))
-        yield rig
-        await rig.idle()
+            await made.states(ready=len(fakes))
+        yield made
+        await made.idle()
