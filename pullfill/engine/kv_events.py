@@ -1,8 +1,8 @@
 """vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
 
 vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts ours in that
-place. A publisher that the user has configured (--kv-events-config) still gets every event, with
-whole block hashes.
+place. A publisher that the user has configured (--kv-events-config) still gets every event as vLLM
+would tell it.
 
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
 is removed, and mean nothing to other processes.
@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
@@ -113,6 +115,7 @@ class KvEvents:
     block_size: tokens of a block. 0: there are no events."""
 
     def __init__(self) -> None:
+        self._ints = False
         self._scheduler: Any = None
         self.places = Places({}, 0)
 
@@ -124,11 +127,13 @@ class KvEvents:
         """Have vLLM collect events in the engine that is built next. config: its VllmConfig.
 
         Changes `config` and the environment of this process."""
+        from vllm import envs
         from vllm.config.kv_events import KVEventsConfig
 
         theirs = config.kv_events_config
         if theirs is None or not theirs.enable_kv_cache_events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        self._ints = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
         os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
     def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
@@ -143,7 +148,7 @@ class KvEvents:
             self.places = places_of(scheduler.kv_cache_config)
             self._scheduler = scheduler
             scheduler.kv_event_publisher = Publisher(
-                scheduler.kv_event_publisher, pool, self.places, take
+                scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
             )
 
     def look(self) -> None:
@@ -160,10 +165,17 @@ class Publisher:
 
     theirs: vLLM's publisher of the user's configuration. It gets every event.
     pool: vLLM's BlockPool.
-    places, take: see `KvEvents`."""
+    places, take: see `KvEvents`.
+    ints: whether the user's publisher gets block hashes as integers, which is vLLM's default."""
 
     def __init__(
-        self, theirs: Any, pool: Any, places: Places, take: Callable[[list[Change]], None]
+        self,
+        theirs: Any,
+        pool: Any,
+        places: Places,
+        take: Callable[[list[Change]], None],
+        *,
+        ints: bool,
     ) -> None:
         from vllm.distributed import kv_events
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
@@ -172,6 +184,7 @@ class Publisher:
         self._pool = pool
         self._places = places
         self._take = take
+        self._ints = ints
         self._key = make_block_hash_with_group_id
         self._vllm = kv_events
         self.get_publisher_config = theirs.get_publisher_config
@@ -195,6 +208,8 @@ class Publisher:
         if changes:
             self._take(changes)
         if self._theirs is not None:
+            if self._ints:
+                batch.events = [_with_ints(event) for event in batch.events]
             self._theirs.publish(batch)
 
     def publish_now(self, events: list[Any]) -> None:
@@ -226,3 +241,17 @@ class Publisher:
             return handles
         find, group = self._pool.cached_block_hash_to_block.get_one_block, event.group_idx
         return [one for one in handles if find(self._key(one, group)) is None]
+
+
+def _with_ints(event: Any) -> Any:
+    """Return the event with hashes as vLLM makes them of the whole ones by default."""
+    changed: dict[str, Any] = {}
+    if hashes := getattr(event, "block_hashes", None):
+        changed["block_hashes"] = [_int(each) for each in hashes]
+    if (parent := getattr(event, "parent_block_hash", None)) is not None:
+        changed["parent_block_hash"] = _int(parent)
+    return msgspec.structs.replace(event, **changed)
+
+
+def _int(handle: bytes) -> int:
+    return int.from_bytes(handle, "big") & ((1 << 64) - 1)

@@ -28,6 +28,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    maybe_convert_block_hash,
 )
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -190,7 +191,13 @@ def test_what_is_told_is_what_vllm_has_cached(windows: int, seed: int) -> None:
     assert most > 20
 
 
-def test_a_publisher_of_the_user_gets_every_event() -> None:
+@pytest.mark.parametrize("ints", [None, "1", "0"])
+def test_a_publisher_of_the_user_gets_every_event(
+    ints: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM tells it by default, or as the user's variable says."""
+    if ints is not None:
+        monkeypatch.setenv(kv_events.INTS, ints)
     theirs = Recorder()
     cache = Cache(20, windows=1, theirs=theirs)
     assert cache.config.kv_events_config.publisher == "zmq"
@@ -198,7 +205,11 @@ def test_a_publisher_of_the_user_gets_every_event() -> None:
     assert cache.run(request)
     cache.step_ends()
     assert {event.group_idx for event in theirs.events} == {0, 1}
-    assert theirs.events[-1].block_hashes == request.block_hashes
+    with monkeypatch.context() as by_itself:
+        by_itself.setenv(kv_events.INTS, ints or "1")
+        assert theirs.events[-1].block_hashes == [
+            maybe_convert_block_hash(one) for one in request.block_hashes
+        ]
     assert cache.told == cache.cached()
     cache.scheduler.kv_event_publisher.shutdown()
     assert theirs.ended

@@ -107,6 +107,22 @@ def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
     assert (report.active_blocks, report.free_blocks) == (30, 70)
 
 
+def test_a_waiting_request_is_looked_up_once(scheduler: Scheduler) -> None:
+    """The load is told 20 times a second, by the thread that takes the steps."""
+    seen = View(scheduler)
+    scheduler.add("new", 41)
+    first = seen.load(draining=False)
+    asked = scheduler.pool.looked_up
+    assert asked
+    assert seen.load(draining=False) == first
+    assert scheduler.pool.looked_up == asked
+    scheduler.requests.clear()
+    seen.load(draining=False)
+    scheduler.add("new", 41)  # another request of the same name
+    seen.load(draining=False)
+    assert scheduler.pool.looked_up == 2 * asked
+
+
 def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
     request = scheduler.add("hit", 6 * BLOCK)
     for cached in range(7):
