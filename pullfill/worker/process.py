@@ -92,9 +92,7 @@ def run(
         roles: list[Any] = []
         for number, role in enumerate(names):
             module, kind = ROLES[role]
-            # Of two sides, the prefill side listens at the port after that of the decode side.
-            port = options.kv_port and options.kv_port + number
-            own = replace(options, instance_id=name, kv_port=port)
+            own = replace(options, instance_id=name, kv_port=kv_port_of(options, number))
             # The prefill side gets the decode side beside it.
             roles.append(getattr(import_module(module), kind)(cluster, own, *roles))
         process = WorkerProcess(roles, first, name, cluster, options, list(vllm_args))
@@ -102,6 +100,20 @@ def run(
 
     asyncio.run(_serve(first, serve))
     raise AssertionError("unreachable")
+
+
+def kv_port_of(options: WorkerOptions, number: int) -> int:
+    """Return where a side listens for KV. Of two sides the second one takes the next port.
+
+    Raises ConfigError: a worker that changes its role hours later could not open that port."""
+    port = options.kv_port and options.kv_port + number
+    taken = options.control_port, options.data_port, options.http_port, 1 << 16
+    if number and port and port in taken:
+        raise ConfigError(
+            f"--elastic with --kv-port {options.kv_port} also needs port {port}, but another flag "
+            "names it, or it is too high: choose another --kv-port"
+        )
+    return port
 
 
 async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:

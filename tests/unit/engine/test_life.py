@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from pullfill.engine.host import EngineHost, Pulse
 from pullfill.engine.life import EngineLife, EngineWatchdog, Health
-from pullfill.errors import EngineStuck, NotNow
+from pullfill.errors import EngineStuck, IncompatibleError, NotNow
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.transfer.contract import LocalMemory, MoveResult
 from pullfill.transfer.layout import dense_layout
@@ -161,6 +161,17 @@ async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
     engine = EngineLife(make, lambda host, core: None)
     engine.start()
     with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
+        await engine.ready
+    await engine.stop()
+
+
+async def test_a_vllm_that_somebody_has_changed_is_refused_with_what_to_do() -> None:
+    def make() -> EngineHost:
+        raise ImportError("cannot import name 'EngineCore'", name="vllm.v1.engine.core")
+
+    engine = EngineLife(make, lambda host, core: None)
+    engine.start()
+    with pytest.raises(IncompatibleError, match=r"cannot import name 'EngineCore'.*make install"):
         await engine.ready
     await engine.stop()
 

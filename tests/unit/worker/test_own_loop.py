@@ -32,19 +32,9 @@ class Core:
         self.aborted += names
 
 
-class Host(HostOf):
-    """Counts how often it was woken."""
-
-    wakes = 0
-
-    def wake(self) -> None:
-        self.wakes += 1
-        super().wake()
-
-
-def made(core: Any, life: Any = None, **options: Any) -> tuple[Host, OwnLoop]:
-    host = Host(core, **options)
-    return host, OwnLoop(host, core, life, Adapters())
+def made(core: Any) -> tuple[HostOf, OwnLoop]:
+    host, life = HostOf(core), None
+    return host, OwnLoop(host, core, life, Adapters())  # type: ignore[arg-type]
 
 
 REQUEST = SimpleNamespace(request_id="r", lora_request=None)

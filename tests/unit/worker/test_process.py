@@ -13,7 +13,7 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.wire import WorkerState
 from pullfill.worker import process
-from pullfill.worker.process import WorkerProcess, refuse_offloading
+from pullfill.worker.process import WorkerProcess, kv_port_of, refuse_offloading
 
 
 def test_both_sides_and_offloading_are_refused_however_they_were_asked_for() -> None:
@@ -27,6 +27,18 @@ def test_both_sides_and_offloading_are_refused_however_they_were_asked_for() -> 
         refuse_offloading(config)
     extra["connectors"].remove(tier)
     refuse_offloading(config)
+
+
+def test_the_second_side_listens_at_the_next_port_if_it_is_free() -> None:
+    options = WorkerOptions(model="m", kv_port=7000, control_port=7002)
+    assert [kv_port_of(options, number) for number in (0, 1)] == [7000, 7001]
+    assert kv_port_of(WorkerOptions(model="m"), 1) == 0, "any"
+    for flag in ("http_port", "control_port", "data_port"):
+        given: dict[str, Any] = {flag: 7001}
+        with pytest.raises(ConfigError, match="--kv-port 7000 also needs port 7001"):
+            kv_port_of(WorkerOptions(model="m", kv_port=7000, **given), 1)
+    with pytest.raises(ConfigError, match="choose another"):
+        kv_port_of(WorkerOptions(model="m", kv_port=65535), 1)
 
 
 @pytest.mark.parametrize(("role", "ready"), [("decode", False), ("prefill", True)])
