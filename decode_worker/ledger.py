@@ -14,7 +14,7 @@ import math
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -404,6 +404,8 @@ class Ledger:
         self._jobs: dict[str, Entry] = {}
         self._ended: OrderedDict[str, JobState] = OrderedDict()
         self._quarantined: dict[str, Entry] = {}  # those of `_jobs` that `tick` asks proofs for
+        # Kept up to date, so that a decision costs the same however many jobs are open.
+        self._sums = Sums()
         # When `tick` looks at all jobs next. No job is due before.
         self._next_look = math.inf
         self._earlier = False  # whether that became earlier, and nobody was told
@@ -422,6 +424,7 @@ class Ledger:
         if entry.in_queue and self.claims.queued(entry.job_id):
             entry.claim_timeout_s *= self.claims.TRIAL_SHARE
         self._jobs[entry.job_id] = entry
+        self._count(entry, 1)
         self._look_by(entry.due)
 
     @locked
@@ -525,7 +528,9 @@ class Ledger:
             if (entry := self._held(said, writer, *UNDER_WAY)) is None:
                 return False
             if isinstance(said, Progress):
+                self._count(entry, -1)
                 entry.written += said.blocks
+                self._count(entry, 1)
             entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
             return True
 
@@ -731,7 +736,8 @@ class Ledger:
 
     def _close(self, entry: Entry, state: JobState) -> None:
         self._enter(entry, state)
-        self._jobs.pop(entry.job_id, None)
+        self._count(entry, -1)
+        del self._jobs[entry.job_id]
         self._ended[entry.job_id] = state
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -739,7 +745,18 @@ class Ledger:
     def _enter(self, entry: Entry, state: JobState) -> None:
         """Change the state of a job."""
         assert state in _NEXT[entry.state], f"{entry.state} -> {state}"
+        self._count(entry, -1)
         entry.state = state
+        self._count(entry, 1)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        """Add a job to the sums, or take it out. Both, around each change of what they count."""
+        sums = self._sums
+        sums.jobs[entry.state] += sign
+        sums.queued_tokens += sign * entry.tokens if entry.state is JobState.QUEUED else 0
+        sums.uncomputed += sign * entry.uncomputed
+        sums.unwritten += sign * entry.unwritten
+        sums.targets += sign * entry.targets
 
     # ------------------------------------------------------------------ time
 
@@ -871,15 +888,8 @@ class Ledger:
             return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
 
     def sums(self) -> Sums:
-        found = Sums()
         with self._lock:
-            for entry in self._jobs.values():
-                found.jobs[entry.state] += 1
-                found.queued_tokens += entry.tokens if entry.state is JobState.QUEUED else 0
-                found.uncomputed += entry.uncomputed
-                found.unwritten += entry.unwritten
-                found.targets += entry.targets
-        return found
+            return replace(self._sums, jobs=self._sums.jobs.copy())
 
     @property
     def quarantined_blocks(self) -> int:

@@ -7,7 +7,8 @@ each move what must always hold. Driven by the state machine and the directed te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from pullfill.decode_worker.ledger import (
     NakDelivery,
     SendRevoke,
     Settle,
+    Sums,
 )
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
@@ -399,6 +401,19 @@ def check(model: HandoffModel) -> None:
     for job in model.jobs.values():
         if job.reports and job.reports[0]:
             assert job.committed, "loaded without a commit"
+    _check_sums(model.ledger, model.jobs)
+
+
+def _check_sums(ledger: Ledger, jobs: Iterable[str]) -> None:
+    """The sums that the ledger keeps are those of its open jobs."""
+    open_jobs = [entry for job_id in jobs if (entry := ledger.find(job_id)) is not None]
+    assert ledger.sums() == Sums(
+        Counter(entry.state for entry in open_jobs),
+        queued_tokens=sum(e.tokens for e in open_jobs if e.state is JobState.QUEUED),
+        uncomputed=sum(entry.uncomputed for entry in open_jobs),
+        unwritten=sum(entry.unwritten for entry in open_jobs),
+        targets=sum(entry.targets for entry in open_jobs),
+    )
 
 
 def _check_lands(model: HandoffModel, owner: str, targets: Set[int]) -> None:

@@ -5,6 +5,7 @@ What holds in any order of events is checked by `test_ledger_model.py`."""
 from __future__ import annotations
 
 import errno
+import timeit
 from collections import Counter
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_ready_read_committed() -> None:
     job, grant = granted(model, targets=3, hits=2)
     assert model.ready(grant) is None
     assert model.fences.in_use == 0, "the writer is proved quiet before we read"
-    assert model.ledger.sums().jobs == {JobState.READING: 1}
+    assert model.ledger.sums().jobs == Counter([JobState.READING])
     assert model.commit(grant) == "stale"
     assert model.ready(grant) == "stale"
     model.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
@@ -296,6 +297,17 @@ def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
     said.gave_up(ledger, "j0", 1, "i", "w")
     assert said.grant(ledger, "j0", "i", "other").grant is not None
     assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=8 + 8, unwritten=2, targets=4)
+
+
+def test_the_sums_take_no_longer_of_many_jobs() -> None:
+    """Each decision asks for them, on the engine thread: streams wait meanwhile."""
+
+    def seconds(jobs: int) -> float:
+        ledger = Ledger(LoopbackFences(1), incarnation="i")
+        fill(ledger, jobs)
+        return min(timeit.repeat(ledger.sums, number=1, repeat=50))
+
+    assert seconds(2000) < 10 * seconds(2)
 
 
 def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
