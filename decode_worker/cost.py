@@ -143,14 +143,45 @@ class FirstToken:
     error: float | None = None
 
 
-Prompts = Mapping[str, Prefill]
+class Prompts:
+    """Prompts that are being computed, with their sums. A decision reads the sums, not each prompt:
+    otherwise a decision beside 1,000 prompts takes milliseconds."""
 
+    def __init__(self) -> None:
+        self.all: dict[str, Prefill] = {}
+        # Number of these prompts for each target of the time between tokens.
+        self.itl: dict[float, int] = {}
+        self.tokens = 0
+        # Adding and subtracting makes no rounding error, because a span is a multiple of 2**-19.
+        self._x1 = self._x2 = 0.0
 
-def left_of(prompts: Prompts) -> tuple[Span, int]:
-    """Return the span of what is not computed yet of these prompts, and its tokens."""
-    spans = [span(one.at, one.left) for one in prompts.values()]
-    whole = sum(x1 for x1, _ in spans), sum(x2 for _, x2 in spans)
-    return whole, sum(one.left for one in prompts.values())
+    @property
+    def span(self) -> Span:
+        return self._x1, self._x2
+
+    def add(self, name: str, one: Prefill) -> None:
+        self.all[name] = one
+        self._count(one, 1)
+        change(self.itl, one.targets.itl_s, 1)
+
+    def pop(self, name: str) -> Prefill | None:
+        if (one := self.all.pop(name, None)) is not None:
+            self._count(one, -1)
+            change(self.itl, one.targets.itl_s, -1)
+        return one
+
+    def computed(self, one: Prefill, tokens: int) -> None:
+        """Note that the next step computes so many tokens of a prompt."""
+        self._count(one, -1)
+        one.at += tokens
+        one.left = max(0, one.left - tokens)
+        self._count(one, 1)
+
+    def _count(self, one: Prefill, sign: int) -> None:
+        x1, x2 = span(one.at, one.left)
+        self._x1 += sign * x1
+        self._x2 += sign * x2
+        self.tokens += sign * one.left
 
 
 class EngineRates:
@@ -237,8 +268,7 @@ class CostModel:
         # How far predictions of each choice were off: the outcome over the prediction.
         self._bias = {choice: Rate() for choice in Choice}
         self._requests: dict[str, Prefill] = {}
-        self._here: dict[str, Prefill] = {}
-        self._away: dict[str, Prefill] = {}
+        self._here, self._away = Prompts(), Prompts()
         # Of those away, one for each prefill worker is thought to be computed. The others wait.
         self._begun: dict[str, Prefill] = {}
         self._pool = 1
@@ -261,8 +291,8 @@ class CostModel:
         one = Prefill(targets, now, waited_s, start, tokens, tokens, start)
         # The running streams, and those that begin when remote prefills have ended.
         streams = dict(self._itl)
-        for each in away.values():
-            change(streams, each.targets.itl_s, 1)
+        for target, count in away.itl.items():
+            streams[target] = streams.get(target, 0) + count
         here = [self._local(Choice.AT_ONCE, one, streams, now, self._here)]
         if self._chunks:
             chunked = self._local(Choice.CHUNKED, one, streams, now, self._here)
@@ -271,9 +301,9 @@ class CostModel:
                 here.append(chunked)
         one.here = tuple(sorted(here, key=lambda option: option.cost))
         own = span(start, max(0, tokens - 1))
-        one.ahead = queue.ahead(*left_of(away), len(away), own)
+        one.ahead = queue.ahead(away.span, away.tokens, len(away.all), own)
         one.known = self.workers.known(queue.instances)
-        one.probe = not away and not self.workers.fresh(queue.instances, now)
+        one.probe = not away.all and not self.workers.fresh(queue.instances, now)
         if one.ahead[0]:
             done = sum(min(now - each.began, each.alone_s) for each in self._begun.values())
             one.done_s = done / max(1, queue.workers)
@@ -295,10 +325,9 @@ class CostModel:
             # The last chunk attends to most. So it has fewer tokens.
             last = rates.chunk(streams, end, most)
         last = min(last, left)
-        first, first_tokens = left_of(before)
-        steps = max(1, -(-(left + first_tokens) // chunk))
+        steps = max(1, -(-(left + before.tokens) // chunk))
         base = rates.base(sum(streams.values()))
-        raw_s = rates.work(span(at, left)) + rates.work(first) + steps * base
+        raw_s = rates.work(span(at, left)) + rates.work(before.span) + steps * base
         longest = base + rates.work(span(end - last, last))
         return self._option(choice, one, raw_s, longest, streams, now)
 
@@ -337,7 +366,7 @@ class CostModel:
         assert one.option is not None
         one.choice = one.option.choice
         self._requests[name] = one
-        (self._away if remote else self._here)[name] = one
+        (self._away if remote else self._here).add(name, one)
         self._begin()
         found = {option.choice: option.ttft_s * 1e3 for option in one.options}
         return PredictedMs(
@@ -354,18 +383,18 @@ class CostModel:
             self._loaded[name] = None
         else:
             one.becomes(Choice.CHUNKED if self._chunks else Choice.AT_ONCE)
-            self._here[name] = one
+            self._here.add(name, one)
 
     def _back(self, name: str) -> Prefill | None:
         """Take a prompt out that is away. Another one begins in its place."""
-        one = self._away.pop(name, None)
+        one = self._away.pop(name)
         if self._begun.pop(name, None) is not None:
             self._begin()
         return one
 
     def _begin(self) -> None:
-        if len(self._begun) < min(self._pool, len(self._away)):
-            name, one = next(each for each in self._away.items() if not each[1].began)
+        if len(self._begun) < min(self._pool, len(self._away.all)):
+            name, one = next(each for each in self._away.all.items() if not each[1].began)
             one.began, self._begun[name] = self._clock.monotonic(), one
 
     def scheduled(self, tokens: Mapping[str, int], total: int) -> Step:
@@ -373,7 +402,7 @@ class CostModel:
 
         tokens: number of tokens for each request in it. total: their sum."""
         x1 = x2 = 0.0
-        prompts, others, here = 0, total, self._here
+        prompts, others, here = 0, total, self._here.all
         first = []
         few = here if len(here) < len(tokens) else tokens
         for name in [name for name in few if name in here and tokens.get(name)]:
@@ -382,9 +411,9 @@ class CostModel:
                 prompts, others = prompts + 1, others - now
                 own = span(one.at, now)
                 x1, x2 = x1 + own[0], x2 + own[1]
-            one.at, one.left = one.at + now, max(0, one.left - now)
+            self._here.computed(one, now)
             if not one.left:
-                del here[name]
+                self._here.pop(name)
                 first.append(name)
         for name in [name for name in self._loaded if name in tokens]:
             del self._loaded[name]
@@ -406,7 +435,7 @@ class CostModel:
 
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
-        self._here.pop(name, None)
+        self._here.pop(name)
         self._back(name)
         self._loaded.pop(name, None)
         one = self._requests.pop(name, None)
@@ -419,7 +448,7 @@ class CostModel:
         0: as many as fit into a step."""
         if not self._itl or not self._chunks:
             return 0, 0
-        here, start, at_once = self._here.values(), 0, 0
+        here, start, at_once = self._here.all.values(), 0, 0
         for one in here:
             start = max(start, one.at)
             if one.choice is Choice.AT_ONCE and not self._slow_down(one):
@@ -432,7 +461,7 @@ class CostModel:
         """Whether a prompt that is computed at once goes on in chunks: streams have begun."""
         now = self._clock.monotonic()
         at_once, chunked = (
-            self._local(choice, one, self._itl, now, {})
+            self._local(choice, one, self._itl, now, Prompts())
             for choice in (Choice.AT_ONCE, Choice.CHUNKED)
         )
         if chunked.cost > at_once.cost:

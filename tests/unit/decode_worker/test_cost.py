@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import timeit
 from collections.abc import Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -260,6 +262,7 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
 
 
 def test_nothing_is_left_of_requests_that_are_over() -> None:
+    """And sums are exact, whatever comes and goes."""
     rig, fresh = Rig(), Rig()
     names = [*rig.streams(3), *(rig.ask(100 + 7 * n, ttft_s=0.1 * n + 1)[0] for n in range(40))]
     rig.model.settled(names[-1], True)
@@ -273,3 +276,17 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     ]
     assert told == [NOTHING, NOTHING]
     assert rig.model.chunk() == (0, 0)
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_prediction_takes_no_longer_beside_many_prompts(remote: bool) -> None:
+    """It is made on the engine thread, for each prompt: streams wait meanwhile."""
+
+    def seconds(prompts: int) -> float:
+        model, targets = CostModel(), Targets(1, 1)
+        for n in range(prompts):
+            model.admitted(f"r{n}", model.predict(Queue(), targets, 0, 500), remote)
+        ask = partial(model.predict, Queue(), targets, 0, 500)
+        return min(timeit.repeat(ask, number=1, repeat=50))
+
+    assert seconds(2000) < 10 * seconds(2)
