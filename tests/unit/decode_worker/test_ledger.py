@@ -245,6 +245,30 @@ def test_ready_read_committed() -> None:
     model.drain()
 
 
+@pytest.mark.parametrize("ends", ["abort", "deadline", "incarnation"])
+def test_a_job_that_ends_while_it_is_read_keeps_its_blocks(ends: str) -> None:
+    model = HandoffModel()
+    job, grant = granted(model, targets=3, hits=0)
+    model.ready(grant)
+    match ends:
+        case "abort":
+            model.abort(job)
+        case "deadline":
+            model.tick(TIMEOUT_S + 1)
+        case "incarnation":
+            model.ledger.new_incarnation("i1")
+            model.act()
+    assert model.revokes[-1].writer == "a", "it need not keep its blocks any longer"
+    model.step()
+    assert job.reports == [False]
+    assert not set(job.blocks) & model.pool.free, "the reader still copies into them"
+    model.tick(1.0)
+    assert model.ledger.quarantined_blocks == 3, "time is no proof"
+    assert model.end_read(model.reads[0], good=True) == "stale"
+    model.step()
+    model.drain()
+
+
 # ------------------------------------------------------------------ without a model: time, sums
 
 
@@ -285,6 +309,10 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     assert outcomes(ledger) == []
     ledger.writer_lost("gone", others_alive=True)
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
+    fill(ledger, 1, to="w")
+    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    said.gave_up(ledger, "j0", 1, "i", "w", retry=True)
+    assert outcomes(ledger) == [Outcome.PREFILL_FAILED], "it waits for no other"
     assert ledger.open_jobs == 0
 
 
@@ -370,6 +398,15 @@ def test_the_timer_is_woken_where_it_would_sleep_too_long(
     clock.advance(10.0)
     ledger.tick()
     assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
+
+
+def test_the_timer_looks_at_no_job_before_the_first_is_due(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs at each claim, and thousands of jobs may be open."""
+    fill(ledger, 1)
+    monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
+    assert ledger.tick() == pytest.approx(30.0)
 
 
 def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:

@@ -33,16 +33,17 @@ class Decode:
         now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
         return decide(FakeRequest("r", [1]), now).reason
 
-    def prompt(self, *, later: bool = False, timeout_s: float = 3 * CLAIM_S) -> str:
+    def prompt(self, *, later: bool = False, timeout_s: float = 3 * CLAIM_S, to: str = "") -> str:
         """Send a prompt that goes to the queue. Returns its job's id.
 
-        later: `set_digest` is not called yet, so the job is not published."""
+        later: `set_digest` is not called yet, so the job is not published.
+        to: the only prefill worker that gets it, past the queue."""
         assert self.decide() == "long_prompt"
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             Entry(
                 job, f"r-{job}", (1, 2), 0, timeout_s=timeout_s, claim_timeout_s=CLAIM_S,
-                stall_s=3 * CLAIM_S,
+                stall_s=3 * CLAIM_S, to=to,
             )
         )  # fmt: skip
         if not later:
@@ -108,13 +109,18 @@ def test_a_trial_that_is_claimed_closes_it(half_open: Decode) -> None:
     half_open.prompt()
 
 
+def test_jobs_of_the_self_check_that_nobody_claims_do_not_open_it(decode: Decode) -> None:
+    for _ in range(STALLS):
+        decode.waited(decode.prompt(to="p"))
+    decode.stall()
+
+
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_job_of_the_self_check_says_nothing_about_the_queue(
     half_open: Decode, claimed: bool
 ) -> None:
     """It goes to its prefill worker directly. Its grant ended the pause while no job arrived."""
-    job = "t"
-    half_open.ledger.open(Entry(job, job, (1, 2), 0, timeout_s=CLAIM_S, to="p"))
+    job = half_open.prompt(to="p")
     if claimed:
         assert half_open.claims(job)
         half_open.commits(job)
