@@ -38,7 +38,7 @@ class _Bucket:
     at: float
     tokens: int = 0  # tokens to compute of prompts that wanted a prefill worker
     prompts: int = 0  # number of prompts that wanted a prefill worker
-    kept: int = 0  # those of prompts that stayed because there was no prefill worker
+    kept: int = 0  # tokens to compute of those that stayed as there was no prefill worker
     missed: int = 0  # number of prompts that wanted a prefill worker and were computed here
     here_s: float = 0.0  # seconds of computation of all other prompts
     # Seconds with streams, each multiplied by the time between two tokens and divided by the target

@@ -113,7 +113,9 @@ class Outlook:
         size = u32.SIZE * (tokens + self.context.blocks.targets(prompt_tokens, 0)) + _JOB_ROOM
         if tokens > longest:
             reason, most = PROMPT_TOO_LONG, longest + local_tokens
-            why = f"no connected prefill worker takes more than {most:.0f} (its --max-model-len)"
+            why = (
+                f"no connected prefill worker takes more than {most:.0f}: raise its --max-model-len"
+            )
         elif 0 < self.producer.max_body < size:
             reason, most = JOB_TOO_LARGE, self.producer.max_body
             why = f"its job has {size} bytes, and NATS takes {most}: {RAISE_PAYLOAD}"
