@@ -287,7 +287,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
                 self.renderer.__dict__.pop(name, None)
 
     # ---------------------------------------------------------------- utilities
-    # Workers refuse vLLM's other ones.
+    # vLLM calls its other ones in its development mode only (VLLM_SERVER_DEV_MODE).
 
     def supported_tasks(self) -> tuple[str, ...]:
         return self.port.supported_tasks() or ("generate",)

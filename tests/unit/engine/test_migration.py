@@ -88,6 +88,9 @@ def test_prompt_logprobs_are_not_computed_twice_and_the_prefix_cache_serves_agai
     params = c.migration_request(first, OUT).sampling_params
     assert (params.prompt_logprobs, params.skip_reading_prefix_cache) == (None, None)
     assert first.sampling_params.prompt_logprobs == 1
+    other = request(max_tokens=9, min_tokens=2, skip_reading_prefix_cache=True)
+    params = c.migration_request(other, OUT).sampling_params
+    assert (params.min_tokens, params.skip_reading_prefix_cache) == (0, True), "not for logprobs"
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)

@@ -162,6 +162,16 @@ def test_a_migrated_answer_is_matched_with_the_tokens_that_are_out() -> None:
     assert parts == whole
 
 
+async def test_what_workers_report_decides(rig: Rig) -> None:
+    rig.holds()
+    for worker, queued in zip(rig.workers, (900, 100, 500), strict=True):
+        worker.load = front_wire.LoadReport(
+            running=1, waiting=0, uncached_tokens_queued=queued, active_blocks=10, free_blocks=90
+        )
+        rig.balancer.report(worker)
+    assert at(rig.choose(request("r", PROMPT))) == "b"
+
+
 async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: Rig) -> None:
     flight = rig.choose(request("r", PROMPT))
     assert flight.record.decode_choice is not None

@@ -90,9 +90,10 @@ async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -
 
 
 async def test_choices_of_one_answer_are_convicted_once() -> None:
+    """And they wait for that, longer than for another worker."""
     before = convicted()
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(one, waits=QUICK) as r:
+    async with rig(one, waits=Waits(least=0.2, most=0.2, sure=0.4)) as r:
         for name in ("d1", "d2"):
             r.dispatcher.submit(request(name, [1]))
         await until(lambda: len(one.added) == 2)
