@@ -261,6 +261,13 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
 
 
+def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
+    before = rig.model.rates.base(1)
+    for _ in range(20):
+        rig.step(9.0, unknown=500)
+    assert rig.model.rates.base(1) == before
+
+
 def test_nothing_is_left_of_requests_that_are_over() -> None:
     """And sums are exact, whatever comes and goes."""
     rig, fresh = Rig(), Rig()

@@ -91,6 +91,7 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
         rig.send(name)
     await until(lambda: len(rig.claims) == 2)
     assert rig.commits == ["done"]
+    assert rig.ledger.take_actions() == [], "the prefill worker acks it"
 
 
 @pytest.mark.parametrize(

@@ -374,9 +374,9 @@ def test_a_hedged_job_goes_local_at_the_nearer_time(
     fill(ledger, 3, **times)
     assert ledger.tick() == pytest.approx(after_s)
     clock.advance(after_s)
+    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED, "before the timer"
     ledger.tick()
     assert outcomes(ledger) == [outcome] * 3
-    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED
     assert ledger.claims.stalled is stalled
 
 

@@ -72,6 +72,14 @@ def test_idle_time_is_no_part_of_a_step() -> None:
     assert rig.meter.model.rates.base(1) == pytest.approx(0.01)
 
 
+def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> None:
+    """Streams wait for it too: outputs are sent then."""
+    rig = Rig()
+    for _ in range(30):
+        rig.step(0.01, idle_s=0.001, a=1)
+    assert rig.meter.model.rates.base(1) == pytest.approx(0.011, rel=0.05)
+
+
 def test_steps_that_overlap_are_told_apart() -> None:
     rig = Rig()
     rig.local("r", 300)
@@ -97,6 +105,18 @@ def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
     for _ in range(400):  # others slow it down
         rig.step(0.1, a=1, b=1, c=1, r=1)
     assert pressure(rig) > 1
+
+
+def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
+    """All its steps have equally many streams. So it cannot know how long a step with one takes."""
+    rig = Rig()
+    names = [f"r{number}" for number in range(30)]
+    for name in names:
+        rig.local(name, 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 50}))
+    rig.step(1.0, **dict.fromkeys(names, 300))
+    for _ in range(400):
+        rig.step(0.08, **dict.fromkeys(names, 1))
+    assert pressure(rig) == pytest.approx(1.6, rel=0.05)
 
 
 def test_explain_gets_prediction_and_outcome() -> None:
