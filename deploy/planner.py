@@ -280,11 +280,8 @@ def _worst(prefill: float, prefills: int, decode: float, decodes: int, band: flo
 def _not_yet(seen: Observation, state: PlanState, settings: PlanSettings, to: str) -> str:
     """Return why a move has to wait. Empty: now is the time."""
     short = f"more {to} workers are needed"
-    changing, left, last = (
-        list(seen.changing),
-        state.since + settings.settle_s - seen.at,
-        state.last,
-    )
+    changing, last = list(seen.changing), state.last
+    left = state.since + settings.settle_s - seen.at
     if last is not None:
         arrived = any(
             (m.instance_id, m.role) == (last.instance_id, last.after) for m in seen.members

@@ -146,7 +146,7 @@ class Children:
         return f"{name} {what}; its log ends with:{lines}\n  whole log: {log}"
 
     def place_frontends(self, options: UpOptions) -> None:
-        """Keep frontends off the cores of workers that must not wait for them."""
+        """Keep frontends off the cores of prefill workers, if workers are pinned."""
         if cores := plan.frontend_cores(options):
             for name, child in self.running.items():
                 if self.specs[name].role == "frontend" and child.poll() is None:
