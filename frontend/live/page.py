@@ -259,8 +259,8 @@ class EventStream(StreamingResponse):
         self._send_s = send_s
 
     async def stream_response(self, send: Send) -> None:
-        # A client that leaves, or reads nothing, is a viewer no longer. Else a stopped browser would
-        # keep its place, and all workers would be asked for it each second.
+        # A client that leaves, or reads nothing, is a viewer no longer. Else a stopped browser
+        # would keep its place, and all workers would be asked for it each second.
         async with aclosing(self._source), unless_deaf(send, self._send_s) as timed:
             await super().stream_response(timed)
 

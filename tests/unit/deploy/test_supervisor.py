@@ -26,6 +26,7 @@ from pullfill.deploy.state import StateDir, identity, is_alive, tagged
 from pullfill.deploy.supervisor import Interrupted, Supervisor
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
+from pullfill.net.security import Security, ServerSecurity
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
 from tests.support.http_stub import serving
@@ -42,6 +43,7 @@ class _Registry:
     ready_at: at which look a process that runs is ready.
     http: where workers answer /status.
     away: whether etcd does not answer.
+    logins: what each client has shown.
     """
 
     def __init__(self, state: StateDir) -> None:
@@ -50,8 +52,10 @@ class _Registry:
         self.http = ""
         self.ready_at = 2
         self.away = False
+        self.logins: list[ServerSecurity] = []
 
-    async def connect(self, *_: object, **__: object) -> Self:
+    async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
+        self.logins.append(security)
         return self
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
@@ -134,6 +138,14 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
             "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
             "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
         ]  # fmt: skip
+
+
+async def test_up_shows_the_login_of_the_security_file_to_etcd(rig: Rig) -> None:
+    login = ServerSecurity(user="u", password_file="p")
+    rig.add("decode-0")
+    async with rig.up(frontends=0, security=Security(etcd=login)):
+        assert rig.registry.logins
+        assert all(shown == login for shown in rig.registry.logins)
 
 
 async def test_a_server_whose_port_is_taken_gets_another(
