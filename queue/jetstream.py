@@ -66,7 +66,8 @@ _STORES_NOTHING = (
 
 
 class QueueEnd(ABC):
-    """One connection to NATS, and the streams over it. Not started before `connect`.
+    """What producer and consumer share: a connection to NATS, and the streams over it. `connect`
+    makes one.
 
     streams: call its `configure` when the settings change."""
 
@@ -234,7 +235,7 @@ class JetStreamProducer(QueueEnd):
     # ------------------------------------------------------------------ breaker and depth
 
     async def _connected(self) -> None:
-        if self._watcher is None:
+        if self._watcher is None:  # over a later connection the watcher does this
             await self.streams.ensure()
             await self._look()
             self._watcher = asyncio.create_task(self._watch(), name="queue-watch")

@@ -100,7 +100,7 @@ class Compat(Message, frozen=True, kw_only=True):
     # Bytes of one layer and KV head of a block.
     page_bytes: Count
     isa: str
-    # See engine/kv.py.
+    # This and the next: see engine/kv.py.
     attention: str
     kv_scales: str
     # See engine/groups.py.
