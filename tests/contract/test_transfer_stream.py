@@ -297,6 +297,27 @@ def test_no_thread_left_for_a_connection(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others go on. The connection's thread cannot begin another operation in between."""
+    _, region, _, session, token = start(make)
+    (peer,) = served(region)
+    free: list[bool] = []
+
+    def interrupt() -> None:
+        free.append(peer._mutex.acquire(blocking=False))
+
+    monkeypatch.setattr(peer._backend, "interrupt", interrupt)
+    for inside in (None, FenceToken(slot=token.slot + 1, epoch=token.epoch), token):
+        assert free == []
+        peer.inside = inside
+        peer.hurry(token, 0.0, 0.0)
+    assert free == [False]
+    peer.inside = None
+    session.close()
+
+
 # --------------------------------------------------------------------------- broken connections
 
 
