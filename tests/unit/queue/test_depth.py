@@ -90,6 +90,19 @@ def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
     assert cache.status().in_flight == 0
 
 
+def test_the_oldest_job_grows_older() -> None:
+    clock = FakeClock()
+    cache = DepthCache(clock)
+    assert cache.status().oldest_age_s == 0
+    cache.published(1, 10)
+    clock.now = 103.0
+    assert cache.status().oldest_age_s == 3.0
+    cache.store(snapshot(2, 20, 1), 103.0)
+    clock.now = 104.0
+    assert cache.status().oldest_age_s == 2.0
+    assert cache.status().age_s == 1.0
+
+
 def test_a_snapshot_is_read_from_the_answers_of_the_server() -> None:
     stream: dict[str, Any] = {
         "created": "2026-01-01T00:00:00Z",
