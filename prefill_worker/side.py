@@ -118,9 +118,16 @@ class PrefillRole(Role[PrefillContext]):
     async def _yield(self, beside: Neighbour, puller: Puller) -> None:
         """Pull only while the decode side leaves time."""
         step_tokens = self._engine.view.config.scheduler_config.max_num_batched_tokens
+        calm = 0
         while True:
             rate = self._engine.context.scheduler.load().tokens_per_s
-            puller.pause("busy", beside.busy(step_tokens / rate if rate else None))
+            why = beside.busy(step_tokens / rate if rate else None)
+            calm = 0 if why else calm + 1
+            # One stream often follows another. A job pulled in the gap would delay the next one,
+            # and each change ends a pull and is told to all decode workers. So wait for half a
+            # second without a reason.
+            if why or calm >= 10:
+                puller.pause("busy", why)
             await asyncio.sleep(0.05)
 
     def open_memory(self, engine: Engine[PrefillContext]) -> Hello:

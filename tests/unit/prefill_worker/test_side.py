@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -30,3 +31,31 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     for tell in copies._watchers:
         tell("copies on a GPU have failed")
     assert told == ["copies on a GPU have failed"]
+
+
+async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its steps would delay the next stream."""
+    role = PrefillRole(ClusterRef("n", "e", "q"), WorkerOptions(model="m", instance_id="w"))
+    steps = SimpleNamespace(max_num_batched_tokens=100)
+    view = SimpleNamespace(config=SimpleNamespace(scheduler_config=steps))
+    scheduler = SimpleNamespace(load=lambda: SimpleNamespace(tokens_per_s=50.0))
+    role._engine = SimpleNamespace(view=view, context=SimpleNamespace(scheduler=scheduler))  # type: ignore[assignment]
+    said = ["streams", *[""] * 9, "streams", *[""] * 10]
+    whys, asked = list[str](), list[float | None]()
+
+    def busy(step_s: float | None) -> str:
+        asked.append(step_s)
+        if len(asked) > len(said):
+            raise StopIteration
+        return said[len(asked) - 1]
+
+    async def no_time(_: float) -> None:
+        return None
+
+    monkeypatch.setattr(asyncio, "sleep", no_time)
+    puller: Any = SimpleNamespace(pause=lambda what, why: whys.append(f"{what} {why}"))
+    beside: Any = SimpleNamespace(busy=busy)
+    with pytest.raises(RuntimeError):  # what a coroutine makes of StopIteration
+        await role._yield(beside, puller)
+    assert whys == ["busy streams", "busy streams", "busy "]
+    assert set(asked) == {2.0}
