@@ -179,6 +179,24 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert release.job_id == "j"
 
 
+async def test_the_timer_survives_a_failure(
+    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await connect()
+    real, calls = decode.ledger.tick, 0
+
+    def tick() -> float | None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RuntimeError("once")
+        return real()
+
+    monkeypatch.setattr(decode.ledger, "tick", tick)
+    decode.open(timeout_s=0.05)
+    await until(lambda: decode.ledger.open_jobs == 0)
+
+
 async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:

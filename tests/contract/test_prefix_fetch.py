@@ -15,7 +15,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, holders, read_leases
 from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
-from pullfill.errors import TransferFailed
+from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Adapter, FenceToken, Lease, LeaseAsk, u32
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
@@ -149,6 +149,15 @@ async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair, held: int
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     fetched = held if held >= LEAST else 0
     assert (told.fetch, told.fetched_tokens) == ("fetched" if fetched else "not_held", fetched)
+
+
+async def test_another_salt_is_another_prompt(pair: Pair) -> None:
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens, salt="theirs")
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="ours")
+    assert (served.loaded, told.fetch) == (False, "not_held")
+    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="theirs")
+    assert (served.loaded, told.fetch) == (True, "fetched")
 
 
 async def test_workers_that_round_differently_read_nothing(
@@ -291,6 +300,18 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "fetched"
 
 
+async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
+    at, known = pair.holder.holds(PREFIX), pair.asker.holders
+    first, second = await asyncio.gather(known.use(at), known.use(at))
+    assert first is second
+    known.failed("holder")
+    assert first.over
+    with pytest.raises(PeerUnavailable, match="just now"):
+        await known.use(at)
+    known.worked("holder")
+    assert await known.use(at) is not first
+
+
 async def test_an_address_where_nobody_answers(pair: Pair) -> None:
     tokens = prompt(PREFIX + 1)
     hint = pair.holder.holds(PREFIX)
@@ -364,6 +385,17 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     gate.open.set()
     assert (await pair.asker.end(one)).fetch == "fetched"
     assert (await pair.asker.end(two)).fetch == "busy"
+
+
+async def test_a_read_that_is_too_slow_is_interrupted(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
+    monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
+    tokens = prompt(PREFIX + 1)
+    pair.holder.cache(tokens)
+    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    assert (await pair.asker.end(served)).fetch == "lost"
 
 
 async def test_no_prompt_waits_for_a_session_that_does_not_open(
