@@ -43,7 +43,8 @@ class Intake:
         self._put = self._done = 0
 
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
-        """Queue a preparation. Returns False, and drops it, if too much waits already.
+        """Queue a preparation. Returns False, and drops it, if too much waits already, or if it has
+        no thread.
 
         size: bytes of the message. here: the preparation may run at once, inside `put`."""
         # A small message that nothing waits before: two wake-ups of threads cost more than it does.
@@ -53,13 +54,18 @@ class Intake:
             return True
         if self._put - self._done + size > MAX_BYTES:
             return False
-        self._put += size
 
         def run() -> None:
             self._prepare(preparation, wake=True)
             self._done += size
 
-        self.thread.put(run)
+        self._put += size
+        try:
+            self.thread.put(run)
+        except RuntimeError as exc:  # no thread can be started, or this worker ends
+            logger.warning("a message is not prepared: %s", exc)
+            self._put -= size
+            return False
         return True
 
     def _prepare(self, preparation: Preparation, wake: bool) -> None:
