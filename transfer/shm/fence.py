@@ -33,7 +33,7 @@ from pullfill.wire import FenceToken
 # kernel.
 
 SLOTS = 4096
-# A writer waits so long for an owner that was stopped while it held a slot.
+# A writer waits at most so long for a slot that the owner holds and says nothing about.
 PATIENCE_S = 1.0
 _MAGIC = b"pfFENCE1"
 _HEADER = struct.Struct("<8sQQ128s")  # magic, slots, incarnation word, incarnation text
@@ -188,14 +188,19 @@ class ShmHold:
 
     def enter(self, token: FenceToken) -> None:
         """Hold the fence. Raises Fenced, without holding it, if the token is not valid any more,
-        and TransferFailed when the owner was stopped while it held the slot."""
+        and TransferFailed when somebody holds the slot and revokes nothing."""
         if token.slot >= self._slots:
             raise Fenced(f"the owner has no fence slot {token.slot}")
         start, words = _slot_at(token.slot), self._words
         word, give_up = start // _WORD, time.monotonic() + PATIENCE_S
         while True:
+            # Before the lock too, or the engine's thread would wait here for an owner that is
+            # stopped in a revoke. It says which epoch dies before it takes the slot. A token of an
+            # earlier grant is known by its epoch, while the owner revokes a later one.
             if words[word + 1] == token.epoch:
                 raise Fenced("the grant is being revoked")
+            if words[word] != token.epoch:
+                raise Fenced("the grant was revoked")
             if lock.try_shared(self._fd, start, _SLOT_BYTES):
                 break
             # The owner lets go of the slot after microseconds.

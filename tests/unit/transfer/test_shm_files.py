@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
+from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.contract import proved
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
@@ -60,6 +60,31 @@ def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> No
     os.close(spare)
     hold.close()
     region.owner.close()
+
+
+def test_nobody_waits_for_an_owner_that_is_stopped_in_a_revoke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill worker's engine may stand here. An old token's slot may be a later grant's."""
+    fences = shm_rig(tmp_path).region(dense_layout(1, 4, 1, 64)).owner.fences
+    hold = fence.ShmHold(os.open(tmp_path / "pullfill-decode-1.fence", os.O_RDWR), "i1")
+    old = fences.open([1])
+    assert fences.try_revoke(old)
+    token = fences.open([1])
+    assert token.slot == old.slot
+    refused: list[FenceToken] = []
+
+    def holds_the_slot(*_: object) -> bool:
+        for each in (token, old):
+            with pytest.raises(Fenced):
+                hold.enter(each)
+            refused.append(each)
+        return True
+
+    monkeypatch.setattr(fence.writers, "quiet", holds_the_slot)
+    assert fences.try_revoke(token)
+    assert refused == [token, old]
+    hold.close()
 
 
 def test_an_error_of_the_kernel_proves_nothing() -> None:
