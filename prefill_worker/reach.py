@@ -130,6 +130,8 @@ class SharedTransferWorker:
         attempt = self._attempt
         if attempt is None or (attempt.done() and self._clock.monotonic() >= self._again_at):
             attempt = self._attempt = asyncio.create_task(self._connect())
+            # Or asyncio logs its failure as an error if nobody waits for it any more.
+            attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
         # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
         return await asyncio.shield(attempt)
