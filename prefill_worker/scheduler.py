@@ -330,7 +330,7 @@ class PrefillScheduler(SchedulerHalf):
             kept  # not the flag: the transfer worker may have made its report by now, and reset it
         )
 
-    # ------------------------------------------------------------------ transfer worker threads
+    # ------------------------------------------------------------------ any thread
 
     def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
         self._turns.read_ended(task, failure)

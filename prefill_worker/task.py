@@ -122,7 +122,8 @@ class PrefillTask:
         self.kept: dict[int, int] = {}
         self.kept_bytes = 0
         self.on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
-        # The transfer worker's thread.
+        # The thread that copies: the transfer worker's or, for a small copy, the engine's. Never
+        # both at once.
         self.written_blocks = 0
         # Each read of the prefix and write of blocks that has ended, and when.
         self.moves: list[tuple[Direction, float, MoveResult]] = []
@@ -219,7 +220,7 @@ class PrefillTask:
     def when_quiet(self, call: Callable[[], object]) -> None:
         """Run `call` once no submitted operation touches the task's blocks.
 
-        That is now, or later on the transfer worker's thread. Operations of other tasks do not
+        That is now, or later on the thread that copies. Operations of other tasks do not
         count. `call` must not raise."""
         with self.lock:
             if self.submitted:

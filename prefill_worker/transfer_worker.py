@@ -24,6 +24,7 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import Direction, LocalMemory, PeerSession
+from pullfill.transfer.session import GroupSession
 from pullfill.wire import KvMode
 
 logger = log.get("prefill_worker.transfer_worker")
@@ -206,6 +207,7 @@ class TransferWorker:
         return (
             operation.nbytes <= _AT_ONCE
             and self.transport == "shm"  # other transports wait for the decode worker
+            and not isinstance(self._session, GroupSession)  # it waits for a thread of each part
             and not self._thread.busy
             and not failpoints.armed()  # a failpoint may stop the copy, and not the engine
         )

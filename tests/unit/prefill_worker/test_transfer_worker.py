@@ -14,6 +14,7 @@ from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.session import GroupSession, Member
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fakes import prefill_task, wait_for
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
@@ -109,6 +110,27 @@ def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     session.gate.set()
     wait_for(lambda: len(second.callbacks) == 3)
     assert session.done[-1] == ("write", [3], [5])
+
+
+def test_the_engine_starts_no_threads_for_the_parts_of_several_ranks(credits: Credits) -> None:
+    """It would have to wait for them."""
+    parts, threads = [Session(), Session()], set[str]()
+    for part in parts:
+        part.transport = "shm"
+    group = GroupSession([Member(part, True, True) for part in parts])
+    transfer_worker = TransferWorker(group, "decode-1", [MEMORY], credits)
+    calls = Calls(transfer_worker)
+    here = threading.current_thread().name
+
+    def done(task: PrefillTask, failure: BaseException | None) -> None:
+        threads.add(threading.current_thread().name)
+
+    transfer_worker.write(calls.task, [1], [6], True, done)
+    wait_for(lambda: calls.ends)
+    assert threads
+    assert here not in threads
+    transfer_worker.close()
+    assert transfer_worker.join(10)
 
 
 def test_a_failed_write_ends_the_task_and_the_rest_is_dropped_but_no_failed_read_does(
