@@ -79,7 +79,8 @@ class Handoff:
     link: DecodeLink  # over which it is claimed, and that brought the grant
     grant: Grant
     # The end of the attempt: None when all KV is written, else what has ended it. There is a new
-    # one for each claim, because a connection may break while the job is held.
+    # one if the connection was lost and made again while the job was held. If it stays lost,
+    # `_unreachable` must see that it was there.
     _done: asyncio.Future[None]
 
     def __init__(self, puller: Puller, delivery: Delivery, *, trial: bool = False) -> None:
@@ -156,7 +157,8 @@ class Handoff:
         self.link.jobs[self.job_id] = self
         asked = time.monotonic()
         while True:
-            self._done = loop.create_future()
+            if self._done.done() and self.link.connected:  # it was lost, and made again
+                self._done = loop.create_future()
             try:
                 grant = await self.link.claim(self.job_id, job.incarnation, self.first.ack_subject)
                 break

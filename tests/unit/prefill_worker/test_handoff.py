@@ -98,7 +98,7 @@ class Worker:
         self.link: Any = SimpleNamespace(
             name="d", record=SimpleNamespace(incarnation="i"), claim=self._claim,
             transfer=SimpleNamespace(get=self._reach, current=None, held=nullcontext),
-            commit=self._commit, send=self.sent.append,
+            commit=self._commit, send=self.sent.append, connected=True,
         )  # fmt: skip
         self.link.jobs = {}
         self.link.give_up = partial(DecodeLink.give_up, self.link)
@@ -292,25 +292,33 @@ async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) ->
     assert worker.budget.tokens == 0
 
 
-async def test_a_connection_that_was_lost_and_made_again_while_the_job_was_held_ends_nothing() -> (
-    None
-):
-    """The grant came over the new one. Nobody else would settle the job."""
-    worker, delivery, asked = Worker(some_transfer_worker), Delivered(), 0
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_connection_that_was_lost_while_the_job_was_held(again: bool) -> None:
+    """again: it is made again, and the grant comes over the new one. Nobody else would settle the
+    job. If not, the decode worker may drain and have left the directory: other workers are
+    connected to it, so the job is kept for them."""
+    worker, delivery, asked = Worker(some_transfer_worker), Delivered(number=2), 0
+
+    def lost() -> None:
+        worker.known = worker.link.connected = again
+        worker.link.jobs["j"].link_lost()
 
     async def claim(*_: Any) -> Grant:
         nonlocal asked
         asked += 1
         if asked == 1:
-            asyncio.get_running_loop().call_soon(worker.link.jobs["j"].link_lost)
+            asyncio.get_running_loop().call_soon(lost)
             raise ClaimRefused("held", reason=RefuseReason.HELD, retry_after_s=0.01)
+        if not again:
+            raise PeerUnavailable("worker d is not connected")
         return worker.grant
 
     worker.link.claim = claim
     worker.puller.begin(delivery)  # type: ignore[arg-type]
-    (await worker.computing()).end(None)
+    if again:
+        (await worker.computing()).end(None)
     await worker.over()
-    assert (asked, delivery.verbs, worker.sent) == (2, ["ack"], [])
+    assert (asked, delivery.verbs, worker.sent) == (2, ["ack" if again else "nak"], [])
 
 
 # ------------------------------------------------------------------ waiting for the transfer worker
@@ -460,3 +468,27 @@ async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None
     await worker.puller.abandon()
     blocks = [decode(encode(said), Progress).blocks for said in worker.sent[:3]]
     assert blocks == [3, 0, 3]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_copies_for_other_jobs_are_progress_only_while_its_own_waits_behind_them(
+    waits: bool,
+) -> None:
+    """Otherwise an attempt whose engine stands still would never end beside one that moves. But
+    with progress it gets the whole `timeout_s` anew, and the decode worker is told."""
+    worker, delivery = Worker(some_transfer_worker, deadline_s=0.2), Delivered()
+    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    task = await worker.computing()
+    task.submitted, task.transfer_worker.moved_bytes = int(waits), 100
+    if not waits:
+        await worker.over()
+        assert (delivery.verbs, back(worker).cause) == (["nak"], "timeout")
+        return
+    await eventually(lambda: bool(worker.sent))
+    await asyncio.sleep(0.4)
+    (said,) = worker.sent
+    assert (type(said), said.blocks, said.write_s) == (Progress, 0, 0.0)
+    task.submitted = 0
+    task.end(None)
+    await worker.over()
+    assert delivery.verbs == ["ack"]

@@ -50,8 +50,9 @@ class Worker:
         self.nats = ServerHealth("nats", "nats://h:1")
         self.nats.ok()
         self.budget = budget or Budget(30, claim_s=60.0)
+        self.credits = Credits(1 << 20)
         self.puller = Puller(
-            consumer, links, engine, self.budget, Credits(1 << 20), ReadGrants(None), self.nats,
+            consumer, links, engine, self.budget, self.credits, ReadGrants(None), self.nats,
             max_prompt_tokens=100, **more,
         )  # fmt: skip
 
@@ -152,6 +153,18 @@ async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
     assert worker.asked == []
 
 
+async def test_a_decode_worker_without_credit_delays_the_jobs_of_others_for_a_while_only() -> None:
+    """It is alive and takes no KV. Jobs that wait may be of others."""
+    worker = Worker(patience_s=0.1)
+    worker.credits.add(worker.credits.open("slow"), 1 << 20)
+    await worker.publish("j")
+    worker.puller.start()
+    await asyncio.sleep(0.03)
+    assert worker.asked == []
+    await worker.runs("j")
+    await worker.puller.close()
+
+
 # ------------------------------------------------------------------ why nothing is pulled
 
 
@@ -169,6 +182,47 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     assert job is not None
     assert job.number == 1
     await job.nak()
+    worker.puller.pause("engine", "")
+    await worker.runs("j")
+    await worker.puller.close()
+
+
+async def test_a_job_that_comes_with_a_pause_goes_back() -> None:
+    """The engine takes no steps: the job would wait here, and no other worker would get it."""
+    worker, delivery = Worker(), Delivered()
+
+    async def pull(*_: float) -> Any:
+        worker.puller.pause("engine", "stuck")
+        return delivery
+
+    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    await asyncio.wait_for(worker.puller.pull(), 5)
+    assert (delivery.verbs, worker.puller.in_flight) == (["nak"], 0)
+    await worker.puller.close()
+
+
+@pytest.mark.parametrize("failure", [QueueUnavailable("NATS is away"), ValueError("unexpected")])
+async def test_a_pull_that_fails_is_tried_again_after_a_moment(failure: Exception) -> None:
+    """Also if its worker pauses meanwhile, when no pull is there to be ended."""
+    worker, tries, away = Worker(), 0, True
+
+    async def pull(wait_s: float) -> Any:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0)
+        if away:
+            raise failure
+        return await Worker.pull(worker, wait_s)
+
+    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    await worker.publish("j")
+    worker.puller.start()
+    await until(lambda: tries == 1)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert tries < 10, "a server that is away would be asked without end"
+    away = False
+    worker.puller.pause("engine", "stuck")
     worker.puller.pause("engine", "")
     await worker.runs("j")
     await worker.puller.close()
@@ -192,22 +246,6 @@ async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
     await worker.puller.close()
     worker.nats.failed("closed")
     assert len(worker.told) == 5
-
-
-async def test_a_pull_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
-    pull, fails = worker.puller._consumer.pull, [QueueUnavailable("NATS is away"), KeyError("seq")]
-
-    async def fails_first(wait_s: float) -> Any:
-        if fails:
-            raise fails.pop()
-        return await pull(wait_s)
-
-    monkeypatch.setattr(worker.puller._consumer, "pull", fails_first)
-    worker.puller.start()
-    await worker.publish("j")
-    await worker.runs("j")
-    await worker.puller.close()
 
 
 async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
