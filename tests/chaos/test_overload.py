@@ -104,7 +104,7 @@ def test_overload_is_answered_rightly_or_refused(narrow: Cluster, oracle: Oracle
     asyncio.run(crowd.run(clients=60, seconds=6.0))
     assert crowd.statuses.keys() == {200, 429}
     assert len(crowd.answers) > 10
-    assert crowd.left > 2
+    assert crowd.left > 0
     expected = [tokens for tokens, _ in truth(oracle, prompts, STEPS)]
     for which, tokens in crowd.answers:
         assert tokens == expected[which]

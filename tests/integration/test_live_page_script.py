@@ -98,7 +98,7 @@ def test_charts_show_what_was_sent_and_are_read_with_the_keyboard(
 
 
 LINES = """() => {
-  const point = window.pullfill.memory.points().at(-30);
+  const point = window.pullfill.memory.points().findLast((one) => one.ttft_ms && one.itl_ms);
   const { charts } = window.pullfill;
   return [point, charts.map((chart) => chart.lines.map((line) => line.pick(point)))];
 }"""
