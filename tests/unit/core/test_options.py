@@ -110,7 +110,7 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
         for one in declared(kind)
         if one.up
     }
-    assert {"kv_mode", "max_inflight", "drain_timeout", "pin"} <= handed_on.keys()
+    assert {"kv_mode", "max_inflight", "drain_timeout"} <= handed_on.keys()
     for name, one in handed_on.items():
         assert flags[name].help == one.help
         assert flags[name].default == (None if one.given else one.default)
