@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Benchmark tests need no engine, but `make test-fast` is to take a minute at most.
 ENGINE_TESTS := $(wildcard benchmarks/tests tests/integration tests/chaos tests/netns tests/gpu)
 # Processes that run engine tests. They wait for half of the time, so more than cores.
-WORKERS ?= 4
+WORKERS ?= 3
 # How often `make flaky` runs its tests.
 N ?= 10
 # Without bytecode on disk, every process of a run would compile all it imports again.

@@ -276,7 +276,7 @@ class Cluster:
         self.wait_ready(worker)
         return worker
 
-    def wait_ready(self, *workers: Worker, within_s: float = 120.0) -> None:
+    def wait_ready(self, *workers: Worker, within_s: float = 180.0) -> None:
         """Until each is seen ready by the frontend, and prefill workers by every decode worker."""
         until(lambda: self.seen(workers), within_s, f"ready: {[w.role for w in workers]}")
         until(self.linked, 20.0, "every prefill worker connected to every decode worker")
