@@ -208,14 +208,17 @@ class EngineHost:
     def _loop(self, core: EngineCore) -> None:
         timeout = 0
         while not self._stopping:
-            self._take_in(timeout)
+            came = self._take_in(timeout)
+            quiet = timeout == self._idle_ms and not came
             for hooks in self._hooks:
                 hooks.before_step()
             # `requests` also has those that are finished, and whose blocks a peer still reads.
             # After the last one has gone, `has_requests` asks for one more step, which tells the
-            # model runner.
+            # model runner. The next step that has requests tells it as well, so that step is
+            # taken only if nothing has come for long: it costs each short request a step, and a
+            # report to each frontend.
             scheduler: Any = core.scheduler
-            work = scheduler.requests or scheduler.has_requests()
+            work = scheduler.requests or (quiet and scheduler.has_requests())
             if not (self._copies_run() or core.batch_queue or work):
                 timeout = self._idle_ms if not self._todo else 0
                 self._blocked_at = None
@@ -280,8 +283,8 @@ class EngineHost:
         """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""
         return self._tier is not None and self._tier.busy
 
-    def _take_in(self, timeout_ms: int) -> None:
-        """Wait for work, and run what was submitted."""
+    def _take_in(self, timeout_ms: int) -> bool:
+        """Wait for work, and run what was submitted. Returns False if nothing came."""
         self._doing = ""
         events = self._poller.poll(timeout_ms)
         self._beat += 1
@@ -294,8 +297,10 @@ class EngineHost:
                     pass
             else:
                 self._fd_handlers[socket]()
+        came = bool(events or self._todo)
         while self._todo:
             self._todo.popleft()()
+        return came
 
     def _pause(self, core: EngineCore, executed: bool) -> int:
         """Return how long to sleep after a step, in ms.

@@ -65,6 +65,21 @@ def engine(
         yield host, core
 
 
+def test_no_step_is_taken_to_tell_only_what_has_finished(
+    engine: tuple[EngineHost, Scheduler],
+) -> None:
+    """The model runner hears of it in the next step."""
+    host, core = engine
+    host.submit(lambda: core.run("a", 2))
+    eventually(lambda: len(core.told) >= 2, "no steps")
+    time.sleep(0.02)
+    assert core.told == [[], []], "and no more"
+    host.submit(lambda: core.run("b", 1))
+    eventually(lambda: len(core.told) >= 3, "no step")
+    time.sleep(0.02)
+    assert core.told == [[], [], ["a"]]
+
+
 @pytest.mark.parametrize("engine", [30], indirect=True)
 def test_what_has_finished_is_told_in_the_end(engine: tuple[EngineHost, Scheduler]) -> None:
     host, core = engine
