@@ -52,8 +52,8 @@ _LONG_FILES = (
     "test_remote_prefill test_speculation test_states test_frontend_http test_cost_policy "
     "test_cut_off test_multimodal test_suspects test_modes test_migration test_outages"
 ).split()
-"""The engine tests that take longest. With `--forks` they come first, because of several processes
-none should still have long tests to run when the others have ended."""
+"""The engine tests that take longest. With `--forks` they come first. Else one process might still
+run a long file when the others have nothing left to do."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -750,7 +750,9 @@ class Ledger:
         self._count(entry, 1)
 
     def _count(self, entry: Entry, sign: int) -> None:
-        """Add a job to the sums, or take it out. Both, around each change of what they count."""
+        """Add a job to the sums (sign 1), or take it out (-1).
+
+        A change of what they count takes the job out before, and adds it after."""
         sums = self._sums
         sums.jobs[entry.state] += sign
         sums.queued_tokens += sign * entry.tokens if entry.state is JobState.QUEUED else 0

@@ -38,7 +38,7 @@ _IN_SPAN = (
 
 @dataclass(slots=True, frozen=True)
 class _Spans:
-    """Names of the spans of one request. Those who work for it get `remote` in the job."""
+    """Ids of the spans of one request. The job carries `remote` to the prefill worker."""
 
     above: Context  # the frontend's span
     # request, remote: `decode.request`, `decode.remote_prefill`.
