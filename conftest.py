@@ -52,8 +52,8 @@ _LONG_FILES = (
     "test_remote_prefill test_speculation test_states test_frontend_http test_cost_policy "
     "test_cut_off test_multimodal test_suspects test_modes test_migration test_outages"
 ).split()
-"""The engine tests that take longest. With `--forks` they come first. Else one process might still
-run a long file when the others have nothing left to do."""
+"""Files of the engine tests that take longest. With `--forks` they run first, so that no process
+is left alone with a long file at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,8 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _together(item: pytest.Item) -> str | None:
-    """With `--forks`, tests that one process runs: of engine tests a whole file, whose fixtures
-    start processes. Of the others, those that import large modules."""
+    """Return a name for the tests that one process runs with `--forks`. None: any process.
+
+    Fixtures of engine tests start processes, so one process runs a whole file. Quick tests that
+    import large modules share a process, which imports them once."""
     if _QUICK.isdisjoint(item.path.parts):
         return str(item.path)
     return "large" if uses_late(getattr(item, "module", None)) else None

@@ -43,10 +43,11 @@ class Intake:
         self._put = self._done = 0
 
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
-        """Queue a preparation. Returns False, and drops it, if too much waits already, or if it has
-        no thread.
+        """Queue a preparation. Returns False, and drops it, if too much waits already, or if the
+        intake thread cannot start.
 
-        size: bytes of the message. here: the preparation may run at once, inside `put`."""
+        size: bytes of the message.
+        here: a small message may be prepared at once, on the caller's thread."""
         # A small message that nothing waits before: two wake-ups of threads cost more than it does.
         small = SMALL_BYTES if self._stepping() else SMALL_AT_REST_BYTES
         if here and size <= small and not self.thread.busy:

@@ -750,9 +750,9 @@ class Ledger:
         self._count(entry, 1)
 
     def _count(self, entry: Entry, sign: int) -> None:
-        """Add a job to the sums (sign 1), or take it out (-1).
+        """Add a job to the sums (sign 1), or subtract it (-1).
 
-        A change of what they count takes the job out before, and adds it after."""
+        Before a change of a job, subtract it. After the change, add it again."""
         sums = self._sums
         sums.jobs[entry.state] += sign
         sums.queued_tokens += sign * entry.tokens if entry.state is JobState.QUEUED else 0

@@ -38,7 +38,7 @@ _IN_SPAN = (
 
 @dataclass(slots=True, frozen=True)
 class _Spans:
-    """Ids of the spans of one request. The job carries `remote` to the prefill worker."""
+    """The span ids of one request. The job carries the id `remote` to the prefill worker."""
 
     above: Context  # the frontend's span
     # request, remote: `decode.request`, `decode.remote_prefill`.

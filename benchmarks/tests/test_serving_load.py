@@ -50,7 +50,7 @@ def usage_event(body: dict[str, Any], cached: int = 0, tokens: int | None = None
 
 
 def whole(body: dict[str, Any]) -> list[Step]:
-    """Every token in an event of its own; nothing goes wrong."""
+    """Return an answer without faults, in which each token has its own event."""
     tokens = [chunk(token_event(body, n)) for n in range(body["max_tokens"])]
     return [HEAD, *tokens, chunk(usage_event(body)), chunk(event("[DONE]")), END]
 

@@ -95,7 +95,9 @@ class Held:
 
 
 class BlockEvents:
-    """Publishes the events of an engine. Make it on the engine thread, before the first step."""
+    """Publishes which blocks an engine's prefix cache gains and loses.
+
+    Make it on the engine thread, before the first step."""
 
     def __init__(
         self,

@@ -123,7 +123,7 @@ class ReadLeases:
 
     @property
     def open(self) -> int:
-        """Number of leases that still pin blocks, or may soon. Any thread."""
+        """Number of leases that pin blocks, or have been asked for. Any thread may read it."""
         return self._asked + len(self._pinned)
 
     @property
