@@ -52,54 +52,6 @@ _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2  # vLLM's FinishReason.ABORT
 
 
-class Waiting:
-    """Holds requests that are at no decode worker, until each is placed or its time is over.
-
-    A request is added with `hold` and removed with `drop`. In between `soon` and `all_soon` call
-    `place` for it. At its deadline `expire` is called."""
-
-    def __init__(
-        self, place: Callable[[Flight, float], None], expire: Callable[[Flight], None]
-    ) -> None:
-        self._place = place
-        self._expire = expire
-        self._loop = asyncio.get_running_loop()
-        self._held: dict[str, tuple[Flight, asyncio.TimerHandle]] = {}
-        self._queue: dict[str, Flight] = {}
-
-    def hold(self, flight: Flight) -> None:
-        """Add a request, which waits until `flight.deadline`."""
-        self.drop(flight.request_id)
-        timer = self._loop.call_at(flight.deadline, self._expire, flight)
-        self._held[flight.request_id] = flight, timer
-
-    def drop(self, request_id: str) -> None:
-        """Remove a request. No error if it did not wait."""
-        if (held := self._held.pop(request_id, None)) is not None:
-            held[1].cancel()
-
-    def soon(self, flights: Iterable[Flight]) -> None:
-        """Place these requests soon, in slices."""
-        idle = not self._queue
-        self._queue |= {flight.request_id: flight for flight in flights}
-        if idle:
-            self._loop.call_soon(self._next)
-
-    def all_soon(self) -> None:
-        """Place all soon, the innocent first."""
-        self.soon(sorted((flight for flight, _ in self._held.values()), key=likely))
-
-    def _next(self) -> None:
-        if not self._queue:
-            return
-        # Before `place`, so that an exception there stops none of the others.
-        self._loop.call_soon(self._next)
-        for request_id in list(itertools.islice(self._queue, SLICE)):
-            flight = self._queue.pop(request_id)
-            if request_id in self._held:
-                self._place(flight, self._loop.time())
-
-
 class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
@@ -127,17 +79,15 @@ class Dispatcher:
         self._workers: Sequence[DecodeConnection] = ()
         self._loop = asyncio.get_running_loop()
         self.flights: dict[str, Flight] = {}
-        self._waiting = Waiting(
-            lambda flight, now: self._try(flight, self.route, now),
-            lambda flight: self._fail(flight, flight.failure),
-        )
+        # Requests that are at no worker, and are to be placed soon.
+        self._queue: dict[str, Flight] = {}
         self._waits = waits
         self._calls = itertools.count(1)
         self.balancer = balancer
         self._tasks: tuple[str, ...] | None = None
         self._leaving = ""
         self.suspects = Suspects(
-            board, self.flights.values, lambda: self._workers, self._waiting.all_soon, waits
+            board, self.flights.values, lambda: self._workers, self._all_soon, waits
         )
 
     @property
@@ -229,7 +179,7 @@ class Dispatcher:
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self._sink.joined(worker.welcome)
         self.suspects.on_return(worker.process)
-        self._waiting.all_soon()
+        self._all_soon()
 
     def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
@@ -279,8 +229,9 @@ class Dispatcher:
             if (flight := flights.get(out.request_id)) is None:
                 continue  # aborted or migrated meanwhile
             if not flight.proven:
-                self.balancer.first(flight)
                 flight.proven = True
+                if flight.share is not None:
+                    flight.share.first()
             tokens = flight.tokens
             if not tokens:
                 record = flight.record
@@ -333,7 +284,7 @@ class Dispatcher:
     def _over(self, flight: Flight, answered: bool = False, error: str = "") -> None:
         """Forget a request. Without an answer and an error its client has left."""
         self.flights.pop(flight.request_id, None)
-        self._waiting.drop(flight.request_id)
+        flight.stop_waiting()
         if answered:
             flight.record.answered(flight.request.sampling_params)
         self._requests.over(flight.record, len(flight.tokens), error)
@@ -358,7 +309,7 @@ class Dispatcher:
             self._fail(flight, refusal, REFUSED)
             return
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not
-            self._waiting.hold(flight)
+            self._hold(flight)
             return
         ready = [worker for worker in self._workers if worker is not flight.avoid]
         workers = flight.with_room(ready)
@@ -366,18 +317,48 @@ class Dispatcher:
             if ready:
                 why = f"no other has room for {flight.room} tokens"
                 flight.failure = flight.failure.replace(NO_WORKER, why)
-            self._waiting.hold(flight)
+            self._hold(flight)
             return
         around = self.suspects.around(flight, workers, now)
         if not around:
             flight.deadline = max(flight.deadline, now + self._waits.first)
-            self._waiting.hold(flight)
-            self._loop.call_later(self._waits.look, self._waiting.soon, (flight,))
+            self._hold(flight)
+            self._loop.call_later(self._waits.look, self._soon, (flight,))
             return
-        self._waiting.drop(flight.request_id)
-        self._send(flight, self.balancer.choose(flight, around, now), now)
+        flight.stop_waiting()
+        self._send(flight, self.balancer.choose(flight, around, now))
 
-    def _send(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
+    def _hold(self, flight: Flight) -> None:
+        """Let a request wait for a worker until its deadline."""
+        flight.stop_waiting()
+        flight.timer = self._loop.call_at(flight.deadline, self._expire, flight)
+
+    def _expire(self, flight: Flight) -> None:
+        self._fail(flight, flight.failure)
+
+    def _soon(self, flights: Iterable[Flight]) -> None:
+        """Place these requests soon, in slices, if they wait."""
+        idle = not self._queue
+        self._queue |= {flight.request_id: flight for flight in flights}
+        if idle:
+            self._loop.call_soon(self._place)
+
+    def _all_soon(self) -> None:
+        """Place all soon that wait, the innocent first."""
+        waiting = (flight for flight in self.flights.values() if flight.timer is not None)
+        self._soon(sorted(waiting, key=likely))
+
+    def _place(self) -> None:
+        if not self._queue:
+            return
+        # First, so that an exception below stops none of the others.
+        self._loop.call_soon(self._place)
+        for request_id in list(itertools.islice(self._queue, SLICE)):
+            flight = self._queue.pop(request_id)
+            if flight.timer is not None:
+                self._try(flight, self.route, self._loop.time())
+
+    def _send(self, flight: Flight, worker: DecodeConnection) -> None:
         if flight.tokens:
             request = migration.migration_request(flight.request, flight.tokens)
         else:
@@ -394,7 +375,6 @@ class Dispatcher:
         flight.worker, flight.proven, flight.waits_since = worker, False, 0.0
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
-        self.balancer.sent(flight, worker, now)
         self._requests.sent(flight.wire_id, flight.record, to)
         worker.send(front_wire.ADD, *frames)
         if flight.tokens:
@@ -432,8 +412,8 @@ class Dispatcher:
             wait += waits.sure
         flight.deadline = now + max(wait, waits.restart)
         flight.failure = f"{reason} and {NO_WORKER}"
-        self._waiting.hold(flight)
-        self._waiting.soon((flight,))
+        self._hold(flight)
+        self._soon((flight,))
 
     def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:
         if self.flights.get(flight.request_id) is not flight:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from asyncio import TimerHandle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.migration import fingerprint
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.frontend.routing.choice import Prompt, Share, WorkerChoice
+from pullfill.frontend.routing.choice import Prompt, Share
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Flight:
 
     record: what is told of it.
     failure: what to tell the user if it must end now.
-    worker: where it is. None: it waits until `deadline`.
+    worker: where it is. None: it waits until `deadline`. timer: ends the waiting.
     wire_id: its id at the worker.
     tokens: those that the sink has.
     attempt: number of workers that it has left, or that have not taken it.
@@ -62,7 +63,7 @@ class Flight:
     proven: its worker has sent an output of it.
     waits_since: since when it waits for a worker where it ends nobody else (`suspects`). 0: never.
     hashed: its prompt with hashes. None: they were not needed yet.
-    choice: how its next worker was chosen. share: what it adds to the load of its worker.
+    share: what it adds to the load of its worker.
     counted: number of tokens that were out when it was sent to its worker.
     """
 
@@ -77,14 +78,19 @@ class Flight:
     avoid: DecodeConnection | None = None
     room: int = 0
     deadline: float = 0.0
+    timer: TimerHandle | None = None
     fingerprint: str = ""
     deaths: dict[str, int] = field(default_factory=dict)
     proven: bool = False
     waits_since: float = 0.0
     hashed: Prompt | None = None
-    choice: WorkerChoice | None = None
     share: Share | None = None
     counted: int = 0
+
+    def stop_waiting(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
         """Return the workers that have room for the request."""

@@ -225,7 +225,7 @@ class Picker:
     def __init__(self, policy: Callable[[], DecodePolicy], rng: random.Random) -> None:
         self._policy = policy
         # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
-        self._placement = Placer(rng, predicted_s=600.0)
+        self._placer = Placer(rng, predicted_s=600.0)
         self._mean_tokens = 256.0
 
     def choose(
@@ -240,25 +240,21 @@ class Picker:
         self._mean_tokens = _MEAN * self._mean_tokens + (1 - _MEAN) * prompt.tokens
         if policy is not DecodePolicy.KV:
             prompt = Prompt(prompt.tokens, BLOCK)
-        choice = self._placement.choose(policy, prompt, self._placement.candidates(by_id), now)
-        share = self._placement.send(choice, prompt, now)
-        return Pick(by_id[choice.view.instance_id], share, choice.told())
+        view, choice = self._placer.choose(policy, prompt, by_id, now)
+        share = self._placer.send(view, choice.matched_tokens, prompt, now)
+        return Pick(by_id[view.instance_id], share, choice)
 
     def report(self, server: Server, load: StockLoad) -> None:
         """Take the load that a server's /metrics shows."""
-        fleet = self._placement.fleet
-        view = fleet.join(server.url)
         # /metrics counts waiting requests, not their tokens: each is taken for a mean prompt.
         tokens = load.kv_blocks * load.block_size
         used = load.kv_used * tokens / BLOCK if tokens else load.running * 8.0
-        free = (1 - load.kv_used) * tokens / BLOCK
-        fleet.report(server.url, load.waiting * self._mean_tokens, used, free)
-        if not tokens:
-            view.free_blocks = None
+        free = (1 - load.kv_used) * tokens / BLOCK if tokens else None
+        self._placer.report(server.url, load.waiting * self._mean_tokens, used, free)
 
     def gone(self, server: Server) -> None:
         """Forget a server."""
-        self._placement.drop(server.url)
+        self._placer.drop(server.url)
 
 
 # --------------------------------------------------------------------------- the servers

@@ -1,7 +1,7 @@
 """Chooses the decode worker of each request, and counts what is sent to whom.
 
-`Dispatcher` calls `choose` and `sent` when it sends a request, then `first` and `left`. The policy
-is `router.decode_policy`; `choice` says what the policies do.
+`Dispatcher` calls `choose` when it sends a request, and `left` when it is there no longer. The
+policy is `router.decode_policy`; `choice` says what the policies do.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from pullfill.engine import migration
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.routing.choice import KNOWN, Candidates, Placer, Prompt, WorkerChoice
+from pullfill.frontend.routing.choice import KNOWN, Placer, Prompt
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.prefix.events import State
@@ -45,10 +47,10 @@ class Balancer:
         self._prefixes = prefixes or Prefixes(0)
         self._frontends = frontends
         self._min_fetch = min_fetch
-        self._placement = Placer(random.Random())
+        self._placer = Placer(random.Random())
         self._together: dict[str, str] = {}
+        self._placer.warm = False
         self._block = 0
-        self._warm = False
         self._look_at = 0.0
 
     # ---------------------------------------------------------------- requests
@@ -56,7 +58,9 @@ class Balancer:
     def choose(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> DecodeConnection:
-        """Return one of `workers`, which is not empty. now: seconds of the loop's clock."""
+        """Return one of `workers`, which is not empty, and count the request there.
+
+        now: seconds of the loop's clock."""
         if now >= self._look_at:
             self._look(workers, now)
         by_id = {worker.instance_id: worker for worker in workers}
@@ -66,14 +70,20 @@ class Balancer:
         several = migration.choice_of(request.request_id, request.external_req_id)
         before = self._together.pop(request.external_req_id, "") if several else ""
         names = [before] if before in by_id else by_id
-        flight.choice = self._place(flight, self._placement.candidates(names), now)
-        name = flight.choice.view.instance_id
+        prompt = self._prompt(flight)
+        held, more = self._prefixes.matched(prompt.hashes)
+        view, told = self._placer.choose(self._policy(), prompt, names, now, held, more)
+        name = view.instance_id
         if before == name:
-            flight.choice.reason = "together"
+            told = replace(told, reason="together")
         if several:
             self._together[request.external_req_id] = name
             if len(self._together) > MAX_TOGETHER:
                 del self._together[next(iter(self._together))]
+        flight.share = self._placer.send(view, told.matched_tokens, prompt, now)
+        flight.counted = len(flight.tokens)
+        flight.record.decode_choice = told
+        counters.DECODE_CHOICE.labels(told.policy, told.reason).inc()
         return by_id[name]
 
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
@@ -83,9 +93,9 @@ class Balancer:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
-        held = self._prefixes.matched(hashes).blocks
+        held = self._prefixes.matched(hashes)[0]
         if worker.instance_id not in held and len(held) == KNOWN:
-            held = self._prefixes.matched(hashes, sys.maxsize).blocks
+            held = self._prefixes.matched(hashes, sys.maxsize)[0]
         own = held.pop(worker.instance_id, 0)
         if not held:
             return None
@@ -95,21 +105,6 @@ class Balancer:
         if not address or (held[best] - own) * self._block < least:
             return None
         return PrefixHolder(instance_id=best, control=address, tokens=held[best] * self._block)
-
-    def sent(self, flight: Flight, worker: DecodeConnection, now: float) -> None:
-        """Count a request that goes to the worker which `choose` has chosen."""
-        choice = flight.choice
-        assert choice is not None
-        flight.share = self._placement.send(choice, self._prompt(flight), now)
-        flight.counted = len(flight.tokens)
-        counters.DECODE_CHOICE.labels(choice.policy, choice.reason).inc()
-        flight.record.decode_choice = choice.told()
-        flight.choice = None
-
-    def first(self, flight: Flight) -> None:
-        """The first output of the request has come: its prompt is computed."""
-        if flight.share is not None:
-            flight.share.first()
 
     def left(self, flight: Flight) -> None:
         """The request has ended or leaves its worker. May be called again without effect."""
@@ -121,38 +116,26 @@ class Balancer:
 
     def report(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load."""
-        if worker.load is not None:
-            fleet, load = self._placement.fleet, worker.load
-            fleet.join(worker.instance_id)
-            fleet.report(
-                worker.instance_id,
-                load.uncached_tokens_queued,
-                load.active_blocks,
-                load.free_blocks,
-            )
+        if (load := worker.load) is not None:
+            queued, active = load.uncached_tokens_queued, load.active_blocks
+            self._placer.report(worker.instance_id, queued, active, load.free_blocks)
 
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""
-        self._placement.drop(worker.instance_id)
+        self._placer.drop(worker.instance_id)
 
     # ---------------------------------------------------------------- inside
-
-    def _place(self, flight: Flight, among: Candidates, now: float) -> WorkerChoice:
-        prompt = self._prompt(flight)
-        held = self._prefixes.matched(prompt.hashes)
-        held.warm = self._warm
-        return self._placement.choose(self._policy(), prompt, among, now, held)
 
     def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
         """Find the block size, whether the index is warm, and the number of frontends."""
         self._look_at = now + 0.25
-        self._placement.chooser.peers = max(1, self._frontends())
+        self._placer.peers = max(1, self._frontends())
         sizes = {w.instance_id: w.welcome.prefix_block_size for w in workers if w.welcome}
         cached = [name for name, size in sizes.items() if size]
         # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
         self._block = sizes[cached[0]] if cached else 0
         known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
-        self._warm = 2 * known >= len(cached)
+        self._placer.warm = 2 * known >= len(cached)
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: only `kv` needs its hashes."""

@@ -10,7 +10,6 @@ told: `troubles`, for /ready and `pullfill status`, and a metric.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.routing.choice import KNOWN, HeldBlocks
+from pullfill.frontend.routing.choice import KNOWN
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode
@@ -33,7 +32,6 @@ class _Followed:
 
     connection: DecodeConnection
     replica: Replica
-    number: int
     asked_at: float
     healed: tuple[int, ...] = ()
 
@@ -50,21 +48,18 @@ class Prefixes:
         self._index = PrefixIndex(max(1, max_blocks))
         self._off = max_blocks == 0
         self._followed: dict[str, _Followed] = {}
-        self._names: dict[int, str] = {}
-        self._untold: dict[str, str] = {}
-        self._numbers = itertools.count()
         counters.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
 
     # ---------------------------------------------------------------- questions
 
-    def matched(self, hashes: Sequence[int], most: int = KNOWN) -> HeldBlocks:
+    def matched(self, hashes: Sequence[int], most: int = KNOWN) -> tuple[dict[str, int], int]:
         """Return how many leading blocks each worker holds. Those that lack the first are left out.
 
         hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of
         these: their hashes differ.
-        most: of more workers than this, only those that hold most of the blocks are named."""
-        found, more = self._index.deepest(hashes, most)
-        return HeldBlocks({self._names[number]: count for number, count in found.items()}, more)
+        most: of more workers than this, only those that hold most of the blocks are named. The
+        second number is how many are left out that hold as much as the best."""
+        return self._index.deepest(hashes, most)
 
     @property
     def workers(self) -> int:
@@ -88,8 +83,8 @@ class Prefixes:
         followed = self._followed.get(instance_id)
         told: dict[str, Any] = {"state": self.state(instance_id)}
         if followed is not None:
-            told["blocks"] = self._index.blocks(followed.number)
-            told["refused"] = self._index.refused(followed.number)
+            told["blocks"] = self._index.blocks(instance_id)
+            told["refused"] = self._index.refused(instance_id)
             told["since_s"] = now - followed.replica.since
         if trouble := self.troubles(now).get(instance_id):
             told["trouble"] = trouble
@@ -97,13 +92,12 @@ class Prefixes:
 
     def troubles(self, now: float) -> Mapping[str, str]:
         """Return for each worker whose events are missing what is wrong, in words for people."""
-        late = {
+        return {
             name: f"its cached blocks are not known here for {now - each.replica.since:.0f} s "
             f"({each.replica.state}): prompts may go to other workers"
             for name, each in self._followed.items()
-            if self._is_missing(each, now)
+            if each.replica.state is not State.WARM and now - each.replica.since > self._missing_s
         }
-        return self._untold | late
 
     # ---------------------------------------------------------------- from the pool
 
@@ -111,17 +105,10 @@ class Prefixes:
         """Ask a worker that has welcomed us for its blocks, and for all changes from then on."""
         name, welcome = connection.instance_id, connection.welcome
         self.forget(connection, now)
-        if self._off or welcome is None:
+        if self._off or welcome is None or not welcome.prefix_block_size:
             return
-        if not welcome.prefix_block_size:
-            if welcome.no_prefix_events:
-                self._untold[name] = f"it tells no cached blocks: {welcome.no_prefix_events}"
-            return
-        number = next(self._numbers)
-        replica = Replica(self._index, number, now)
-        self._names[number] = name
-        followed = _Followed(connection, replica, number, now)
-        self._followed[name] = followed
+        replica = Replica(self._index, name, now)
+        followed = self._followed[name] = _Followed(connection, replica, now)
         self._ask(followed, replica.ask(now), now)
 
     def take(self, connection: DecodeConnection, payload: bytes, now: float) -> None:
@@ -143,13 +130,8 @@ class Prefixes:
 
     def forget(self, connection: DecodeConnection, now: float) -> None:
         """Forget a worker whose connection is lost."""
-        self._untold.pop(connection.instance_id, None)
-        followed = self._followed.get(connection.instance_id)
-        if followed is None:
-            return
-        del self._followed[connection.instance_id]
-        followed.replica.forget(now)
-        del self._names[followed.number]
+        if (followed := self._followed.pop(connection.instance_id, None)) is not None:
+            followed.replica.forget(now)
 
     def tick(self, now: float) -> None:
         """Ask silent workers again, and set the gauge. Call about once a second."""
@@ -160,14 +142,9 @@ class Prefixes:
                 and now - max(replica.heard, followed.asked_at) > self._missing_s / 5
             ):
                 self._ask(followed, replica.ask(now), now)
-        missing = sum(self._is_missing(each, now) for each in self._followed.values())
-        counters.PREFIX_MISSING.set(missing + len(self._untold))
+        counters.PREFIX_MISSING.set(len(self.troubles(now)))
 
     # ---------------------------------------------------------------- inside
-
-    def _is_missing(self, followed: _Followed, now: float) -> bool:
-        replica = followed.replica
-        return replica.state is not State.WARM and now - replica.since > self._missing_s
 
     def _ask(self, followed: _Followed, question: PrefixFollow, now: float) -> None:
         followed.asked_at = now

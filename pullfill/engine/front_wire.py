@@ -121,7 +121,7 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
     """The decode worker takes requests.
 
     prefix_block_size: tokens of a block of the prefix cache, whose changes can be followed. 0: they
-    cannot. no_prefix_events: why not, though the worker has a prefix cache."""
+    cannot."""
 
     v: Version = WIRE_VERSION
     decode_instance: Id
@@ -132,7 +132,6 @@ class DecodeWelcome(Message, frozen=True, kw_only=True):
     supported_tasks: list[Text]
     load: LoadReport | None = None
     prefix_block_size: Count = 0
-    no_prefix_events: Text = ""
 
 
 def refuse_hello(hello: FrontendHello, *, vllm_version: str, models: Sequence[str]) -> str | None:

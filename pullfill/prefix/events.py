@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pullfill.prefix.index import PrefixIndex
@@ -129,17 +129,17 @@ class Healing:
 
 
 class Replica:
-    """What one decode worker holds, in slot `slot` of the index. Times are monotonic seconds.
+    """What one decode worker holds, under `name` in the index. Times are monotonic seconds.
 
     since: when `state` began. heard: when the worker last sent anything."""
 
-    def __init__(self, index: PrefixIndex, slot: int, now: float) -> None:
+    def __init__(self, index: PrefixIndex, name: Hashable, now: float) -> None:
         self.state = State.COLD
         self.since = now
         self.heard = now
         self.healing = Healing()
         self._index = index
-        self._slot = slot
+        self._name = name
         self._epoch = 0
         self._next = 0
         # Number after the last event of this epoch that is known to exist.
@@ -151,7 +151,7 @@ class Replica:
     @property
     def refused(self) -> int:
         """How many blocks of the worker are missing because the index was full."""
-        return self._index.refused(self._slot)
+        return self._index.refused(self._name)
 
     def ask(self, now: float) -> PrefixFollow:
         """What to send first, and after a new connection."""
@@ -171,7 +171,7 @@ class Replica:
 
     def forget(self, now: float) -> None:
         """The worker is gone: its blocks are forgotten at once."""
-        self._index.forget(self._slot)
+        self._index.forget(self._name)
         self._believe(0, 0)
         self._asked = self._pages = None
         self._become(State.COLD, now)
@@ -182,7 +182,7 @@ class Replica:
                 self.healing.restarts += 1
             if events.first:
                 return self._restart(now)
-            self._index.forget(self._slot)
+            self._index.forget(self._name)
             self._believe(events.epoch, 0)
             self._pages = None
         self._end = max(self._end, events.first + len(events.ops))
@@ -209,15 +209,15 @@ class Replica:
         self._next += len(events.ops) - known
         clear = events.ops.rfind(Op.CLEAR, known)
         if clear >= 0:
-            self._index.forget(self._slot)
+            self._index.forget(self._name)
             known = clear + 1
-        self._index.apply(self._slot, events.ops[known:], _numbers(events.hashes[8 * known :]))
+        self._index.apply(self._name, events.ops[known:], _numbers(events.hashes[8 * known :]))
 
     def _differs(self, held: int, digest: int) -> bool:
         """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
         if self.refused:
             return False
-        return (held, digest) != (self._index.blocks(self._slot), self._index.digest(self._slot))
+        return (held, digest) != (self._index.blocks(self._name), self._index.digest(self._name))
 
     def _page(self, page: PrefixPage, now: float) -> PrefixFollow | None:
         old = page.epoch == self._epoch and page.at < self._next
@@ -225,12 +225,12 @@ class Replica:
             self.healing.duplicates += 1
             return None
         if page.page == 0:
-            self._index.forget(self._slot)
+            self._index.forget(self._name)
             self._believe(0, 0)
             self._pages = (page.epoch, page.at, 0)
         if self._pages != (page.epoch, page.at, page.page):
             return self._restart(now)
-        self._index.store(self._slot, _numbers(page.hashes))
+        self._index.store(self._name, _numbers(page.hashes))
         self._pages = (page.epoch, page.at, page.page + 1)
         # A snapshot that still comes in is not asked for again.
         self._asked = now

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +24,7 @@ class _Held:
 
 
 class PrefixIndex:
-    """A bounded set of (worker, block hash). A worker is a number that the owner gives.
+    """A bounded set of (worker, block hash). The owner names the workers.
 
     max_blocks: how many different blocks are kept at most. Blocks beyond that are refused, which
     `apply` and `refused` tell: removals make room again. A block takes about 150 bytes, and 40 more
@@ -39,14 +40,14 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget all workers."""
         self._holders: dict[int, int] = {}
-        self._workers: dict[int, _Held] = {}
-        self._names: dict[int, int] = {}  # workers by their bits
+        self._workers: dict[Hashable, _Held] = {}
+        self._names: dict[int, Any] = {}  # workers by their bits
 
-    def store(self, worker: int, hashes: Sequence[int]) -> int:
+    def store(self, worker: Hashable, hashes: Sequence[int]) -> int:
         """The worker holds these blocks now. Returns how many were refused, for want of room."""
         return self.apply(worker, b"\1" * len(hashes), hashes)
 
-    def apply(self, worker: int, ops: bytes, hashes: Sequence[int]) -> int:
+    def apply(self, worker: Hashable, ops: bytes, hashes: Sequence[int]) -> int:
         """Store (ops[i] = 1) or remove (0) hashes[i], in order. Returns how many were refused.
 
         Unknown blocks that are to be removed are ignored."""
@@ -74,17 +75,17 @@ class PrefixIndex:
         held.refused += refused
         return refused
 
-    def forget(self, worker: int) -> None:
+    def forget(self, worker: Hashable) -> None:
         """The worker holds nothing any more. Takes about 30 ms for 60,000 blocks."""
         if (held := self._workers.get(worker)) is not None:
             self.apply(worker, bytes(len(held.blocks)), [*held.blocks])
             del self._workers[worker], self._names[held.bit]
 
-    def match(self, hashes: Sequence[int]) -> dict[int, int]:
+    def match(self, hashes: Sequence[int]) -> dict[Any, int]:
         """How many leading blocks each worker holds; workers that lack the first are left out."""
         return self.deepest(hashes, sys.maxsize)[0]
 
-    def deepest(self, hashes: Sequence[int], most: int) -> tuple[dict[int, int], int]:
+    def deepest(self, hashes: Sequence[int], most: int) -> tuple[dict[Any, int], int]:
         """As `match`, but of more than `most` workers only those that hold most of the blocks.
 
         Of workers that hold the longest prefix and are more than that, each call gives others.
@@ -98,7 +99,7 @@ class PrefixIndex:
             if not left:
                 break
         runs.append((left, len(hashes)))
-        found: dict[int, int] = {}
+        found: dict[Any, int] = {}
         for bits, count in reversed(runs):
             if not found and (ties := bits.bit_count()) > most:
                 later = bits >> self._turn << self._turn
@@ -110,17 +111,17 @@ class PrefixIndex:
                 found[self._names[bit]] = count
         return found, 0
 
-    def blocks(self, worker: int) -> int:
+    def blocks(self, worker: Hashable) -> int:
         """How many blocks the worker holds."""
         held = self._workers.get(worker)
         return 0 if held is None else len(held.blocks)
 
-    def digest(self, worker: int) -> int:
+    def digest(self, worker: Hashable) -> int:
         """The low 63 bits of the worker's hashes xored: equal sets have equal digests."""
         held = self._workers.get(worker)
         return 0 if held is None else held.digest & (2**63 - 1)
 
-    def refused(self, worker: int) -> int:
+    def refused(self, worker: Hashable) -> int:
         """How many blocks of the worker were refused."""
         held = self._workers.get(worker)
         return 0 if held is None else held.refused
@@ -158,12 +159,12 @@ class Predicted:
         self._old = PrefixIndex(max(1, max_blocks // 2))
         self._turn: float | None = None
 
-    def add(self, worker: int, hashes: Sequence[int], now: float) -> None:
+    def add(self, worker: Hashable, hashes: Sequence[int], now: float) -> None:
         """A prompt with these blocks was sent to the worker. now: monotonic seconds."""
         self._age(now)
         self._young.store(worker, hashes)
 
-    def match(self, hashes: Sequence[int], now: float) -> dict[int, int]:
+    def match(self, hashes: Sequence[int], now: float) -> dict[Any, int]:
         """As `PrefixIndex.match`, over the predicted blocks."""
         self._age(now)
         found = self._old.match(hashes)
@@ -171,7 +172,7 @@ class Predicted:
             found[worker] = max(count, found.get(worker, 0))
         return found
 
-    def forget(self, worker: int) -> None:
+    def forget(self, worker: Hashable) -> None:
         """The worker is gone, or what was sent to it failed."""
         self._young.forget(worker)
         self._old.forget(worker)

@@ -17,6 +17,8 @@ OLD = msgspec.json.decode((RECORDS / f"wire-{WIRE_VERSION}.json").read_bytes())
 """What the first builds of this version say, and how they read."""
 KINDS = {kind.__name__: kind for kind in STRUCTS}
 OF_OLD = sorted(OLD["messages"])
+# No build sets it any more. It only explained in words what `prefix_block_size` says.
+GONE = {"no_prefix_events"}
 
 
 @pytest.mark.parametrize("name", OF_OLD)
@@ -24,7 +26,8 @@ OF_OLD = sorted(OLD["messages"])
 def test_what_the_first_build_says_is_read(name: str) -> None:
     for told in map(b64decode, OLD["messages"][name]):
         read = msgspec.msgpack.decode(encode(decode(told, KINDS[name])))
-        assert msgspec.msgpack.decode(told).items() <= read.items()
+        said = msgspec.msgpack.decode(told)
+        assert {name: said[name] for name in said.keys() - GONE}.items() <= read.items()
 
 
 @pytest.mark.parametrize("name", OF_OLD)
