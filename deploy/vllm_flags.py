@@ -114,9 +114,10 @@ def check(arguments: Sequence[str]) -> None:
         given, _, joined = flag.partition("=")
         _check_name(given)
         name = flag_name(given)
-        if name == "kv-transfer-config" and "OffloadingConnector" not in " ".join([flag, *values]):
+        if name == "kv-transfer-config":
             raise ConfigError(
-                f"{given} is pullfill's own to set: remove it, or name vLLM's OffloadingConnector"
+                f"{given} is pullfill's own to set: remove it. To keep more KV in CPU memory use "
+                "--kv-offloading-size"
             )
         if name in _NOT_SERVED and not given.startswith("--no-"):
             raise ConfigError(f"{given}: not supported by pullfill's frontend: {_NOT_SERVED[name]}")

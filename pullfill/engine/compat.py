@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullfill import __version__
-from pullfill.engine.check import require_version
 from pullfill.engine.kv import executor_without_model
 from pullfill.wire import Compat
 
@@ -87,21 +86,6 @@ def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: G
         kv_scales=geometry.attention.scales,
         kv_groups=geometry.attention.groups.kinds,
     )
-
-
-def stored_kv(config: VllmConfig) -> str:
-    """Return a name for KV of this model and vLLM on this kind of processor, for files."""
-    from vllm.platforms import current_platform
-
-    kind = (
-        fingerprint_as_run(config),
-        require_version(),
-        _isa() if current_platform.is_cpu() else current_platform.get_device_name(),
-        str(getattr(config.attention_config, "backend", None)),
-        dtype_of_kv(config),
-        config.cache_config.block_size,
-    )
-    return hashlib.blake2b(json.dumps(kind).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint_as_run(config: VllmConfig) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's own KV offloading, beside our connector: a second KV cache, in CPU memory or on disk.
+"""vLLM's own KV offloading, beside our connector: a second KV cache, in CPU memory.
 
 vLLM's MultiConnector then has two connectors: ours, and `Tier`. That is vLLM's OffloadingConnector,
 and what our connector asks of it.
@@ -12,21 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from pullfill import releases
-from pullfill.errors import IncompatibleError
 from pullfill.runtime import metrics
 
-_ALLOCATED = "_current_batch_allocated_block_ids"
 # vLLM's names of what its offloading has copied.
 _BYTES = {
     "vllm:kv_offload_load_bytes": metrics.KV_OFFLOAD_BYTES.labels("load"),
@@ -40,13 +34,6 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._in_flight = set[Any]()
-        scheduler = self.connector_scheduler
-        if scheduler is not None and not hasattr(scheduler, _ALLOCATED):
-            raise IncompatibleError(
-                f"vLLM's OffloadingConnectorScheduler has no {_ALLOCATED}: use vLLM "
-                f"{releases.VLLM}",
-                field=_ALLOCATED,
-            )
 
     @classmethod
     def of(cls, core: Any) -> Tier | None:
@@ -78,7 +65,7 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
         """Have the step that is being scheduled wait for all copies from these blocks.
 
         They were allocated in this step. Once it has run, anybody may write into them."""
-        getattr(self.connector_scheduler, _ALLOCATED).update(block_ids)
+        self.connector_scheduler._current_batch_allocated_block_ids.update(block_ids)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -105,9 +92,8 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
 
 
 # vLLM's own copies refuse to run for KV caches in CPU memory. It takes classes of others for where
-# it keeps offloaded KV, by `spec_name` and `spec_module_path`. The next two are vLLM's own, for CPU
-# memory and for CPU memory before a disk, with one change: the engine's process copies the bytes
-# itself, at once.
+# it keeps offloaded KV, by `spec_name` and `spec_module_path`. This one is vLLM's own with one
+# change: the engine's process copies the bytes itself, at once.
 class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """Keeps offloaded KV in the memory of each rank's process."""
 
@@ -115,30 +101,6 @@ class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
         pages = [cache.page_size_bytes for cache in kv_caches.tensors]
         kept = [torch.zeros((self.num_chunks, page), dtype=torch.int8) for page in pages]
         return HostCopies(kv_caches, kept)
-
-
-class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Keeps offloaded KV in shared memory, from where vLLM's threads write it to other media."""
-
-    def get_manager(self) -> Any:
-        manager = super().get_manager()
-        region = self._scheduler_mmap
-        if not region._creator:
-            # vLLM makes this half after all ranks have mapped the file. Without a name, the file
-            # ends with the processes, also if they are killed.
-            Path(region.mmap_path).unlink()
-        return manager
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        region = SharedOffloadRegion(
-            engine_id=self._engine_id,
-            num_chunks=self.num_chunks,
-            rank=0 if self.replicated_layout else self.config.parallel.rank,
-            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-            cpu_page_size=self.cpu_page_size_per_worker,
-        )
-        pages = [cache.page_size_bytes for cache in kv_caches.tensors]
-        return HostCopies(kv_caches, [region.create_next_worker_view(page) for page in pages])
 
 
 class HostCopies(OffloadingWorker):  # type: ignore[misc]

@@ -6,10 +6,8 @@ offloaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +33,7 @@ pytestmark = [
     ),
 ]
 
-MEMORY, DISK, RANKS, WINDOWS = "memory", "disk", "a decode worker of two ranks", "windows"
+MEMORY, RANKS, WINDOWS = "memory", "a decode worker of two ranks", "windows"
 STEPS = 6
 TOLERANCE = 1e-4
 TALKS = 6
@@ -58,23 +56,11 @@ class Served:
         return self.cluster.counter("pullfill_kv_offload_tokens_total", role=role)
 
 
-def flags_of(kind: str, directory: Path) -> list[str]:
-    if kind != DISK:
-        return ["--kv-offloading-size=0.0625"]  # GiB
-    settings = {
-        "spec_name": "TieringOffloadingSpec",
-        "cpu_bytes_to_use": 6 << 20,
-        "secondary_tiers": [{"type": "fs", "root_dir": str(directory)}],
-    }
-    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": settings})]
-
-
 @pytest.fixture(
     scope="module",
     params=[
         MEMORY,
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in (DISK, RANKS, WINDOWS)),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in (RANKS, WINDOWS)),
     ],
 )
 def served(
@@ -84,7 +70,7 @@ def served(
     kind, directory = request.param, tmp_path_factory.mktemp("offloading")
     model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
     own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
-    flags = ["--max-model-len=2048", *flags_of(kind, directory / "kv")]
+    flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]  # GiB
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
     decode = ("decode", *flags, *(ranks if kind == RANKS else ()))
     with Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10) as cluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +31,7 @@ class Request(SimpleNamespace):
 class Rig:
     """One rank. `step` is what vLLM's scheduler and model runner do with a connector."""
 
-    def __init__(self, model_path: Path, *flags: str, window: int = 0) -> None:
-        """window: of the second layer. Layers of two groups share their memory. 0: one group."""
+    def __init__(self, model_path: Path) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
         from vllm.v1.kv_cache_interface import (
@@ -41,37 +39,32 @@ class Rig:
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
-            SlidingWindowSpec,
         )
 
         config, _ = build_config(
             str(model_path),
-            [*FLAGS, *(flags or ("--kv-offloading-size=0.001",))],
+            [*FLAGS, "--kv-offloading-size=0.001"],
             kv_role="kv_consumer",
             engine_id="e",
         )
         _, (tier, child) = MultiConnector._get_connector_classes_and_configs(config)
-        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-        spec = FullAttentionSpec(**shape)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         page = spec.page_size_bytes
-        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-        tensors = [KVCacheTensor(2 * BLOCKS * page, list(LAYERS), BLOCKS * page, page)]
-        if window:
-            part = SlidingWindowSpec(**shape, sliding_window=window)
-            groups = [KVCacheGroupSpec([n], s) for n, s in zip(LAYERS, (spec, part), strict=True)]
-            tensors = [KVCacheTensor(BLOCKS * page, [n], BLOCKS * page, page) for n in LAYERS]
-        caches = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=groups)
+        layers = list(LAYERS)
+        caches = KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[KVCacheTensor(2 * BLOCKS * page, layers, BLOCKS * page, page)],
+            kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        )
         self.worker = tier(child, KVConnectorRole.WORKER, caches)
         self.kv = {n: torch.randn(BLOCKS, 1, BLOCK, 2 * 8) for n in LAYERS}
-        if window:
-            self.kv["b"] = self.kv["a"]
         self.worker.register_kv_caches(self.kv)
         self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
 
-    def request(self, name: str, blocks: int, first_hash: int = 0) -> Any:
+    def request(self, name: str, blocks: int) -> Any:
         made = Request(
             request_id=name,
-            block_hashes=[bytes([first_hash + i]) * 32 for i in range(blocks)],
+            block_hashes=[bytes([i]) * 32 for i in range(blocks)],
             num_tokens=blocks * BLOCK + 1,
             num_prompt_tokens=blocks * BLOCK + 1,
             num_computed_tokens=0,
@@ -86,18 +79,16 @@ class Rig:
         self.scheduler.on_new_request(made)
         return made
 
-    def step(
-        self, *new: tuple[Any, *tuple[list[int], ...]], finished: tuple[str, ...] = ()
-    ) -> set[str]:
+    def step(self, *new: tuple[Any, list[int]], finished: tuple[str, ...] = ()) -> set[str]:
         """Compute these requests. Returns the requests whose KV was loaded."""
         output = SimpleNamespace(
             scheduled_new_reqs=[
-                SimpleNamespace(req_id=r.request_id, block_ids=tables) for r, *tables in new
+                SimpleNamespace(req_id=r.request_id, block_ids=[table]) for r, table in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[], new_block_ids=[], resumed_req_ids=set()
             ),
-            num_scheduled_tokens={r.request_id: r.num_tokens for r, *_ in new},
+            num_scheduled_tokens={r.request_id: r.num_tokens for r, _ in new},
             finished_req_ids=set(finished),
             preempted_req_ids=None,
             kv_cache_block_copies=None,
@@ -114,27 +105,15 @@ class Rig:
         self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=told))
         return loaded
 
-    def allocate(self, *tables: list[int], hit: int = 0) -> None:
-        """Give the next request these blocks of each group. The first `hit` of them are cached."""
+    def allocate(self, table: list[int], hit: int) -> None:
+        """Give the next request these blocks. The first `hit` of them are cached."""
         blocks = [
-            [
-                SimpleNamespace(block_id=i, is_null=not i, block_hash=b"h" if at < hit else None)
-                for at, i in enumerate(table)
-            ]
-            for table in tables
+            SimpleNamespace(block_id=i, is_null=False, block_hash=b"h" if at < hit else None)
+            for at, i in enumerate(table)
         ]
         self.scheduler.bind_kv_cache_manager(
-            SimpleNamespace(block_pool=None, get_blocks=lambda _: SimpleNamespace(blocks=blocks))
+            SimpleNamespace(block_pool=None, get_blocks=lambda _: SimpleNamespace(blocks=[blocks]))
         )
-
-    def settle(self) -> None:
-        """Take steps until nothing is copied any more."""
-        for _ in range(2000):
-            if not self.scheduler.busy:
-                return
-            self.step()
-            time.sleep(0.005)
-        raise AssertionError("it copies for ever")
 
     def end(self, request: Any) -> None:
         request.over = True
@@ -191,30 +170,3 @@ def test_a_request_whose_load_has_failed_is_no_longer_in_flight(model_path: Path
     assert scheduler._inflight_prefills == {other}
     scheduler.connector = object()
     assert tier_of(core) is None
-
-
-def test_of_a_window_only_what_the_longer_prompt_keeps_is_loaded(model_path: Path) -> None:
-    """The rest of the prompt goes to a prefill worker, so vLLM allocates all blocks at once."""
-    rest = 2
-    rig = Rig(model_path, window=3 * BLOCK)
-    first = rig.request("first", 6)
-    full, window = [1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9]
-    rig.step((first, [*full, 30], [*window, 31]))
-    rig.settle()
-    computed = {block: rig.pages([block]) for block in (*full, *window)}
-
-    longer = rig.request("longer", 6 + rest)
-    assert rig.scheduler.hit(longer, 0) == 6 * BLOCK
-    kept = max(0, 6 + rest - 3)
-    ours = [*range(10, 16 + rest)], [0] * kept + [*range(20, 26 + rest - kept)]
-    rig.allocate(*ours)
-    before = rig.pages([*range(BLOCKS)])
-    rig.scheduler.load(longer, 6 * BLOCK)
-    assert rig.step() == {"longer"}
-    loaded = {}
-    for mine, theirs in zip(ours, (full, window), strict=True):
-        loaded.update({to: computed[at] for to, at in zip(mine[:6], theirs, strict=True) if to})
-    assert len(loaded) == 6 + max(0, 6 - kept)
-    for block in range(BLOCKS):
-        expected = loaded.get(block, before[:, [block]])
-        assert torch.equal(rig.pages([block]), expected), block

@@ -73,14 +73,6 @@ class TestRefused:
         assert str(result.exception).startswith("-dp: ")
         assert not state_dir.exists() or not list(state_dir.glob("*.json"))
 
-    def test_vllms_own_offloading_is_allowed_beside_our_connector(self) -> None:
-        for given in (
-            ["--kv-offloading-size", "4"],
-            ["--kv-transfer-config", '{"kv_connector": "OffloadingConnector"}'],
-            ['--kv_transfer_config={"kv_connector": "OffloadingConnector"}'],
-        ):
-            vllm_flags.check(given)
-
 
 class TestOneRole:
     @pytest.fixture
