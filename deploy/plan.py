@@ -3,9 +3,6 @@
 `check` refuses what cannot work, before anything runs. `worker_specs` tells how to start workers
 and frontends, once NATS and etcd have addresses. Flags that the user gives come after ours on the
 command line, and the last one wins.
-
-Without --decode-devices and --prefill-devices all workers share what this process may use. If only
-one role has such a flag, the other role gets what is left. If nothing is left, both share all.
 """
 
 from __future__ import annotations
@@ -101,7 +98,6 @@ def check(options: UpOptions) -> None:
     _check_elastic(options)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
-    check_devices(options)
     _check_gpus(options)
     check_settings(options.settings)
     check_model(options.model)
@@ -152,14 +148,13 @@ def _check_gpus(options: UpOptions) -> None:
     """Refuse too few GPUs. Workers may share a GPU only if none of them needs several."""
     if why := accelerator.why_not_mig():
         raise ConfigError(why)
-    for pool in pools(options) if accelerator.gpu_count() else ():
-        needed, here = _ranks_in(pool, options), len(pool.devices)
-        if max(needed, default=1) > 1 and sum(needed) > here:
-            each = " + ".join(map(str, needed))
-            raise ConfigError(
-                f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: "
-                "start fewer workers, or choose a smaller -tp or -pp"
-            )
+    needed, here = _ranks(options), accelerator.gpu_count()
+    if here and max(needed, default=1) > 1 and sum(needed) > here:
+        each = " + ".join(map(str, needed))
+        raise ConfigError(
+            f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: "
+            "start fewer workers, or choose a smaller -tp or -pp"
+        )
 
 
 def check_settings(given: Sequence[str]) -> None:
@@ -233,8 +228,9 @@ def check_demo_model(exit_code: int, log: Path) -> None:
 
 def engine_arguments(options: UpOptions) -> list[str]:
     """Return the vLLM flags of every process: the defaults, then the user's."""
-    workers, gpus = most_on_a_gpu(options)
-    return engine_flags(options.model, gpus=gpus, workers=workers) + options.vllm_args
+    workers = options.decode + options.prefill
+    flags = engine_flags(options.model, gpus=accelerator.gpu_count(), workers=workers)
+    return flags + options.vllm_args
 
 
 def worker_arguments(options: UpOptions, role: str) -> list[str]:
@@ -267,10 +263,10 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
     return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
 
 
-def _ranks_in(pool: Pool, options: UpOptions) -> list[int]:
-    """Return TP x PP of each worker of the pool."""
-    ranks = {role: ranks_of(worker_arguments(options, role)) for role in pool.roles}
-    return [ranks[role] for role in pool.roles for _ in range(getattr(options, role))]
+def _ranks(options: UpOptions) -> list[int]:
+    """Return TP x PP of each worker: first the decode workers, then the prefill workers."""
+    ranks = {role: ranks_of(worker_arguments(options, role)) for role in ROLES}
+    return [ranks[role] for role in ROLES for _ in range(getattr(options, role))]
 
 
 def frontend_cores(options: UpOptions) -> set[int]:
@@ -391,63 +387,6 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-# --------------------------------------------------------------------------- devices
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Devices that the workers of these roles share.
-
-    devices: indices among the GPUs that this process may use, or CPU cores if there is no GPU.
-    given: whether the flags have chosen them."""
-
-    roles: tuple[str, ...]
-    devices: tuple[int, ...]
-    given: bool
-
-
-def pools(options: UpOptions) -> list[Pool]:
-    """Return the pools, that of decode workers first."""
-    gpus = tuple(range(accelerator.gpu_count()))
-    every = gpus or tuple(usable_cores())
-    named = {role: getattr(options, f"{role}_devices") for role in ROLES}
-    chosen = any(named.values())
-    if not chosen or (gpus and set(gpus) in map(set, named.values())):
-        return [Pool(ROLES, every, chosen)]
-    found = []
-    for role, other in zip(ROLES, reversed(ROLES), strict=True):
-        own = named[role] or tuple(device for device in every if device not in named[other])
-        found.append(Pool((role,), own or every, bool(own)))
-    return found
-
-
-def most_on_a_gpu(options: UpOptions) -> tuple[int, int]:
-    """Return numbers of workers and of GPUs: those of the pool whose GPUs have most to share."""
-    workers = {role: getattr(options, role) for role in ROLES}
-    gpus = accelerator.gpu_count() > 0
-    counts = [(sum(workers[r] for r in p.roles), len(p.devices) * gpus) for p in pools(options)]
-    return max(counts, key=lambda count: math.ceil(count[0] / max(1, count[1])))
-
-
-def check_devices(options: UpOptions) -> None:
-    """Refuse devices that are not there, and GPUs named for both roles. Raises ConfigError."""
-    gpus = accelerator.gpu_count()
-    here = list(range(gpus)) if gpus else usable_cores()
-    what = "GPU" if gpus else "core"
-    for role in ROLES:
-        if missing := sorted(set(getattr(options, f"{role}_devices")) - set(here)):
-            raise ConfigError(
-                f"--{role}-devices: there is no {what} {missing[0]} here: there are "
-                f"{', '.join(map(str, here))}"
-            )
-    both = set(options.decode_devices) & set(options.prefill_devices)
-    if gpus and both:
-        raise ConfigError(
-            f"GPU {min(both)} is in --decode-devices and in --prefill-devices: give each role GPUs "
-            "of its own, or leave out both flags to share them"
-        )
-
-
 # --------------------------------------------------------------------------- placement
 
 
@@ -464,28 +403,18 @@ class Place:
 
 def placements(options: UpOptions) -> list[Place]:
     """Return where each worker runs: first the decode workers, then the prefill workers."""
-    found: list[Place] = []
-    for pool in pools(options):
-        ranks, devices = _ranks_in(pool, options), pool.devices
+    ranks, gpus, cores = _ranks(options), accelerator.gpu_count(), usable_cores()
+    ends = accumulate(ranks)
+    if gpus:
         # Each rank gets a GPU of its own. Workers of one rank share GPUs if there are too few.
-        if accelerator.gpu_count():
-            for count, end in zip(ranks, accumulate(ranks), strict=True):
-                own = tuple(devices[i % len(devices)] for i in range(end - count, end))
-                found.append(Place(gpus=own))
-        # Each worker gets cores of its own. Those that flags have chosen are all used, also without
-        # --pin.
-        elif pool.given or (options.pin and len(devices) > 1):
-            small = options.model == DEMO and not pool.given
-            found += _on_cores(ranks, devices, share=1 if small else None)
-        else:
-            found += [Place() for _ in ranks]
-    return found
-
-
-def _on_cores(ranks: Sequence[int], cores: Sequence[int], share: int | None) -> list[Place]:
-    """Return a placement for each worker. share: cores of each rank. None: as many as there are."""
-    # To share cores with another worker costs more than more threads bring.
-    share = share or max(1, len(cores) // max(1, sum(ranks)))
+        return [
+            Place(gpus=tuple(rank % gpus for rank in range(end - count, end)))
+            for count, end in zip(ranks, ends, strict=True)
+        ]
+    if not options.pin or len(cores) < 2:
+        return [Place() for _ in ranks]
+    # Each worker gets cores of its own. To share them costs more than more threads bring.
+    share = 1 if options.model == DEMO else max(1, len(cores) // max(1, sum(ranks)))
     places: list[Place] = []
     start = 0
     for count in ranks:

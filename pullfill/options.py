@@ -484,17 +484,6 @@ class FrontendOptions(RoleOptions):
 
 # --------------------------------------------------------------------------- pullfill up
 
-_DEVICES = "Only these GPUs for {} workers, e.g. 0-3; on CPU, these cores"
-
-
-def _devices(role: str) -> dict[str, Any]:
-    """Return how the flag for the devices of a role is parsed."""
-    return {
-        "metavar": "N",
-        "given": str | None,
-        "parse": lambda text: parse_numbers(f"--{role}-devices", text),
-    }
-
 
 @dataclass(slots=True, kw_only=True)
 class UpOptions:
@@ -504,8 +493,6 @@ class UpOptions:
     decode: int = flag(1, "Decode workers", metavar="N", least=0)
     prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
     frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
-    decode_devices: tuple[int, ...] = flag((), _DEVICES.format("decode"), **_devices("decode"))
-    prefill_devices: tuple[int, ...] = flag((), _DEVICES.format("prefill"), **_devices("prefill"))
     host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
     port: int = flag(
         8000,

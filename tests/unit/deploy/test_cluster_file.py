@@ -25,8 +25,6 @@ decode: 2
 prefill: 3
 frontends: 2
 port: 9000
-decode-devices: 0
-prefill-devices: [1, 2-3]
 transports: [shm, tcp]
 kv-mode: pull
 pin: no
@@ -80,7 +78,6 @@ def test_every_key_is_a_flag(up: Up) -> None:
     got = up(GOOD)
     assert (got.model, got.decode, got.prefill, got.frontends) == ("org/m", 2, 3, 2)
     assert (got.port, got.namespace, up.state_dir) == (9000, "off", "/s")
-    assert (got.decode_devices, got.prefill_devices) == ((0,), (1, 2, 3))
     assert got.workers.transports == {"shm", "tcp"}
     assert got.workers.kv_mode is KvMode.PULL
     assert (got.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
@@ -100,7 +97,7 @@ def test_every_key_is_a_flag(up: Up) -> None:
 def test_the_example_of_the_documents_works(up: Up) -> None:
     (example,) = re.findall(r"```yaml\n(model: .*?)```", COMMANDS.read_text(), re.DOTALL)
     got = up(example)
-    assert (got.decode_devices, got.role_args["prefill"]) == ((0, 1), ["--tensor-parallel-size=2"])
+    assert (got.decode, got.role_args["prefill"]) == (2, ["--tensor-parallel-size=2"])
 
 
 @pytest.mark.essential

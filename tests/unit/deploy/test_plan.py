@@ -165,7 +165,6 @@ def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
 
 
 TP_2 = {"prefill": ["-tp", "2"]}
-OWN_GPUS = {"decode_devices": (3,), "prefill_devices": (0, 2)}
 
 
 @pytest.mark.parametrize(
@@ -177,12 +176,6 @@ OWN_GPUS = {"decode_devices": (3,), "prefill_devices": (0, 2)}
         (0, 6, {"role_args": TP_2}, [(0, 1), (2, 3, 4, 5)]),
         (0, 4, {"role_args": TP_2, "model": "demo"}, [(0,), (1, 2)]),
         (0, 2, {"pin": False}, [(), ()]),
-        (4, 8, {"prefill": 2, **OWN_GPUS}, [(3,), (0,), (2,)]),
-        (4, 8, {"role_args": TP_2, **OWN_GPUS}, [(3,), (0, 2)]),
-        (4, 8, {"decode_devices": (3,), "prefill": 3}, [(3,), (0,), (1,), (2,)]),  # what is left
-        (4, 8, {"decode_devices": (0, 1, 2, 3)}, [(0,), (1,)]),  # nothing is left: they share all
-        (0, 4, {"decode": 2, "decode_devices": (0,)}, [(0,), (0,), (1, 2, 3)]),
-        (0, 4, {"model": "demo", "prefill_devices": (1, 2)}, [(0, 3), (1, 2)]),
     ],
 )
 def test_where_workers_run(
@@ -217,38 +210,6 @@ def test_frontends_get_free_cores_or_those_that_decode(
 ) -> None:
     here(monkeypatch, gpus=gpus, cores=cores)
     assert plan.frontend_cores(plan.UpOptions(**{"model": "org/m", **given})) == expected
-
-
-def test_the_memory_of_a_gpu_is_shared_by_its_own_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(**given: Any) -> str:
-        (flag,) = plan.engine_arguments(plan.UpOptions(model="org/m", **given))
-        return flag.partition("=")[2]
-
-    here(monkeypatch, gpus=4)
-    assert share(decode=2, prefill=2) == "0.880"
-    assert share(decode=2, prefill=2, prefill_devices=(0,)) == "0.440"
-    assert share(decode=2, prefill=3, prefill_devices=(0, 1, 2, 3)) == "0.440"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "given", "why"),
-    [
-        (2, {"decode_devices": (2,)}, "--decode-devices: there is no GPU 2 here: there are 0, 1"),
-        (0, {"prefill_devices": (1, 9)}, "--prefill-devices: there is no core 9 here"),
-        (2, {"decode_devices": (0, 1), "prefill_devices": (1,)}, "GPU 1 is in --decode-devices"),
-        (
-            4,
-            {"prefill_devices": (0, 1), "prefill": 2, "role_args": {"prefill": ["-tp", "2"]}},
-            "the workers need 4 GPUs .TP x PP: 2 . 2., but there are 2",
-        ),
-    ],
-)
-def test_devices_that_are_refused(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, given: dict[str, Any], why: str
-) -> None:
-    here(monkeypatch, gpus=gpus)
-    with pytest.raises(ConfigError, match=why):
-        plan.check(plan.UpOptions(frontends=0, model="org/m", **given))
 
 
 # ------------------------------------------------------------------ several ranks
