@@ -40,7 +40,7 @@ from benchmarks.report import RESULTS, Row, finish, missing, row, versus
 from pullfill.transfer.gpu.copies import BATCH_RUNS, GpuCopier, Interconnect, Lane, lane_of, link_to
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Batch, plan
+from pullfill.transfer.runs import Copies, Planner
 
 KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
@@ -114,7 +114,7 @@ class Device:
         self.has_kernel = lane_of(number).has_kernel
         self.stream = load().stream(number)
 
-    def plain(self, source: int, target: int, batch: Batch) -> None:
+    def plain(self, source: int, target: int, batch: Copies) -> None:
         """One queued copy per run, by hand: no plan, no fence."""
         sources, targets, nbytes = batch.flat()
         columns = (targets + target, sources + source, nbytes)
@@ -136,14 +136,14 @@ class Device:
         self.stream.synchronize()
 
 
-def scattered(moved: int, page: int, seed: int) -> Batch:
+def scattered(moved: int, page: int, seed: int) -> Copies:
     """A batch as a session makes it: scattered blocks of LAYERS layers, runs of `page` bytes,
     at most `moved` bytes, within 2 x `moved` bytes."""
     rng = np.random.default_rng(seed)
     count = min(BATCH_RUNS, moved // page) // LAYERS
     layout = dense_layout(LAYERS, 2 * count, 1, page)
     source, target = (rng.permutation(2 * count)[:count].tolist() for _ in range(2))
-    (batch,) = plan(layout, layout, source, target).batches(moved, BATCH_RUNS)
+    (batch,) = Planner(layout, layout).plan(source, target).batches(moved, BATCH_RUNS)
     return batch
 
 
@@ -172,7 +172,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
             here = mine.memory.address
             runs = scattered(moved, page, 1)
             ways: Ways = {
-                "write": lambda: session.write_blocks(token, source, target),  # noqa: B023
+                "write": lambda: session.move("write", token, source, target),  # noqa: B023
                 "loop": lambda: device.plain(here, there, runs),  # noqa: B023
                 "once": lambda: device.once(here, there, moved),  # noqa: B023
             }

@@ -33,7 +33,7 @@ from benchmarks.live import end_in_order
 from benchmarks.machine import OtherLoad
 from benchmarks.report import RESULTS, Row, finish, row, versus
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import plan
+from pullfill.transfer.runs import Planner
 from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -137,7 +137,7 @@ def write_rows(rig: Rig, sizes: Sizes, rounds: int) -> list[Row]:
             for s, t in pairs:  # noqa: B023
                 ctypes.memmove(target + t, source + s, page)  # noqa: B023
 
-        write = partial(session.write_blocks, token, case.source, case.target)
+        write = partial(session.move, "write", token, case.source, case.target)
         once = partial(ctypes.memmove, target, source, sizes.moved)
         took = interleaved({"shm": write, "loop": loop, "once": once}, rounds)
         write()
@@ -203,7 +203,9 @@ def plan_rows(rounds: int) -> list[Row]:
         "one run": run,
     }.items():
         s, t = source.tolist(), target.tolist()
-        ways: dict[str, Callable[[], object]] = {"plan": partial(plan, layout, layout, s, t)}
+        ways: dict[str, Callable[[], object]] = {
+            "plan": partial(Planner(layout, layout).plan, s, t)
+        }
         took = interleaved(ways, rounds)["plan"]
         rows.append(row(f"plan and merge 10,000 blocks, {name}", took * 1e3, "ms", at_most=5))
     return rows
@@ -320,7 +322,7 @@ def tcp_rows(sizes: Sizes, rounds: int) -> list[Row]:
             session = StreamTransport(TcpKind()).connect(local.memory, descriptor)
             raw = RawSender(port, local, case, sizes.moved)
             token = FenceToken(slot=slot, epoch=epoch)
-            write = partial(session.write_blocks, token, case.source, case.target)
+            write = partial(session.move, "write", token, case.source, case.target)
             took = interleaved({"tcp": write, "raw": raw}, rounds)
             session.close()
             raw.close()

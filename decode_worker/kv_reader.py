@@ -134,7 +134,7 @@ class KvReader:
             raise HandoffError("its job ended before it was read")
         failpoints.hit("decode.before_read")
         try:
-            result = session.read_blocks(fence, source, target)
+            result = session.move("read", fence, source, target)
         except TransferFailed:
             self._let_go()  # whether it can be reached at all shows when it is made anew
             raise

@@ -181,16 +181,6 @@ class PeerSession(Protocol):
         # After a fenced read the local target blocks hold garbage.
         ...
 
-    def write_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        return self.move("write", fence, source, target)
-
-    def read_blocks(
-        self, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        return self.move("read", fence, source, target)
-
     def interrupt(self) -> None:
         """End a move that waits for the owner: it raises TransferFailed soon, and so does every
         later move. Never blocks; any thread. `close` is still needed. The default does nothing: it

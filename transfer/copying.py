@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.gpu.copies import lane_of
 from pullfill.transfer.layout import crop, dense_layout, plan_routes
-from pullfill.transfer.runs import Batch, plan
+from pullfill.transfer.runs import Copies, Planner
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -29,7 +29,7 @@ _memmove.restype = ctypes.c_void_p
 _ANYWHERE = ctypes.c_uint8 * (1 << 46)
 
 
-def copy_batch(source: int, target: int, batch: Batch) -> None:
+def copy_batch(source: int, target: int, batch: Copies) -> None:
     """Copy every run and row. The caller has checked the ranges.
 
     source, target: the addresses that the offsets of the batch count from."""
@@ -86,8 +86,8 @@ def read_pages(
             continue
         here = route.part.within(rects[route.source])
         with _readable(memories[route.source], block_ids) as (memory, ids):
-            todo = plan(crop(memory.layout, here), crop(rows, route.part), ids, range(count))
-            for batch in todo.batches():
+            planner = Planner(crop(memory.layout, here), crop(rows, route.part))
+            for batch in planner.plan(ids, range(count)).batches():
                 copy_batch(memory.address, found.ctypes.data, batch)
     return found
 

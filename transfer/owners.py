@@ -22,7 +22,7 @@ from pullfill.errors import ConfigError, IncompatibleError, TransferFailed
 from pullfill.net.security import ClusterKey
 from pullfill.net.this_host import host_id
 from pullfill.runtime import log
-from pullfill.transfer.contract import KvLayout, LocalMemory, OwnerFences
+from pullfill.transfer.contract import KvLayout, LocalMemory
 from pullfill.transfer.cuda_ipc.ipc_transport import Exported, GpuMapping, IpcEndpoint, export
 from pullfill.transfer.gpu.cuda import CudaDriver
 from pullfill.transfer.layout import check_bounds, head_range
@@ -175,25 +175,17 @@ def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:
         )
 
 
-class _HurriedFences(OwnerFences):
-    """The fences of `base`. After a revoke that proved nothing, `hurry` is called: one of our own
+class _Fences(ShmFences):
+    """Over the KV port too. After a revoke that proved nothing, `hurry` is called: one of our own
     threads may hold the fence and wait for a peer."""
 
-    def __init__(self, base: OwnerFences, hurry: Callable[[FenceToken], None]) -> None:
-        self._base, self._hurry = base, hurry
-
-    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        return self._base.open(block_ids, first_target)
+    hurry: Callable[[FenceToken], None]
 
     def try_revoke(self, token: FenceToken) -> bool:
-        proved = self._base.try_revoke(token)
+        proved = super().try_revoke(token)
         if not proved:
-            self._hurry(token)
+            self.hurry(token)
         return proved
-
-    @property
-    def in_use(self) -> int:
-        return self._base.in_use
 
 
 def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
@@ -254,10 +246,10 @@ class Owner:
         self._offered = offered
         self._address = ""
         self._incarnation = incarnation
-        self._base = ShmFences(files.fence_fd, incarnation, slots)
-        offer = Offer(instance_id, self._memories, self._kinds, self._base)
+        self.fences = _Fences(files.fence_fd, incarnation, slots)
+        offer = Offer(instance_id, self._memories, self._kinds, self.fences)
         self._server = StreamServer(offer, key=key, stall_s=stall_s)
-        self._fences = _HurriedFences(self._base, self._server.interrupt)
+        self.fences.hurry = self._server.interrupt
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:
         """Serve the backends, if there are any. Raises ConfigError.
@@ -296,10 +288,6 @@ class Owner:
         ]
 
     @property
-    def fences(self) -> OwnerFences:
-        return self._fences
-
-    @property
     def connections(self) -> int:
         """How many peers are connected to the port."""
         return len(self._server.peers)
@@ -308,12 +296,12 @@ class Owner:
         """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
         old one are refused from now on. Fences stay: each still ends by `try_revoke`."""
         self._incarnation = incarnation
-        self._base.renew(incarnation)
+        self.fences.renew(incarnation)
 
     def close(self) -> None:
         """Let nobody open the memory any more, and remove the files. Peers that mapped memory keep
         its pages, which nobody uses any more. Idempotent."""
         # The fences first, so that nothing new begins.
-        self._base.close()
+        self.fences.close()
         self._server.close()
         self._files.close()

@@ -1,8 +1,8 @@
 """Which bytes go where. Pure, vectorised, no I/O. The one planner of runs for all transports.
 
-A *run* is contiguous in the source and in the target. `plan` turns pairs of (source block, target
-block) into a `CopyPlan`. Heads of a block, layers of a block and neighbouring blocks become one run
-where both layouts are dense. `CopyPlan.batches` cuts a plan into bounded `Batch`es.
+A *run* is contiguous in the source and in the target. A `Planner` turns pairs of (source block,
+target block) into `Copies`. Heads of a block, layers of a block and neighbouring blocks become one
+run where both layouts are dense. `Copies.batches` cuts them into bounded batches.
 
 Over some transports each side knows only its own memory. `stream_of` gives such a side its runs, in
 an order that does not depend on its layout: the bytes arrive in the order in which they are sent.
@@ -61,32 +61,16 @@ class Rows:
             target = (target[:, None] + index * t).ravel()
         return source, target
 
-    def split(self, limit: int) -> Iterator[tuple[int, int, Rows]]:
-        """Pieces of at most `limit` (≥ 1) copies, each with its displacements, in order."""
-        if self.count <= limit:
-            yield 0, 0, self
-            return
-        inner = Rows(self.counts[1:], self.source[1:], self.target[1:])
-        at_once = limit // inner.count
-        for first in range(0, self.counts[0], at_once or 1):
-            s, t = first * self.source[0], first * self.target[0]
-            if at_once:
-                counts = (min(at_once, self.counts[0] - first), *inner.counts)
-                yield s, t, Rows(counts, self.source, self.target)
-            else:
-                yield from ((s + ds, t + dt, rows) for ds, dt, rows in inner.split(limit))
-
 
 SINGLE = Rows()
 
 
-@dataclass(slots=True)
-class Batch:
-    """Copies that are made under one hold of the fence.
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """All copies of some blocks, or those that are made under one hold of the fence.
 
     source, target, nbytes: the runs, three lists of equal length, in bytes.
-    rows: each run is copied once for every row.
-    total: bytes of all copies.
+    rows: each run is copied once for every row: the layers and heads that did not merge into runs.
     """
 
     # Lists, because most runs are walked, not computed with.
@@ -94,11 +78,12 @@ class Batch:
     source: list[int]
     target: list[int]
     nbytes: list[int]
-    total: int
     rows: Rows = SINGLE
 
-    def __len__(self) -> int:
-        return len(self.nbytes)
+    @property
+    def total(self) -> int:
+        """Bytes of all copies."""
+        return sum(self.nbytes) * self.rows.count
 
     def flat(self) -> tuple[Offsets, Offsets, Offsets]:
         """All copies, spelled out: sources, targets, bytes."""
@@ -108,53 +93,27 @@ class Batch:
         target = (target[:, None] + t_steps).ravel()
         return source, target, np.repeat(nbytes, len(s_steps))
 
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """How to copy some blocks.
-
-    source, target, nbytes: the runs at the first layer and head, in bytes.
-    rows: of every layer and head that did not merge into the runs.
-    """
-
-    blocks: int
-    source: list[int]
-    target: list[int]
-    nbytes: list[int]
-    rows: Rows
-
-    @property
-    def total(self) -> int:
-        """Bytes moved."""
-        return sum(self.nbytes) * self.rows.count
-
-    def batches(self, max_bytes: int = BATCH_BYTES, max_runs: int = BATCH_RUNS) -> Iterator[Batch]:
-        """Bounded batches, in order. Longer runs are cut. Rows are split when a batch could not
-        hold a run in all of them.
+    def batches(self, max_bytes: int = BATCH_BYTES, max_runs: int = BATCH_RUNS) -> Iterator[Copies]:
+        """Bounded batches, in order. Each has all rows of its runs. Longer runs are cut.
 
         max_bytes, max_runs: of a batch at most, rows counted."""
-        if not self.nbytes:
+        if self.rows.count > min(max_bytes, max_runs):  # too many rows for any run
+            spelled_out = Copies(*(column.tolist() for column in self.flat()))
+            yield from spelled_out.batches(max_bytes, max_runs)
             return
-        source, target, nbytes = self._cut(max_bytes)
+        most, at_once = max_bytes // self.rows.count, max_runs // self.rows.count
+        source, target, nbytes = self._cut(most)
         ends = [*accumulate(nbytes)]
-        for s_step, t_step, rows in self.rows.split(min(max_runs, max_bytes // max(nbytes))):
-            most, at_once = max_bytes // rows.count, max_runs // rows.count
-            first = done = 0
-            while first < len(nbytes):
-                last = min(first + at_once, bisect_right(ends, done + most))
-                cut = slice(first, last)
-                yield Batch(
-                    [at + s_step for at in source[cut]],
-                    [at + t_step for at in target[cut]],
-                    nbytes[cut],
-                    (ends[last - 1] - done) * rows.count,
-                    rows,
-                )
-                first, done = last, ends[last - 1]
+        first = done = 0
+        while first < len(nbytes):
+            last = min(first + at_once, bisect_right(ends, done + most))
+            cut = slice(first, last)
+            yield Copies(source[cut], target[cut], nbytes[cut], self.rows)
+            first, done = last, ends[last - 1]
 
     def _cut(self, limit: int) -> tuple[list[int], list[int], list[int]]:
         """The runs, with those longer than `limit` cut."""
-        if max(self.nbytes) <= limit:
+        if max(self.nbytes, default=0) <= limit:
             return self.source, self.target, self.nbytes
         pieces = [
             (s + done, t + done, min(limit, nbytes - done))
@@ -175,30 +134,17 @@ class Planner:
         self._unit, self._rows = _fold(source, target)
         self._mergeable = source.block_stride == target.block_stride == self._unit
 
-    def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> CopyPlan:
+    def plan(self, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> Copies:
         """Copy block `source_blocks[i]` to `target_blocks[i]`. Raises BadMessage (nothing planned)
         when lengths differ, an id is out of range, or a target appears twice."""
-        if len(source_blocks) != len(target_blocks):
-            raise BadMessage(
-                f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks"
-            )
-        from_ids = checked_ids(source_blocks, self._source.num_blocks, "source")
-        to_ids = checked_ids(target_blocks, self._target.num_blocks, "target")
+        from_ids, to_ids = checked_pairs(
+            source_blocks, self._source.num_blocks, target_blocks, self._target.num_blocks
+        )
         from_, to, lengths = merge_pairs(from_ids, to_ids, mergeable=self._mergeable)
         source = from_ * self._source.block_stride + self._source.base_offset
         target = to * self._target.block_stride + self._target.base_offset
         nbytes = (lengths * self._unit).tolist()
-        return CopyPlan(len(source_blocks), source.tolist(), target.tolist(), nbytes, self._rows)
-
-
-def plan(
-    source_layout: KvLayout,
-    target_layout: KvLayout,
-    source_blocks: Sequence[int],
-    target_blocks: Sequence[int],
-) -> CopyPlan:
-    """Plan one copy. For many copies between the same layouts, keep a `Planner`."""
-    return Planner(source_layout, target_layout).plan(source_blocks, target_blocks)
+        return Copies(source.tolist(), target.tolist(), nbytes, self._rows)
 
 
 def merge_pairs(
@@ -238,6 +184,19 @@ def checked_ids(ids: Sequence[int], num_blocks: int, what: str) -> Offsets:
         bad = bad if bad < 0 else int(array.max())
         raise BadMessage(f"{what} block {bad} is outside 0..{num_blocks - 1}")
     return array
+
+
+def checked_pairs(
+    source: Sequence[int], source_blocks: int, target: Sequence[int], target_blocks: int
+) -> tuple[Offsets, Offsets]:
+    """Both lists as int64. Raises BadMessage when lengths differ, or an id is not in the memory of
+    that side, which has so many blocks."""
+    if len(source) != len(target):
+        raise BadMessage(f"{len(source)} source blocks for {len(target)} target blocks")
+    return (
+        checked_ids(source, source_blocks, "source"),
+        checked_ids(target, target_blocks, "target"),
+    )
 
 
 def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
@@ -295,30 +254,25 @@ def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
     Both sides that cut the same bytes get pieces of the same lengths."""
     if not len(iovec):
         return
-    lengths = iovec[:, 1].astype(np.int64)
-    ends = np.cumsum(lengths)
-    starts = np.arange(0, ends[-1], step)
-    stops = np.minimum(starts + step, ends[-1])
-    firsts = np.searchsorted(ends, starts, side="right")
-    lasts = np.searchsorted(ends, stops, side="left")
-    skipped = starts - (ends - lengths)[firsts]
-    beyond = ends[lasts] - stops
-    columns = (firsts, lasts + 1, skipped, beyond, stops - starts)
-    for first, last, before, after, total in zip(*(c.tolist() for c in columns), strict=True):
-        piece = iovec[first:last].copy()
-        piece[-1, 1] -= after
-        piece[0, 0] += before
-        piece[0, 1] -= before
-        yield Runs(piece, total)
+    own_ends = _ends(iovec)
+    stops = np.arange(step, own_ends[-1], step)
+    cut = _cut_at(iovec, own_ends, np.union1d(own_ends, stops))
+    for piece in np.split(cut, np.searchsorted(_ends(cut), stops) + 1):
+        yield Runs(piece, int(piece[:, 1].sum()))
 
 
 def pairs(ours: Iovec, theirs: Iovec) -> tuple[Iovec, Iovec]:
     """Cut both lists into runs of pairwise equal lengths. They have no empty runs and as many bytes
     in all."""
-    both = [(iovec, np.cumsum(iovec[:, 1].astype(np.int64))) for iovec in (ours, theirs)]
-    ends = np.union1d(both[0][1], both[1][1])
-    left, right = (_cut_at(iovec, own_ends, ends) for iovec, own_ends in both)
-    return left, right
+    our_ends, their_ends = _ends(ours), _ends(theirs)
+    ends = np.union1d(our_ends, their_ends)
+    return _cut_at(ours, our_ends, ends), _cut_at(theirs, their_ends, ends)
+
+
+def _ends(iovec: Iovec) -> Offsets:
+    """Where each run ends, in bytes of the list."""
+    ends: Offsets = np.cumsum(iovec[:, 1].astype(np.int64))
+    return ends
 
 
 def _cut_at(iovec: Iovec, own_ends: Offsets, ends: Offsets) -> Iovec:

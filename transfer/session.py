@@ -27,11 +27,11 @@ from pullfill.transfer.contract import (
     PeerSession,
 )
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.runs import LIMITS, Batch, Planner
+from pullfill.transfer.runs import LIMITS, Copies, Planner
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import FenceToken
 
-Copier = Callable[[int, int, Batch], None]
+Copier = Callable[[int, int, Copies], None]
 
 
 class MappedSession(PeerSession):
@@ -52,7 +52,7 @@ class MappedSession(PeerSession):
         """
         local, remote: both sides of what is moved (`layout.both_sides`).
         copier: copies a batch.
-        limits: of a batch, see `CopyPlan.batches`.
+        limits: of a batch, see `Copies.batches`.
         on_close: gives the mapping back. Called once, after the hold is closed.
         """
         self._writes = Planner(local.layout, remote)
@@ -95,8 +95,7 @@ class MappedSession(PeerSession):
                 finally:
                     self._hold.leave(fence)
                 self._moved += batch.total
-        seconds = time.perf_counter() - started
-        return MoveResult(todo.blocks, todo.total, seconds)
+        return MoveResult(len(source), todo.total, time.perf_counter() - started)
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""
@@ -146,11 +145,8 @@ class GroupSession(PeerSession):
         started = time.perf_counter()
         needed = [m.session for m in self._members if (m.writes if verb == "write" else m.reads)]
         results = _side_by_side([partial(s.move, verb, fence, source, target) for s in needed])
-        return MoveResult(
-            blocks=len(source),
-            nbytes=sum(r.nbytes for r in results),
-            seconds=time.perf_counter() - started,
-        )
+        nbytes = sum(result.nbytes for result in results)
+        return MoveResult(len(source), nbytes, time.perf_counter() - started)
 
     def interrupt(self) -> None:
         for member in self._members:

@@ -67,14 +67,14 @@ def test_no_copies_where_a_death_would_not_end_them(
 def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region: Region) -> None:
     driver, token = driver_of(gpu_rig.transport), gpu_region.owner.fences.open(range(40))
     session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
-    session.write_blocks(token, range(40), range(40))  # one run for each layer, or fewer
+    session.move("write", token, range(40), range(40))  # one run for each layer, or fewer
     assert driver.launched == driver.copies
     session.close()
     # Between GPUs the engines move long runs, and the model keeps the GPU.
     far = gpu_rig.transport.connect(
         gpu_rig.local(DENSE).memory, described(gpu_region, memory_device="gpu-b")
     )
-    far.write_blocks(token, range(40), range(40))
+    far.move("write", token, range(40), range(40))
     assert len(driver.launched) == 1
     assert driver.engines == [False, True]
     assert len(driver.copies) == 2
@@ -110,7 +110,7 @@ def test_memory_of_another_gpu(gpu_rig: Rig, gpu_region: Region) -> None:
     assert gpu_rig.transport.can_reach(descriptor) is None
     session = gpu_rig.transport.connect(mine.memory, descriptor)
     before, token = pages(block.data, layout).copy(), gpu_region.owner.fences.open([7])
-    session.write_blocks(token, [3], [7])
+    session.move("write", token, [3], [7])
     check_moved(before, pages(block.data, layout), mine.pages[:, [3]], [7])
     session.close()
     with pytest.raises(BadMessage, match="beyond its allocation"):
@@ -127,13 +127,13 @@ def test_a_failed_copy_of_one_session_leaves_the_fences_of_others(
     driver, fences = driver_of(gpu_rig.transport), gpu_region.owner.fences
     one, two = (gpu_rig.connect(gpu_rig.local(DENSE), gpu_region) for _ in range(2))
     first, second = fences.open([1]), fences.open([2])
-    two.write_blocks(second, [2], [2])
+    two.move("write", second, [2], [2])
     driver.fail_sync = True
     with pytest.raises(TransferFailed, match="ILLEGAL_ADDRESS"):
-        one.write_blocks(first, [1], [1])
+        one.move("write", first, [1], [1])
     assert not fences.try_revoke(first)
     with pytest.raises(TransferFailed, match="restart this worker"):
-        two.write_blocks(second, [2], [2])
+        two.move("write", second, [2], [2])
     assert fences.try_revoke(second)
     for session in (one, two):
         session.close()
@@ -148,7 +148,7 @@ def test_a_fault_with_copies_in_flight(
     session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
     token = gpu_region.owner.fences.open([1])
     with pytest.raises(FailpointError, match="now"):
-        session.write_blocks(token, [1], [1])
+        session.move("write", token, [1], [1])
     assert driver_of(gpu_rig.transport).copies, "the batch was waited for all the same"
     assert gpu_region.owner.fences.try_revoke(token)
     session.close()
@@ -164,12 +164,12 @@ def test_nothing_is_copied_to_memory_of_a_dead_owner(gpu_rig: Rig, gpu_region: R
         theirs = described(gpu_region, memory_pid=process.pid, memory_handle=handle)
         mine = gpu_rig.local(DENSE)
         session = gpu_rig.transport.connect(mine.memory, theirs)
-        session.write_blocks(fences.open([1]), [1], [1])
+        session.move("write", fences.open([1]), [1], [1])
         process.kill()
     other = gpu_rig.connect(mine, gpu_region)
     with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
-        session.write_blocks(fences.open([2]), [2], [2])
-    other.write_blocks(fences.open([3]), [3], [3])
+        session.move("write", fences.open([2]), [2], [2])
+    other.move("write", fences.open([3]), [3], [3])
     with pytest.raises(PeerUnavailable, match="owns the GPU memory"):
         gpu_rig.transport.connect(mine.memory, theirs)
     for one in (session, other):
@@ -250,14 +250,14 @@ def test_every_head_gets_where_it_belongs(
     session = connect(prefill.memories, seen_by_others(owner), [transport])
     source, target = [7, 0, 3], [2, 11, 5]
     expected, token = decode.pages, owner.fences.open(target)
-    session.write_blocks(token, source, target)
+    session.move("write", token, source, target)
     expected[:, target] = prefill.pages[:, source]
     assert_same(decode.pages, expected)
-    session.read_blocks(token, [5], [9])
+    session.move("read", token, [5], [9])
     assert_same(prefill.pages[:, 9], decode.pages[:, 5])
     assert owner.fences.try_revoke(token)
     with pytest.raises(Fenced):
-        session.write_blocks(token, [1], [2])
+        session.move("write", token, [1], [2])
     assert_same(decode.pages, expected)
     session.close()
     owner.close()

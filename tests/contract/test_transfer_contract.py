@@ -21,10 +21,10 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
-from pullfill.transfer.contract import PeerSession
+from pullfill.transfer.contract import Direction, PeerSession
 from pullfill.transfer.copying import copy_batch, read_pages
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Copies
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
 from tests.support.fuzz import MANY
@@ -53,19 +53,21 @@ class Held:
         self.inside, self.go_on = threading.Event(), threading.Event()
         self.error: BaseException | None = None
 
-    def copy(self, source: int, target: int, batch: Batch) -> None:
+    def copy(self, source: int, target: int, batch: Copies) -> None:
         self.inside.set()
         assert self.go_on.wait(20)
         copy_batch(source, target, batch)
 
 
-def start_held(session: PeerSession, held: Held, verb: str, token: FenceToken) -> threading.Thread:
+def start_held(
+    session: PeerSession, held: Held, verb: Direction, token: FenceToken
+) -> threading.Thread:
     assert isinstance(session, MappedSession)
     session._copy = held.copy
 
     def run() -> None:
         try:
-            getattr(session, verb)(token, [0, 1, 2], [3, 4, 5])
+            session.move(verb, token, [0, 1, 2], [3, 4, 5])
         except BaseException as exc:
             held.error = exc
 
@@ -107,7 +109,7 @@ def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str)
     source, target = scattered(3, 17), scattered(4, 17)
     session = rig.connect(mine, region)
     token = region.owner.fences.open(target)
-    result = session.write_blocks(token, source, target)
+    result = session.move("write", token, source, target)
     session.close()
     check_moved(before, region.pages, mine.pages[:, source], target)
     assert (result.blocks, result.nbytes) == (17, 17 * 3 * 2 * PAGE)
@@ -126,7 +128,7 @@ def test_read_moves_exactly_the_named_blocks(rig: Rig, layout: str) -> None:
     source, target = scattered(5, 11), list(range(20, 31))
     session = rig.connect(mine, region)
     token = region.owner.fences.open(source)
-    assert session.read_blocks(token, source, target).blocks == 11
+    assert session.move("read", token, source, target).blocks == 11
     session.close()
     check_moved(before, mine.pages, region.pages[:, source], target)
     plain = replace(mine.memory, device=None)  # what stands for a GPU here is plain memory
@@ -140,8 +142,8 @@ def test_block_ids_may_be_arrays_as_they_come_from_the_wire(rig: Rig) -> None:
     session = rig.connect(mine, region)
     ids = np.frombuffer(np.array([4, 9, 5], "<u4").tobytes(), "<u4")
     token = region.owner.fences.open(ids)
-    session.write_blocks(token, ids[::-1], ids)
-    assert session.write_blocks(token, [], []).nbytes == 0
+    session.move("write", token, ids[::-1], ids)
+    assert session.move("write", token, [], []).nbytes == 0
     session.close()
     assert_same(region.pages[:, ids], mine.pages[:, ids[::-1]])
     assert region.owner.fences.try_revoke(token)
@@ -153,10 +155,10 @@ def test_many_batches_and_long_runs(rig: Rig) -> None:
     session = rig.connect(mine, region)
     token = region.owner.fences.open(range(96))
     source, target = scattered(6, 60, 96), scattered(7, 60, 96)
-    session.write_blocks(token, source, target)
+    session.move("write", token, source, target)
     assert_same(region.pages[:, target], mine.pages[:, source])
-    session.write_blocks(token, range(96), range(96))
-    session.read_blocks(token, range(3), range(3))
+    session.move("write", token, range(96), range(96))
+    session.move("read", token, range(3), range(3))
     session.close()
     assert_same(region.pages, mine.pages)
     assert session.moved_bytes == (60 + 96 + 3) * layout.block_bytes
@@ -172,18 +174,18 @@ def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:
     assert region.owner.fences.in_use == 0
     theirs, ours = region.data.copy(), mine.data.copy()
     with pytest.raises(Fenced):
-        session.write_blocks(token, [1, 2], [1, 2])
+        session.move("write", token, [1, 2], [1, 2])
     with pytest.raises(Fenced):
-        session.read_blocks(token, [1, 2], [1, 2])
+        session.move("read", token, [1, 2], [1, 2])
     session.close()
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
 
 
 @pytest.mark.parametrize("rig", MAPPED, indirect=True)
-@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+@pytest.mark.parametrize("verb", ["write", "read"])
 @pytest.mark.essential
-def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
+def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: Direction) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     session, other = rig.connect(mine, region), rig.connect(mine, region)
     fences = region.owner.fences
@@ -193,14 +195,14 @@ def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: str) -> None:
     assert not fences.try_revoke(token)
     assert not fences.try_revoke(token)
     with pytest.raises(Fenced):  # dying: no new batch, not even from another session
-        other.write_blocks(token, [0], [0])
+        other.move("write", token, [0], [0])
     assert fences.try_revoke(unrelated), "one stuck grant does not hold up another"
     held.go_on.set()
     thread.join(20)
     assert held.error is None
     assert fences.try_revoke(token)
     with pytest.raises(Fenced):
-        getattr(session, verb)(token, [0], [1])
+        session.move(verb, token, [0], [1])
     session.close()
     other.close()
 
@@ -211,7 +213,7 @@ def test_close_waits_for_the_batch_under_way(rig: Rig) -> None:
     session = rig.connect(mine, region)
     token = region.owner.fences.open(range(6))
     held = Held()
-    writer = start_held(session, held, "write_blocks", token)
+    writer = start_held(session, held, "write", token)
     closer = threading.Thread(target=session.close)
     closer.start()
     closer.join(0.05)
@@ -223,7 +225,7 @@ def test_close_waits_for_the_batch_under_way(rig: Rig) -> None:
     assert held.error is None
     assert region.owner.fences.try_revoke(token)
     with pytest.raises(TransferFailed):
-        session.write_blocks(region.owner.fences.open([0]), [0], [0])
+        session.move("write", region.owner.fences.open([0]), [0], [0])
 
 
 def test_slots_are_reused_with_new_epochs(rig: Rig) -> None:
@@ -239,15 +241,15 @@ def test_slots_are_reused_with_new_epochs(rig: Rig) -> None:
         seen |= {(t.slot, t.epoch) for t in old}
     assert len(seen) == 12
     assert {slot for slot, _ in seen} == {0, 1}
-    session.write_blocks(old[0], [7], [0])
+    session.move("write", old[0], [7], [0])
     for slot, epoch in seen - {(t.slot, t.epoch) for t in old}:
         stale = FenceToken(slot=slot, epoch=epoch)
         with pytest.raises(Fenced):
-            session.write_blocks(stale, [0], [0])
+            session.move("write", stale, [0], [0])
         assert fences.try_revoke(stale)
-    session.write_blocks(old[1], [7], [1])  # proving stale tokens dead hurt no live one
+    session.move("write", old[1], [7], [1])  # proving stale tokens dead hurt no live one
     with pytest.raises(Fenced):
-        session.write_blocks(FenceToken(slot=99, epoch=1), [0], [0])
+        session.move("write", FenceToken(slot=99, epoch=1), [0], [0])
     session.close()
 
 
@@ -256,14 +258,15 @@ def test_bad_block_ids_move_nothing(rig: Rig) -> None:
     session = rig.connect(mine, region)
     token = region.owner.fences.open(range(40))
     theirs, ours = region.data.copy(), mine.data.copy()
+    both: tuple[Direction, ...] = "write", "read"
     bad: list[tuple[list[Any], list[Any]]] = [
         ([0], [40]), ([0], [-1]), ([40], [0]), ([0, 1], [0]), ([0, 1], [5, 5]), ([0], [2**63]),
         ([0], ["x"]),
     ]  # fmt: skip
     for source, target in bad:
-        for move in (session.write_blocks, session.read_blocks):
+        for verb in both:
             with pytest.raises(BadMessage):
-                move(token, source, target)
+                session.move(verb, token, source, target)
     session.close()
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
@@ -278,12 +281,12 @@ def test_other_incarnation_is_refused(rig: Rig) -> None:
     region.owner.renew("i2")
     before = region.data.copy()
     with pytest.raises(Fenced):
-        session.write_blocks(token, [0], [1])
+        session.move("write", token, [0], [1])
     assert_same(region.data, before)
     with pytest.raises(PeerUnavailable):
         rig.connect(mine, region)
     renewed = rig.connect(mine, region, incarnation="i2")
-    renewed.write_blocks(token, [0], [1])
+    renewed.move("write", token, [0], [1])
     assert region.owner.fences.try_revoke(token)
     session.close()
     renewed.close()
@@ -302,7 +305,7 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
     with pytest.raises(PeerUnavailable):
         rig.connect(mine, region)
     with pytest.raises(Fenced):
-        old_session.write_blocks(token, [0], [1])
+        old_session.move("write", token, [0], [1])
     old_session.close()
     assert_same(reborn.data, before)
 
@@ -337,7 +340,7 @@ def test_many_connects_leave_nothing(rig: Rig) -> None:
     before = usage()
     for _ in range(CONNECTS.get(rig.name, 200 if MANY else 60)):
         session = rig.connect(mine, region)
-        session.write_blocks(token, [0], [0])
+        session.move("write", token, [0], [0])
         session.close()
         session.close()
     for changes in ({"incarnation": "no"}, {"num_layers": 1}):
@@ -360,7 +363,7 @@ def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:
         try:
             while not stop.is_set():
                 try:
-                    session.write_blocks(token[0], range(40), range(40))
+                    session.move("write", token[0], range(40), range(40))
                 except Fenced:
                     continue
         except BaseException as exc:

@@ -15,6 +15,7 @@ from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.errors import HandoffError, TransferFailed
 from pullfill.net.channel import split_address
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.transfer.contract import Direction
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream import kv_protocol
@@ -77,20 +78,21 @@ def failure_of(move: Callable[[], object], reached: threading.Event, end: Callab
         return moving.exception(20)
 
 
-@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
+@pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_move_that_waits_for_its_owner(
-    rig: Rig, pair: tuple[Region, Local], stuck: Stuck, verb: str
+    rig: Rig, pair: tuple[Region, Local], stuck: Stuck, verb: Direction
 ) -> None:
     region, mine = pair
     session, token = rig.connect(mine, region), region.owner.fences.open(BLOCKS)
-    move = getattr(session, verb)
-    failure = failure_of(lambda: move(token, BLOCKS, BLOCKS), stuck.reached, session.interrupt)
+    failure = failure_of(
+        lambda: session.move(verb, token, BLOCKS, BLOCKS), stuck.reached, session.interrupt
+    )
     assert isinstance(failure, TransferFailed)
     assert region.owner.connections == 1, "the owner is not asked for its reasons"  # type: ignore[attr-defined]
     stuck.go_on.set()
     session.interrupt()
     with pytest.raises(TransferFailed, match="interrupted"):
-        move(token, [1], [1])
+        session.move(verb, token, [1], [1])
     session.close()
     session.interrupt()
 
@@ -108,7 +110,7 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
         )
         proxy.blackhole()
         proxy.reset()
-        moving = thread.submit(session.write_blocks, token, [1], [1])
+        moving = thread.submit(session.move, "write", token, [1], [1])
         eventually(lambda: proxy.accepted == 2, "it does not connect again")
         session.interrupt()
         assert isinstance(moving.exception(20), TransferFailed)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pullfill.errors import Fenced, PeerUnavailable, TransferFailed
-from pullfill.transfer.contract import PeerSession
+from pullfill.transfer.contract import Direction, PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
 from pullfill.transfer.nccl.nccl_backend import PEER
 from pullfill.transfer.runs import stream_of
@@ -76,7 +76,7 @@ def places(directory: Path) -> Iterator[Make]:
 
 
 class Writing(Calling):
-    """One `write_blocks`."""
+    """One write."""
 
     def __init__(self, session: PeerSession, token: FenceToken, blocks: range) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ class Writing(Calling):
 
     def run(self) -> None:
         try:
-            self.session.write_blocks(self.token, self.blocks, self.blocks)
+            self.session.move("write", self.token, self.blocks, self.blocks)
         except BaseException as exc:
             self.error = exc
 
 
 def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
     """A write whose kernels never end, both sides inside."""
-    session.write_blocks(token, range(1), range(1))
+    session.move("write", token, range(1), range(1))
     place.world.set(hang=True)
     writing = Writing(session, token, range(1, 40))
     eventually(
@@ -116,8 +116,8 @@ def test_no_communicator_before_the_first_batch_and_one_for_all_later_ones(make:
     session, token = place.connect(), place.token()
     assert place.world.constructed == 0
     for first in range(0, 40, 10):
-        session.write_blocks(token, range(first, first + 10), range(first, first + 10))
-    session.read_blocks(token, [3], [3])
+        session.move("write", token, range(first, first + 10), range(first, first + 10))
+    session.move("read", token, [3], [3])
     assert place.world.constructed == 2
     assert place.moved(range(40))
     session.close()
@@ -129,7 +129,7 @@ def test_only_what_is_not_contiguous_is_staged(make: Make, layout: str, staged: 
     """24 blocks of a layer are three messages here; the owner's heads lie apart or not."""
     place = make(layout=layout)
     session, token = place.connect(), place.token()
-    session.write_blocks(token, range(24), range(24))
+    session.move("write", token, range(24), range(24))
     assert (place.kind.gpu.copies > 0) == staged
     assert place.world.sizes == [8 << 10] * 9
     assert place.moved(range(24))
@@ -142,7 +142,7 @@ def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> N
     others = [place.rig.local(DENSE, seed=n) for n in range(2 * TURNS)]
     sessions = [place.rig.connect(other, place.region) for other in others]
     for session in sessions:
-        session.write_blocks(token, [0], [0])
+        session.move("write", token, [0], [0])
     place.world.set(hang=True)
     writers = [Writing(session, token, range(40)) for session in sessions]
     eventually(lambda: place.world.waiting("GPU-0") == TURNS, "the kernels do not begin")
@@ -164,7 +164,7 @@ def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) ->
     with ExitStack() as taken:
         for _ in range(TURNS):
             taken.enter_context(turns.take(lambda: None))
-        session.write_blocks(token, range(40), range(40))
+        session.move("write", token, range(40), range(40))
     assert place.moved(range(40))
     session.close()
 
@@ -218,7 +218,7 @@ def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: 
     assert isinstance(writing.end(), Fenced)
     assert bool((place.region.data == 7).all())
     fresh = place.token()
-    session.write_blocks(fresh, range(40), range(40))
+    session.move("write", fresh, range(40), range(40))
     assert place.moved(range(40))
     session.close()
 
@@ -262,11 +262,11 @@ def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) 
     session._connection.set_stall(0.5)  # type: ignore[attr-defined]
     place.world.set(hang_init=True)
     with pytest.raises(TransferFailed):
-        session.write_blocks(token, range(40), range(40))
+        session.move("write", token, range(40), range(40))
     # Nothing of ours was known to NCCL; the owner's thread has yet to see that the peer is gone.
     eventually(lambda: place.region.owner.fences.try_revoke(token), "never proved")
     place.world.set(hang_init=False)
-    session.write_blocks(place.token(), range(40), range(40))
+    session.move("write", place.token(), range(40), range(40))
     assert place.moved(range(40))
     session.close()
 
@@ -277,30 +277,30 @@ def test_a_refused_batch_costs_no_communicator_and_keeps_the_one_there_is(make: 
     dead = place.token()
     assert fences.try_revoke(dead)
     with pytest.raises(Fenced):
-        session.write_blocks(dead, range(40), range(40))
+        session.move("write", dead, range(40), range(40))
     assert place.world.constructed == 0
     token = place.token()
-    session.write_blocks(token, range(10), range(10))
+    session.move("write", token, range(10), range(10))
     before = place.region.data.copy()
     with pytest.raises(Fenced):
-        session.write_blocks(dead, range(10, 40), range(10, 40))
+        session.move("write", dead, range(10, 40), range(10, 40))
     assert_same(place.region.data, before)
-    session.write_blocks(token, range(10, 40), range(10, 40))
+    session.move("write", token, range(10, 40), range(10, 40))
     assert place.world.constructed == 2, "made again after a mere refusal"
     assert place.moved(range(40))
     session.close()
 
 
-@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
-def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: str) -> None:
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: Direction) -> None:
     place = make(layout="padded-heads", local="padded-heads")
     session, token = place.connect(), place.token()
-    session.write_blocks(token, range(1), range(1))
-    sender = (place.kind.peer if verb == "write_blocks" else place.kind).gpu
+    session.move("write", token, range(1), range(1))
+    sender = (place.kind.peer if verb == "write" else place.kind).gpu
     before = sender.copies
     sender.hold.clear()
     with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(getattr(session, verb), token, range(10), range(10))
+        moving = pool.submit(session.move, verb, token, range(10), range(10))
         eventually(lambda: sender.copies > before, "it does not gather")
         time.sleep(0.1)
         waiting = [place.world.waiting(gpu) for gpu in ("GPU-0", "GPU-1")]
@@ -313,12 +313,12 @@ def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: str) -
 def test_a_communicator_that_the_owner_does_not_have_is_made_anew(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    session.write_blocks(token, range(10), range(10))
+    session.move("write", token, range(10), range(10))
     backend: Any = session._backend  # type: ignore[attr-defined]
     backend._generation += 1  # another one than the owner knows
     with pytest.raises(TransferFailed):
-        session.write_blocks(token, range(10, 20), range(10, 20))
-    session.write_blocks(token, range(10, 20), range(10, 20))
+        session.move("write", token, range(10, 20), range(10, 20))
+    session.move("write", token, range(10, 20), range(10, 20))
     assert place.moved(range(20))
     session.close()
 

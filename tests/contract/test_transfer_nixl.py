@@ -66,11 +66,11 @@ def test_a_refused_batch_keeps_the_connection(make: Make) -> None:
     token, dead = fences.open(range(40)), fences.open([])
     assert fences.try_revoke(dead)
     assert agents(region, session) == [], "made at the first batch"
-    session.write_blocks(token, [0], [0])
+    session.move("write", token, [0], [0])
     before = agents(region, session)
     with pytest.raises(Fenced):
-        session.write_blocks(dead, range(40), range(40))
-    session.write_blocks(token, range(40), range(40))
+        session.move("write", dead, range(40), range(40))
+    session.move("write", token, range(40), range(40))
     assert agents(region, session) == before
     session.close()
 
@@ -90,7 +90,7 @@ from tests.contract.test_transfer_nixl import NixlKind, stream_rig, DENSE
 rig = stream_rig(Path(sys.argv[1]), NixlKind())
 region, mine = rig.region(DENSE), rig.local(DENSE)
 session, token = rig.connect(mine, region), region.owner.fences.open(range(40))
-session.write_blocks(token, range(40), range(40))
+session.move("write", token, range(40), range(40))
 tasks = os.listdir("/proc/self/task")
 assert {tuple(os.sched_getaffinity(int(t))) for t in tasks} == {(core,)}, "moved to other cores"
 spent, started = time.process_time(), time.monotonic()

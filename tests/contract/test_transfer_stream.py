@@ -26,6 +26,7 @@ from pullfill.errors import (
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
+from pullfill.transfer.contract import Direction
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.stream import kv_protocol, stream_server
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
@@ -82,14 +83,14 @@ def start(make: Make, **options: Any) -> tuple[Rig, Region, Local, Any, FenceTok
 def test_a_revoke_does_not_wait_for_a_writer_that_says_nothing(make: Make) -> None:
     """Unlike shm: the receive is ours, so it is interrupted, and the proof comes by itself."""
     _, region, mine, session, token = start(make)
-    held = Held(session, "write_blocks", token)
+    held = Held(session, "write", token)
     wait_for(lambda: (region.pages[0, :8] == mine.pages[0, :8]).all())  # the first batch
     revoke(region, token)
     region.data[:] = 7
     reused = region.owner.fences.open(range(64))
     assert isinstance(held.finish(), Fenced)
     assert (region.data == 7).all()
-    session.write_blocks(reused, range(64), range(64))
+    session.move("write", reused, range(64), range(64))
     assert_same(region.pages, mine.pages)
     session.close()
 
@@ -100,11 +101,11 @@ def test_a_revoke_does_not_wait_for_a_reader_that_takes_nothing(make: Make) -> N
     region, mine = rig.region(layout), rig.local(layout)
     session = rig.connect(mine, region)
     token = region.owner.fences.open(range(64))
-    held = Held(session, "read_blocks", token)
+    held = Held(session, "read", token)
     revoke(region, token)
     assert isinstance(held.finish(), Fenced)
     token = region.owner.fences.open(range(64))
-    session.read_blocks(token, range(64), range(64))
+    session.move("read", token, range(64), range(64))
     assert_same(region.pages, mine.pages)
     session.close()
 
@@ -125,11 +126,11 @@ def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make
 
     connection.input_waits = revoke_after_two
     with pytest.raises(Fenced):
-        session.write_blocks(token, range(64), range(64))
+        session.move("write", token, range(64), range(64))
     assert calls[0] == 5, "it went on sending after the refusal"
     del connection.input_waits
     fresh = region.owner.fences.open(range(64))
-    session.write_blocks(fresh, [1], [2])
+    session.move("write", fresh, [1], [2])
     assert connections() == before, "a refusal is no reason to connect again"
     session.close()
 
@@ -140,7 +141,7 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
     monkeypatch.setattr(stream_server, "PATIENCE_S", 60.0)
     _, region, _, session, token = start(make)
     before = connections()
-    held = Held(session, "write_blocks", token)
+    held = Held(session, "write", token)
     (peer,) = served(region)
     wait_for(lambda: peer.inside == token)
     assert not region.owner.fences.try_revoke(token)
@@ -151,16 +152,16 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
     session.close()
 
 
-@pytest.mark.parametrize("verb", ["write_blocks", "read_blocks"])
-def test_a_block_outside_the_grant_is_refused(make: Make, verb: str) -> None:
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_block_outside_the_grant_is_refused(make: Make, verb: Direction) -> None:
     _, region, mine, session, _ = start(make)
     token = region.owner.fences.open([1, 2])
     theirs, ours = region.data.copy(), mine.data.copy()
     with pytest.raises(BadMessage, match="outside the grant"):
-        getattr(session, verb)(token, [1, 3], [1, 3])
+        session.move(verb, token, [1, 3], [1, 3])
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
-    getattr(session, verb)(token, [1, 2], [1, 2])
+    session.move(verb, token, [1, 2], [1, 2])
     session.close()
 
 
@@ -182,10 +183,10 @@ def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
     _, region, mine, session, _ = start(make)
     token, before = region.owner.fences.open([5, 1, 2], 1), region.data.copy()
     with pytest.raises(BadMessage, match="outside the grant"):
-        session.write_blocks(token, [1, 5], [1, 5])
+        session.move("write", token, [1, 5], [1, 5])
     assert_same(region.data, before)
-    session.read_blocks(token, [5, 1, 2], [7, 8, 9])
-    session.write_blocks(token, [1, 2], [1, 2])
+    session.move("read", token, [5, 1, 2], [7, 8, 9])
+    session.move("write", token, [1, 2], [1, 2])
     for ours, theirs in ((7, 5), (1, 1), (2, 2)):
         assert_same(mine.pages[:, ours], region.pages[:, theirs])
     session.close()
@@ -213,8 +214,8 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     token = region.owner.fences.open(range(64))
     transport = StreamTransport(SmallBatches(), ClusterKey(b"secret"))
     session = transport.connect(mine.memory, region.descriptor)
-    session.write_blocks(token, range(64), range(64))
-    session.read_blocks(token, range(64), range(64))
+    session.move("write", token, range(64), range(64))
+    session.move("read", token, range(64), range(64))
     assert_same(region.pages, mine.pages)
     assert isinstance(session, StreamSession)
     connection = session._connection
@@ -224,9 +225,9 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     before = region.data.copy()
     mine.data[:] = 1
     with pytest.raises(TransferFailed):
-        session.write_blocks(token, [0], [0])
+        session.move("write", token, [0], [0])
     assert_same(region.data, before)
-    session.write_blocks(token, [0], [0])  # a new connection
+    session.move("write", token, [0], [0])  # a new connection
     session.close()
 
 
@@ -269,7 +270,7 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
             continue
     before = connections()
     time.sleep(1.4 * hello_s)
-    session.write_blocks(token, range(64), range(64))
+    session.move("write", token, range(64), range(64))
     assert connections() == before
     assert_same(region.pages, mine.pages)
     session.close()
@@ -329,20 +330,20 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
         session = rig.connect(mine, region, endpoints={"tcp": f"tcp://{proxy.address}"})
         proxy.reset()
         wait_for(lambda: not connections())
-        session.write_blocks(token, [1], [1])
+        session.move("write", token, [1], [1])
         assert proxy.accepted == 2
         proxy.reset()
         wait_for(lambda: not connections())
         region.owner.renew("i2")
         with pytest.raises(Fenced, match="incarnation"):
-            session.write_blocks(token, [1], [1])
+            session.move("write", token, [1], [1])
         session.close()
     assert_same(region.pages[:, 1], mine.pages[:, 1])
 
 
 def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
     _, region, _, session, token = start(make)
-    held = Held(session, "write_blocks", token)
+    held = Held(session, "write", token)
     (peer,) = served(region)
     wait_for(lambda: peer.inside == token)
     session._connection._sock.setsockopt(
@@ -357,16 +358,16 @@ def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
 def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     """Also without a revoke: nothing waits for ever."""
     _, region, _, session, token = start(make, stall_s=0.25)
-    held = Held(session, "write_blocks", token)
+    held = Held(session, "write", token)
     wait_for(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
     assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
-    session.write_blocks(token, [1], [1])
+    session.move("write", token, [1], [1])
     session.close()
 
 
 def test_closing_the_owner_ends_a_receive_under_way(make: Make) -> None:
     _, region, _, session, token = start(make)
-    held = Held(session, "write_blocks", token)
+    held = Held(session, "write", token)
     region.owner.close()
     region.data[:] = 3
     error = held.finish()

@@ -14,7 +14,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.copies import BATCH_RUNS, BETWEEN, SAME, GpuCopier, Lane, lane_of
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Copies
 
 pytestmark = pytest.mark.gpu
 NBYTES = 16 << 20
@@ -54,8 +54,7 @@ def test_every_byte_and_no_other(way: str, length: int, unit: int) -> None:
     for s, t, n in todo:
         expected[t : t + n] = source[s : s + n]
     torch.cuda.synchronize()
-    columns = [np.array(column, np.int64) for column in zip(*todo, strict=True)]
-    batch = Batch(*columns, total=int(columns[2].sum()))
+    batch = Copies(*([*column] for column in zip(*todo, strict=True)))
     copier(source.data_ptr(), target.data_ptr(), batch)
     assert copier.settled
     assert torch.equal(target, expected)
@@ -65,13 +64,9 @@ def test_as_many_runs_as_a_batch_can_hold() -> None:
     copier = GpuCopier(lane_of(0))
     source = torch.randint(0, 256, (BATCH_RUNS * 64,), dtype=torch.uint8, device="cuda:0")
     target = torch.zeros_like(source)
-    at = np.arange(BATCH_RUNS, dtype=np.int64) * 64
+    at = [*range(0, BATCH_RUNS * 64, 64)]
     torch.cuda.synchronize()
-    copier(
-        source.data_ptr(),
-        target.data_ptr(),
-        Batch(at, at[::-1].copy(), np.full(BATCH_RUNS, 64, np.int64), BATCH_RUNS * 64),
-    )
+    copier(source.data_ptr(), target.data_ptr(), Copies(at, at[::-1], [64] * BATCH_RUNS))
     assert torch.equal(target.view(-1, 64), source.view(-1, 64).flip(0))
 
 
@@ -80,11 +75,9 @@ def test_runs_longer_than_a_row_of_the_table() -> None:
     source = torch.randint(-128, 128, (1 << 30,), dtype=torch.int8, device="cuda:0")
     target = torch.zeros_like(source)
     torch.cuda.synchronize()
-    lengths = np.array([(1 << 30) - (1 << 20), 1 << 19, 1 << 19], np.int64)
-    at = np.cumsum(lengths) - lengths
-    GpuCopier(lane_of(0))(
-        source.data_ptr(), target.data_ptr(), Batch(at, at, lengths, int(lengths.sum()))
-    )
+    lengths = [(1 << 30) - (1 << 20), 1 << 19, 1 << 19]
+    at = [0, lengths[0], lengths[0] + lengths[1]]
+    GpuCopier(lane_of(0))(source.data_ptr(), target.data_ptr(), Copies(at, at, lengths))
     assert torch.equal(target, source)
 
 

@@ -67,12 +67,12 @@ def test_writes_land_in_the_named_blocks_and_nowhere_else(
     order = random.Random(1).sample(range(BLOCKS), BLOCKS)
     source, target, rest = order[:17], order[17:34], order[:17] + order[34:]
     untouched = theirs(owner, rest)
-    result = session.write_blocks(token, source, target)
+    result = session.move("write", token, source, target)
     assert (result.blocks, result.nbytes) == (17, 17 * LAYOUT.block_bytes)
     assert theirs(owner, target) == digest(mine, source)
     assert theirs(owner, rest) == untouched
     # One run of neighbours in each layer.
-    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    session.move("write", token, range(BLOCKS), range(BLOCKS))
     assert theirs(owner, range(BLOCKS)) == digest(mine, range(BLOCKS))
     assert owner.revoke(token)
 
@@ -82,7 +82,7 @@ def test_reads_bring_what_the_owner_has(
 ) -> None:
     assert owner.ask("fill", 9) == "filled"
     token, kept = owner.open(), digest(mine, [0, 1])
-    session.read_blocks(token, [3, 30, 4], [10, 11, 20])
+    session.move("read", token, [3, 30, 4], [10, 11, 20])
     digests = digest(mine, [10, 11, 20])
     assert digests == theirs(owner, [3, 30, 4])
     assert digest(mine, [0, 1]) == kept
@@ -96,7 +96,7 @@ def test_a_part_of_the_heads(owner: Program, mine: GpuMemory) -> None:
     memory = replace(one_head.memory, first_head=1)
     part = Rect(first_head=1, heads=1, first_layer=0, layers=LAYERS)
     session = CudaIpcTransport(0).connect(memory, owner.descriptor(), part)
-    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    session.move("write", token, range(BLOCKS), range(BLOCKS))
     session.close()
     assert int(owner.ask("others", 0)) == LAYERS * BLOCKS * PAGE
 
@@ -106,9 +106,9 @@ def test_a_revoked_fence_refuses(owner: Program, session: PeerSession) -> None:
     token = owner.open()
     assert owner.revoke(token)
     with pytest.raises(Fenced):
-        session.write_blocks(token, [0], [0])
+        session.move("write", token, [0], [0])
     with pytest.raises(Fenced):
-        session.read_blocks(token, [0], [0])
+        session.move("read", token, [0], [0])
     assert owner.ask("others", 7) == "0"
 
 
@@ -128,7 +128,7 @@ def test_two_hundred_connects_leave_nothing(owner: Program, mine: GpuMemory) -> 
 
     def once() -> None:
         session = transport.connect(mine.memory, descriptor)
-        session.write_blocks(token, [0], [0])
+        session.move("write", token, [0], [0])
         session.close()
 
     once()
@@ -226,16 +226,16 @@ def test_an_owner_that_dies_takes_nobody_with_it(
 ) -> None:
     """Its memory is mapped here, and copies are under way when it dies. Our own work must go on."""
     token = owner.open()
-    session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+    session.move("write", token, range(BLOCKS), range(BLOCKS))
     before = digest(mine, range(BLOCKS))
     killing = threading.Timer(0.2, owner.process.kill)
     killing.start()
     while owner.process.poll() is None:
         with suppress(TransferFailed):  # the owner ended in the middle
-            session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+            session.move("write", token, range(BLOCKS), range(BLOCKS))
     killing.join()
     with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
-        session.write_blocks(token, range(BLOCKS), range(BLOCKS))
+        session.move("write", token, range(BLOCKS), range(BLOCKS))
     assert digest(mine, range(BLOCKS)) == before
     assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
 

@@ -211,13 +211,13 @@ def _move(session: PeerSession, kv: GpuMemory, verb: str, token: FenceToken) -> 
     layout = kv.memory.layout
     blocks = range(layout.num_blocks)
     if verb == "read":
-        session.read_blocks(token, [0], [blocks[-1]])
+        session.move("read", token, [0], [blocks[-1]])
         torch.cuda.synchronize(kv.buffer.device)
         return f"done {int(kv.buffer.view(torch.uint8)[blocks[-1] * layout.block_stride])}"
-    session.write_blocks(token, blocks, blocks)
+    session.move("write", token, blocks, blocks)
     while verb in ("loop", "beat"):
         time.sleep(0.2 if verb == "beat" else 0)
-        session.write_blocks(token, blocks, blocks)
+        session.move("write", token, blocks, blocks)
     return "done"
 
 

@@ -48,7 +48,7 @@ class Driver(FakeDriver):
 
 def write(session: PeerSession, token: FenceToken, blocks: range) -> str:
     try:
-        session.write_blocks(token, blocks, blocks)
+        session.move("write", token, blocks, blocks)
     except Fenced:
         return "fenced"
     except PullfillError as exc:

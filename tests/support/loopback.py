@@ -15,7 +15,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_batch
 from pullfill.transfer.owners import Owner
-from pullfill.transfer.runs import Batch
+from pullfill.transfer.runs import Copies
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import FenceToken, RegionDescriptor
@@ -84,7 +84,7 @@ class Faults:
             if self._kill:
                 raise TransferFailed("the writer died in a batch")
 
-    def copy(self, source: int, target: int, batch: Batch) -> None:
+    def copy(self, source: int, target: int, batch: Copies) -> None:
         """A session's copier."""
         self.inside_batch()
         copy_batch(source, target, batch)

@@ -36,7 +36,7 @@ class Held:
         self.stopped, self.go_on = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         backend, calls = session._backend, [0]
-        name = "send" if verb == "write_blocks" else "receive"
+        name = "send" if verb == "write" else "receive"
         real = getattr(backend, name)
 
         def stop(runs: Runs) -> None:
@@ -49,7 +49,7 @@ class Held:
         setattr(backend, name, stop)
         blocks = range(64)
         self._thread = threading.Thread(
-            target=self._run, args=(lambda: getattr(session, verb)(token, blocks, blocks),)
+            target=self._run, args=(lambda: session.move(verb, token, blocks, blocks),)
         )
         self._thread.start()
         assert self.stopped.wait(20)

@@ -105,9 +105,9 @@ def main() -> None:
         verb, slot, epoch = line.split()
         token = FenceToken(slot=int(slot), epoch=int(epoch))
         try:
-            session.write_blocks(token, blocks, blocks)
+            session.move("write", token, blocks, blocks)
             while verb == "loop":
-                session.write_blocks(token, blocks, blocks)
+                session.move("write", token, blocks, blocks)
             print("done", flush=True)
         except Fenced:
             print("fenced", flush=True)

@@ -20,7 +20,7 @@ from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.cuda import Addresses, CudaDriver, load
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Batch, plan
+from pullfill.transfer.runs import Copies, Planner
 
 if TYPE_CHECKING:
     from pullfill.transfer.gpu.kernel import RunKernel
@@ -45,7 +45,7 @@ class Interconnect:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """For `CopyPlan.batches`."""
+        """For `Copies.batches`."""
         return self.batch_bytes, BATCH_RUNS
 
 
@@ -176,7 +176,8 @@ class Lane:
                 size = max(1 << (nbytes - 1).bit_length(), _STAGE_BYTES)
                 self._stage, self._staged = self._driver.stage(self._device, size), size
             there, here = self._stage
-            for batch in plan(layout, dense, blocks, range(len(blocks))).batches(*SAME.limits):
+            todo = Planner(layout, dense).plan(blocks, range(len(blocks)))
+            for batch in todo.batches(*SAME.limits):
                 self.copy(*_absolute(there, memory.address, batch))
             one = np.ones(1, np.uint64)
             self._stream.copy_batch(
@@ -224,7 +225,7 @@ class GpuCopier:
         self._queued = queued
         self.settled = True
 
-    def __call__(self, source: int, target: int, batch: Batch) -> None:
+    def __call__(self, source: int, target: int, batch: Copies) -> None:
         """Returns when all bytes are there. Raises TransferFailed."""
         if not self.settled:
             raise TransferFailed(_BROKEN)
@@ -240,7 +241,7 @@ class GpuCopier:
                 self.settled = not self._lane.broken
 
 
-def _absolute(target: int, source: int, batch: Batch) -> tuple[Addresses, Addresses, Addresses]:
+def _absolute(target: int, source: int, batch: Copies) -> tuple[Addresses, Addresses, Addresses]:
     sources, targets, nbytes = batch.flat()
     return (
         targets.astype(np.uint64) + np.uint64(target),

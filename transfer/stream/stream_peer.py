@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
-from pullfill.transfer.runs import Offsets, Runs, checked_ids, pieces, stream_of
+from pullfill.transfer.runs import Runs, checked_pairs, pieces, stream_of
 from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
@@ -58,9 +58,7 @@ class StreamTransport:
         self, kind: BackendKind, key: ClusterKey | None = None, *, stall_s: float = STALL_S
     ) -> None:
         self.name = kind.name
-        self._kind = kind
-        self._key = key
-        self._stall_s = stall_s
+        self.kind, self.key, self.stall_s = kind, key, stall_s
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Sends nothing: only `connect` finds out whether the owner answers."""
@@ -69,16 +67,14 @@ class StreamTransport:
             split_address(address)
         except BadMessage as exc:
             return str(exc)
-        return self._kind.why_not() or self._kind.can_reach(detail)
+        return self.kind.why_not() or self.kind.can_reach(detail)
 
     def connect(
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         """See PeerTransport. Blocks for a few seconds at most. Also raises AuthFailed."""
         ours, _ = both_sides(local, descriptor, part)
-        session = StreamSession(
-            self._kind, self._key, ours, descriptor, part, stall_s=self._stall_s
-        )
+        session = StreamSession(self, ours, descriptor, part)
         session.open()
         return session
 
@@ -88,22 +84,16 @@ class StreamSession(PeerSession):
 
     def __init__(
         self,
-        kind: BackendKind,
-        key: ClusterKey | None,
+        over: StreamTransport,
         local: LocalMemory,
         descriptor: RegionDescriptor,
         part: Rect | None,
-        *,
-        stall_s: float = STALL_S,
     ) -> None:
-        self._kind = kind
-        self._key = key
+        self._over, self._kind = over, over.kind
         self._local = local
         self._descriptor = descriptor
-        self._blocks = descriptor.num_blocks
         region = rect_of(descriptor)
         self._theirs = (part or region).within(region)
-        self._stall_s = stall_s
         self._busy = threading.Lock()
         self._closed = False
         self._interrupted = False
@@ -126,8 +116,8 @@ class StreamSession(PeerSession):
             connection = self._connection = SocketConnection(self._dial())
             if self._interrupted:
                 raise TransferFailed(_INTERRUPTED)
-            welcome = introduce(connection, self._key, self._hello(backend.setup))
-            connection.set_stall(self._stall_s)
+            welcome = introduce(connection, self._over.key, self._hello(backend.setup))
+            connection.set_stall(self._over.stall_s)
             backend.start(connection, welcome.setup)
         except TransferFailed as exc:
             self._drop()
@@ -153,15 +143,13 @@ class StreamSession(PeerSession):
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
+        here, there = self._local.layout.num_blocks, self._descriptor.num_blocks
         if verb == "write":
-            ours = checked_ids(source, self._local.layout.num_blocks, "source")
-            theirs = targets = checked_ids(target, self._blocks, "target")
-            run = self._send
+            ours, theirs = checked_pairs(source, here, target, there)
         else:
-            theirs = checked_ids(source, self._blocks, "source")
-            ours = targets = checked_ids(target, self._local.layout.num_blocks, "target")
-            run = self._receive
-        _check_pairs(ours, theirs, targets)
+            theirs, ours = checked_pairs(source, there, target, here)
+        if len(np.unique(theirs if verb == "write" else ours)) != len(target):
+            raise BadMessage("a target block appears twice")
         started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
         stream = stream_of(self._local, ours[order])
@@ -172,20 +160,12 @@ class StreamSession(PeerSession):
             if self._interrupted:
                 raise TransferFailed(_INTERRUPTED)
             if stream.total:
-                self._converse(operation, stream, run)
-        return MoveResult(
-            blocks=len(ours),
-            nbytes=stream.total,
-            seconds=time.perf_counter() - started,
-        )
+                self._converse(operation, stream)
+        return MoveResult(len(ours), stream.total, time.perf_counter() - started)
 
-    def _converse(
-        self,
-        operation: Operation,
-        stream: Runs,
-        run: Callable[[SocketConnection, Backend, Runs], Answer],
-    ) -> None:
+    def _converse(self, operation: Operation, stream: Runs) -> None:
         connection, backend = self._connected()
+        run = self._send if operation.verb == "write" else self._receive
         try:
             connection.send(encode(operation))
             answer = run(connection, backend, stream)
@@ -314,10 +294,3 @@ class StreamSession(PeerSession):
         if self._connection is not None:
             self._connection.close()
         self._backend = self._connection = None
-
-
-def _check_pairs(ours: Offsets, theirs: Offsets, targets: Offsets) -> None:
-    if len(ours) != len(theirs):
-        raise BadMessage(f"{len(ours)} of our blocks for {len(theirs)} of the owner's")
-    if len(np.unique(targets)) != len(targets):
-        raise BadMessage("a target block appears twice")

@@ -130,12 +130,12 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
     try:
         assert session.transport == name
         fence = owner.fences.open([3, 9])
-        assert session.read_blocks(fence, [9, 3], [0, 1]).blocks == 2
+        assert session.move("read", fence, [9, 3], [0, 1]).blocks == 2
         there, here = pages(prefill.data, DENSE), pages(ours, DENSE)
         assert (here[:, [0, 1]] == there[:, [9, 3]]).all()
         assert owner.fences.try_revoke(fence)
         with pytest.raises(Fenced):
-            session.read_blocks(fence, [9, 3], [0, 1])
+            session.move("read", fence, [9, 3], [0, 1])
     finally:
         session.close()
         memory.close(prefill.context)

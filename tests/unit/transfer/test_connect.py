@@ -135,16 +135,16 @@ def test_blocks_reach_every_rank_and_come_back(
     assert session.transport == transport.name
     token = decode.owner.fences.open([5, 3, 2])
     before = decode.worker.block(2)
-    assert session.write_blocks(token, [0, 1], [5, 3]).blocks == 2
+    assert session.move("write", token, [0, 1], [5, 3]).blocks == 2
     assert decode.worker.block(5) == prefill.block(0)
     assert decode.worker.block(3) == prefill.block(1)
     assert decode.worker.block(2) == before
-    session.read_blocks(token, [2], [7])
+    session.move("read", token, [2], [7])
     assert prefill.block(7) == before
     assert all(len(copies) == 1 for copies in prefill.block(7).values())
     assert decode.owner.fences.try_revoke(token)
     with pytest.raises(Fenced):
-        session.write_blocks(token, [0], [5])
+        session.move("write", token, [0], [5])
     session.close()
     decode.owner.close()
 

@@ -9,7 +9,7 @@ from pullfill.errors import BadMessage
 from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.copying import copy_batch, read_pages
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import SINGLE, Batch, Rows
+from pullfill.transfer.runs import SINGLE, Copies, Rows
 from tests.support.transfer_rigs import (
     Local,
     memory_over,
@@ -23,7 +23,7 @@ def test_every_run_is_copied_in_all_its_rows(counts: tuple[int, ...]) -> None:
     strides = (9000, 2500)[-len(counts) :], (7000, 2000)[-len(counts) :]
     rows = Rows(counts, *strides) if counts else SINGLE
     sources, targets, lengths = range(0, 24 * 60, 60), range(23 * 50, -1, -50), [48, 16, 7] * 8
-    batch = Batch([*sources], [*targets], lengths, sum(lengths) * rows.count, rows)
+    batch = Copies([*sources], [*targets], lengths, rows)
     source, target = random_bytes(30_000, 1), np.zeros(30_000, np.uint8)
     copy_batch(source.ctypes.data, target.ctypes.data, batch)
     expected = np.zeros_like(target)

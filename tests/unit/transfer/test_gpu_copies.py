@@ -14,7 +14,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.gpu.copies import SAME, GpuCopier, Interconnect, Lane
 from pullfill.transfer.nccl import gpu_turns
-from pullfill.transfer.runs import Batch, Rows
+from pullfill.transfer.runs import Copies
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import DENSE, extent, memory_over
 
@@ -26,13 +26,11 @@ def rig(link: Interconnect = NEAR) -> tuple[FakeDriver, GpuCopier]:
     return driver, GpuCopier(driver.lane(0), link)
 
 
-def batch(*triples: tuple[int, int, int], rows: Rows | None = None) -> Batch:
-    columns = [np.array(column, np.int64) for column in zip(*triples, strict=True)]
-    rows = rows or Rows()
-    return Batch(*columns, int(columns[2].sum()) * rows.count, rows)
+def batch(*triples: tuple[int, int, int]) -> Copies:
+    return Copies(*([*column] for column in zip(*triples, strict=True)))
 
 
-def move(driver: FakeDriver, copier: GpuCopier, todo: Batch, nbytes: int = 1 << 16) -> None:
+def move(driver: FakeDriver, copier: GpuCopier, todo: Copies, nbytes: int = 1 << 16) -> None:
     """What `todo` makes of zeros, from bytes that all differ from zero."""
     source, target = (driver.allocate(nbytes).data for _ in range(2))
     source[:] = np.arange(nbytes) % 255 + 1

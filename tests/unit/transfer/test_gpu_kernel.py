@@ -87,7 +87,7 @@ def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
     """Blocks of every layout into a dense buffer and back out into every other: gather, scatter
     and layout change are one kernel."""
     from pullfill.transfer.layout import dense_layout
-    from pullfill.transfer.runs import plan
+    from pullfill.transfer.runs import Planner
     from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, pages, random_bytes
 
     ids, staging = [7, 21], dense_layout(3, 2, 2, PAGE)
@@ -100,7 +100,7 @@ def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
             (mine, staging, data, stage, ids, range(2)),
             (staging, theirs, stage, out, range(2), [30, 11]),
         ):
-            for batch in plan(one, two, x, y).batches():
+            for batch in Planner(one, two).plan(x, y).batches():
                 from_, to, nbytes = (column.astype(np.uint64) for column in batch.flat())
                 bases = np.uint64(a.ctypes.data), np.uint64(b.ctypes.data)
                 kernel.launch(to + bases[1], from_ + bases[0], nbytes)

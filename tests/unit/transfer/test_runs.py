@@ -15,15 +15,13 @@ from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
 from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
 from pullfill.transfer.runs import (
-    SINGLE,
-    Batch,
+    Copies,
     Iovec,
-    Rows,
+    Planner,
     Runs,
     merge_pairs,
     pairs,
     pieces,
-    plan,
     stream_of,
 )
 from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, memory_over, pages, random_bytes
@@ -88,7 +86,7 @@ def byte_map(
     return moved
 
 
-def planned_map(batches: Iterable[Batch]) -> dict[int, int]:
+def planned_map(batches: Iterable[Copies]) -> dict[int, int]:
     moved = {}
     for batch in batches:
         for s, t, n in zip(*batch.flat(), strict=True):
@@ -106,7 +104,7 @@ def test_plan_moves_exactly_the_oracles_bytes(
     source, target, sources, targets = case
     check_bounds(source, extent(source))
     check_bounds(target, extent(target))
-    todo = plan(source, target, sources, targets)
+    todo = Planner(source, target).plan(sources, targets)
     expected = byte_map(source, target, sources, targets)
     assert todo.total == len(expected)
     limits = (max_bytes, max_runs)
@@ -116,18 +114,6 @@ def test_plan_moves_exactly_the_oracles_bytes(
         _, _, nbytes = batch.flat()
         assert 1 <= len(nbytes) <= max_runs
         assert nbytes.sum() == batch.total <= max_bytes
-
-
-def test_rows_are_split_within_the_outermost_dimension_that_is_too_long() -> None:
-    rows = Rows((2, 5), (1000, 10), (2000, 20))
-    pieces = list(rows.split(2))
-    assert [(s, t, r.counts) for s, t, r in pieces] == [
-        (0, 0, (2,)), (20, 40, (2,)), (40, 80, (1,)),
-        (1000, 2000, (2,)), (1020, 2040, (2,)), (1040, 2080, (1,)),
-    ]  # fmt: skip
-    assert [r.counts for _, _, r in rows.split(5)] == [(1, 5), (1, 5)]
-    assert list(rows.split(10)) == [(0, 0, rows)]
-    assert list(SINGLE.split(1)) == [(0, 0, SINGLE)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -160,7 +146,7 @@ def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> N
 def test_bad_ids_plan_nothing(source: list[int], target: list[int]) -> None:
     layout = dense_layout(1, 9, 1, 16)
     with pytest.raises(BadMessage):
-        plan(layout, layout, source, target)
+        Planner(layout, layout).plan(source, target)
 
 
 def test_overlapping_or_empty_layouts_are_refused() -> None:

@@ -48,9 +48,9 @@ def test_sums_and_roles() -> None:
     whole = GroupSession(
         [Member(both, True, True), Member(writer, True, False), Member(reader, False, True)]
     )
-    wrote = whole.write_blocks(TOKEN, [1, 2, 3], [4, 5, 6])
+    wrote = whole.move("write", TOKEN, [1, 2, 3], [4, 5, 6])
     assert (wrote.blocks, wrote.nbytes) == (3, 20)
-    read = whole.read_blocks(TOKEN, [1], [4])
+    read = whole.move("read", TOKEN, [1], [4])
     assert (read.blocks, read.nbytes) == (1, 14)
     assert (both.moves, writer.moves, reader.moves) == (["write", "read"], ["write"], ["read"])
     assert whole.transport == "shm+tcp"
@@ -62,7 +62,7 @@ def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
     broken = [_Scripted(TransferFailed("broken")), _Scripted(Fenced("gone"))][::order]
     whole = GroupSession([Member(s, True, True) for s in broken])
     with pytest.raises(Fenced):
-        whole.write_blocks(TOKEN, [1], [2])
+        whole.move("write", TOKEN, [1], [2])
 
 
 class _Slow(_Scripted):
@@ -105,7 +105,7 @@ def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
         sessions.reverse()
     whole = GroupSession([Member(s, True, True) for s in sessions])
     with pytest.raises(Fenced):
-        whole.write_blocks(TOKEN, [1], [2])
+        whole.move("write", TOKEN, [1], [2])
     data[:] = bytes(20)
     time.sleep(0.01)
     assert data == bytes(20)
@@ -120,7 +120,7 @@ def test_without_more_threads_the_parts_are_copied_one_after_the_other(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     members = [_Scripted() for _ in range(3)]
     whole = GroupSession([Member(s, True, True) for s in members])
-    assert whole.write_blocks(TOKEN, [1], [2]).nbytes == 30
+    assert whole.move("write", TOKEN, [1], [2]).nbytes == 30
     assert all(s.moves == ["write"] for s in members)
 
 

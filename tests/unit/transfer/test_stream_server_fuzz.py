@@ -98,7 +98,7 @@ def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
         explore(examples, lambda data: pour(region, data), data=said)
         check_alive(region, before, threads)
         session = rig.connect(mine, region)
-        session.write_blocks(token, GRANTED, GRANTED)
+        session.move("write", token, GRANTED, GRANTED)
         session.close()
         assert (region.pages[:, GRANTED] == mine.pages[:, GRANTED]).all()
     finally:
