@@ -365,7 +365,7 @@ class DecodeRole(Role[WorkerContext]):
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         self._etcd, namespace = etcd, self._cluster.namespace
-        self._kept = await SelfChecks.started(etcd, namespace)
+        self._kept = await SelfChecks(etcd, namespace).start()
         parts.push_async_callback(self._kept.close)
         self._router = await Settings(etcd, namespace, RouterConfig).start()
         parts.push_async_callback(self._router.close)

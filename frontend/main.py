@@ -270,7 +270,7 @@ class _Frontend:
         names = (*prepared.names, options.model)
         refuse_other_models(directory, names, model, cluster.namespace)
         board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
-        board.start()
+        board.begin()
         stack.push_async_callback(board.close)
         prefixes = Prefixes(options.prefix_index_blocks)
         balancer = Balancer(
@@ -300,7 +300,8 @@ class _Frontend:
         dispatcher = front.client.port
         assert isinstance(dispatcher, Dispatcher)
         if prepared.args.enable_lora:
-            await adapters.start(front.client.adapters.on_change, options.connect_timeout_s)
+            adapters.subscribe(front.client.adapters.on_change)
+            await adapters.start(options.connect_timeout_s)
         hello = front_wire.FrontendHello(
             frontend_instance=self._instance_id,
             vllm_version=check.require_version(),

@@ -82,7 +82,7 @@ class PrefillRole(Role[PrefillContext]):
         )
         await self._directory.start()
         parts.push_async_callback(self._directory.close)
-        self._kept = await SelfChecks.started(etcd, self._cluster.namespace)
+        self._kept = await SelfChecks(etcd, self._cluster.namespace).start()
         parts.push_async_callback(self._kept.close)
 
     def make_context(self, wake: Callable[[], None], files: RegionFiles) -> PrefillContext:

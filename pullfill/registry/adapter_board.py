@@ -2,13 +2,12 @@
 
 A key has no lease: an adapter stays until a frontend unloads it, also when all frontends restart.
 
-Life: `start`, which returns once all adapters were told → `close`. Single event loop.
+Life: `subscribe`, `start`, which returns once all adapters were told → `close`. Single event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -20,31 +19,17 @@ from pullfill.runtime import log
 from pullfill.wire import AdapterRecord, decode, encode
 
 _log = log.get("registry.adapters")
-OnChange = Callable[[str, AdapterRecord | None], object]
 
 
-class AdapterBoard:
-    """See the module."""
+class AdapterBoard(Follower):
+    """See the module. Subscribers get the name of each adapter and its record. None: it is
+    unloaded."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        self._client = client
+        prefix = keys.adapters_prefix(namespace)
+        super().__init__(client, prefix, "the LoRA adapters", self._on_change)
         self._namespace = namespace
-        self._prefix = keys.adapters_prefix(namespace)
         self._known: dict[str, tuple[int, AdapterRecord]] = {}
-        self._on_change: OnChange = lambda _name, _record: None
-        self._follower = Follower(client, self._prefix, "the LoRA adapters", self._on_event)
-
-    async def start(self, on_change: OnChange, timeout_s: float = 30.0) -> None:
-        """Begin to watch. Raises RegistryUnavailable after `timeout_s`.
-
-        on_change: called on the loop with the name of each adapter and its record. None: it is
-        unloaded."""
-        self._on_change = on_change
-        await self._follower.start(timeout_s)
-
-    async def close(self) -> None:
-        """End the watch. Idempotent."""
-        await self._follower.close()
 
     async def keep(self, record: AdapterRecord) -> AdapterRecord:
         """Write an adapter over one of the same name. Returns the record, with its number.
@@ -68,27 +53,27 @@ class AdapterBoard:
         """Read an adapter that may not have been told yet. Raises RegistryUnavailable."""
         found = await self._client.get(keys.adapter(self._namespace, name))
         if found is not None:
-            self._on_event(Put(found.key, found.value, found.mod_revision))
+            self._on_change(Put(found.key, found.value, found.mod_revision))
 
     async def forget(self, name: str) -> None:
         """Remove an adapter. Raises RegistryUnavailable."""
         await self._client.delete(keys.adapter(self._namespace, name))
 
-    def _on_event(self, event: Put | Delete) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
         name = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
         if isinstance(event, Put):
             if (record := _read(name, event.value)) is not None and record.name == name:
                 self._known[name] = event.mod_revision, record
-                self._on_change(name, record)
+                self._tell(name, record)
             return
         revision, known = self._known.get(name, (0, None))
         if known is not None and event.mod_revision < revision:
             # etcd has lost its data. Nobody has unloaded the adapter.
             key, value = keys.adapter(self._namespace, name), encode(known)
             put = self._client.put_if
-            self._follower.write(lambda _: put(key, value, mod_revision=0), f"adapter {name}")
+            self.write(lambda _: put(key, value, mod_revision=0), f"adapter {name}")
         else:
-            self._on_change(name, None)
+            self._tell(name, None)
 
 
 def _read(name: str, value: bytes) -> AdapterRecord | None:

@@ -9,9 +9,10 @@ The functions above the class ask etcd once, and give orders to single workers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import (
@@ -164,12 +165,13 @@ async def refuse_if_incompatible(
 
 # --------------------------------------------------------------------------- watched
 
-OnChange = Callable[[WorkerRecord | None, WorkerRecord | None], None]
 _log = log.get("registry.directory")
 
 
-class Directory:
+class Directory(Follower):
     """See the module.
+
+    Subscribers get (None, new): joined. (old, None): gone. Both: changed (compare incarnations).
 
     roles: which workers to watch.
     ttl_s: the lease TTL of the workers.
@@ -185,7 +187,8 @@ class Directory:
         ttl_s: float = 5.0,
         beat_s: float = 0.7,
     ) -> None:
-        self._client = client
+        prefix = keys.workers_prefix(namespace)
+        super().__init__(client, prefix, "the list of workers", self._on_change)
         self._namespace = namespace
         self._roles = frozenset(roles)
         self._grace_s = ttl_s + 2.0
@@ -194,21 +197,16 @@ class Directory:
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
         self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
-        self._callbacks: list[OnChange] = []
-        prefix = keys.workers_prefix(namespace)
-        self._follower = Follower(client, prefix, "the list of workers", self._on_event)
         self._beats: asyncio.Task[None] | None = None
 
-    async def start(self, timeout_s: float = 30.0) -> None:
-        """Begin to watch. Returns when every worker that is registered now is known.
-
-        Raises RegistryUnavailable after `timeout_s`."""
+    async def start(self, timeout_s: float = 30.0) -> Self:
+        """See `Follower`. Every worker that is registered now is known then."""
         self._beats = asyncio.create_task(self._beat(), name="directory-beat")
-        await self._follower.start(timeout_s)
+        return await super().start(timeout_s)
 
     async def close(self) -> None:
         """End the watch. Members stay readable. Idempotent."""
-        await self._follower.close()
+        await super().close()
         await end(self._beats)
         for timer in self._leaving.values():
             timer.cancel()
@@ -231,13 +229,6 @@ class Directory:
     def get(self, instance_id: str) -> WorkerRecord | None:
         """The member with this id, whatever its role."""
         return next((r for r in self._members.values() if r.instance_id == instance_id), None)
-
-    def subscribe(self, callback: OnChange) -> Callable[[], None]:
-        """Call `callback(old, new)` on the loop for each change. Returns what ends that.
-
-        (None, new): joined. (old, None): gone. Both: changed (compare incarnations)."""
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     async def descriptor(
         self, instance_id: str, rank: int = 0, *, expect: Compat | None = None
@@ -278,7 +269,7 @@ class Directory:
 
     # ------------------------------------------------------------------ following
 
-    def _on_event(self, event: Put | Delete) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
         if isinstance(event, Put):
             self._put(event.key, event.value)
         else:
@@ -346,8 +337,4 @@ class Directory:
         if old is not None and (new is None or new.incarnation != old.incarnation):
             for cached in [c for c in self._descriptors if c[0] == old.instance_id]:
                 del self._descriptors[cached]
-        for callback in list(self._callbacks):
-            try:
-                callback(old, new)
-            except Exception:
-                _log.exception("a subscriber failed on %s", key.decode())
+        self._tell(old, new)

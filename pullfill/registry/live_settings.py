@@ -9,9 +9,8 @@ Life: `start` → `current` changes by itself → `close`. `set` and `get_all` n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -110,61 +109,33 @@ async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
     return getattr(await Settings(client, namespace, kind).set(name, text), name)
 
 
-class Settings(Generic[T]):
-    """See the module. kind: RouterConfig or QueueSettings."""
+class Settings(Follower, Generic[T]):
+    """See the module. Subscribers get the new settings.
+
+    kind: RouterConfig or QueueSettings.
+    current: the last good settings. Defaults until there are any."""
 
     def __init__(self, client: EtcdClient, namespace: str, kind: type[T]) -> None:
-        self._client = client
         self._kind = kind
         self._root = _ROOT[kind]
         self._key = keys.config(namespace, self._root)
-        self._current: T = kind()
-        self._callbacks: list[Callable[[T], None]] = []
-        self._follower = Follower(client, self._key, f"the {self._root} settings", self._on_event)
+        super().__init__(client, self._key, f"the {self._root} settings", self._on_change)
+        self.current: T = kind()
 
-    @property
-    def current(self) -> T:
-        """The last good settings. Defaults until there are any."""
-        return self._current
-
-    def subscribe(self, callback: Callable[[T], None]) -> Callable[[], None]:
-        """Call on the loop with the new settings at each change. Returns what ends that."""
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
-
-    async def start(self, timeout_s: float = 30.0) -> Self:
-        """Begin to watch. Returns itself when `current` is what etcd holds now.
-
-        Raises RegistryUnavailable after `timeout_s`."""
-        await self._follower.start(timeout_s)
-        return self
-
-    async def close(self) -> None:
-        """End the watch. `current` stays readable. Idempotent."""
-        await self._follower.close()
-
-    def _on_event(self, event: Put | Delete) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
         if event.key != self._key.encode():
             return  # another key that begins like ours
         try:
             new = parse(event.value, self._kind) if isinstance(event, Put) else self._kind()
         except ConfigError as exc:
             _log.error("settings in etcd refused, keeping the last good ones: %s", exc)
-        else:
-            if isinstance(event, Put) and (strange := _unknown(event.value, self._kind)):
-                _log.warning("unknown %s settings in etcd: %s", self._root, ", ".join(strange))
-            self._become(new)
-
-    def _become(self, new: T) -> None:
-        if new == self._current:
             return
-        self._current = new
-        _log.info("%s settings: %s", self._root, msgspec.json.encode(new).decode())
-        for callback in list(self._callbacks):
-            try:
-                callback(new)
-            except Exception:
-                _log.exception("a subscriber failed")
+        if isinstance(event, Put) and (strange := _unknown(event.value, self._kind)):
+            _log.warning("unknown %s settings in etcd: %s", self._root, ", ".join(strange))
+        if new != self.current:
+            self.current = new
+            _log.info("%s settings: %s", self._root, msgspec.json.encode(new).decode())
+            self._tell(new)
 
     async def get_all(self) -> dict[str, Any]:
         """Return `ROOT.FIELD` -> value, as in etcd now. Raises ConfigError on bad values there."""

@@ -3,13 +3,12 @@
 A pair names two kinds of workers, not two processes. So the keys have no lease: a result outlives
 the workers that made it. Decode workers make the results (decode_worker/self_check.py).
 
-Life: `started` → `current` follows etcd by itself → `close`. `kept` and `clear` are for the command
-line.
+Life: `start` → `current` follows etcd by itself → `close`. Subscribers are called after each
+change. `kept` and `clear` are for the command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
@@ -33,34 +32,14 @@ def pair_of(compat_hash: str, decode_computes: str, prefill_computes: str) -> st
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-class SelfChecks:
+class SelfChecks(Follower):
     """See the module. current: the results, by pair."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        self._client = client
+        prefix = keys.self_checks_prefix(namespace)
+        super().__init__(client, prefix, "the self-checks", self._on_change)
         self._namespace = namespace
-        self._prefix = keys.self_checks_prefix(namespace)
-        self._follower = Follower(client, self._prefix, "the self-checks", self._on_event)
-        self._callbacks: list[Callable[[], None]] = []
         self.current: dict[str, SelfCheck] = {}
-
-    @classmethod
-    async def started(
-        cls, client: EtcdClient, namespace: str, timeout_s: float = 30.0
-    ) -> SelfChecks:
-        """Return results that are watched, and read once. Raises RegistryUnavailable."""
-        checks = cls(client, namespace)
-        await checks._follower.start(timeout_s)
-        return checks
-
-    async def close(self) -> None:
-        """End the watch, and drop what is not written yet. Idempotent."""
-        await self._follower.close()
-
-    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` on the loop after each change. Returns what ends that."""
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def why_not(self, pair: str, decode_instance: str, prefill_instance: str) -> str:
         """Why the prefill worker must not bring KV to the decode worker. Empty: it may.
@@ -77,17 +56,17 @@ class SelfChecks:
 
         A success never replaces a failure in etcd: somebody has to clear the failure."""
         self.current.setdefault(pair, result)
-        self._follower.write(lambda _: self._write(pair, result), f"self-check {pair}")
+        self.write(lambda _: self._store(pair, result), f"self-check {pair}")
         self._tell()
 
-    async def _write(self, pair: str, result: SelfCheck) -> None:
+    async def _store(self, pair: str, result: SelfCheck) -> None:
         key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
         while (found := await self._client.get(key)) is None or not result.passed:
             revision = found.mod_revision if found is not None else 0
             if await self._client.put_if(key, value, mod_revision=revision):
                 return
 
-    def _on_event(self, event: Put | Delete) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
         pair = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
         before = self.current.get(pair)
         result = _parsed(pair, event.value) if isinstance(event, Put) else None
@@ -99,10 +78,6 @@ class SelfChecks:
         else:
             self.current.pop(pair, None)
         self._tell()
-
-    def _tell(self) -> None:
-        for callback in list(self._callbacks):
-            callback()
 
 
 def _parsed(pair: str, value: bytes) -> SelfCheck | None:

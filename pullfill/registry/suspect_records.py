@@ -3,7 +3,8 @@
 The key `suspects/{fingerprint}` exists while requests with this fingerprint are refused. It has a
 lease of its own, so it ends by itself. `clear` ends it earlier.
 
-Lifecycle of a board: `start` → `left_s` is always current → `close`. No call waits for etcd.
+Life of a board: `begin`, until whose first events nobody is refused → `left_s` is always current →
+`close`. No call waits for etcd.
 While etcd is away the last known entries stay. An entry of this frontend is refused at once, and
 written again and again until it would have ended.
 """
@@ -38,28 +39,19 @@ class _Entry:
     stored: bool
 
 
-class SuspectBoard:
+class SuspectBoard(Follower):
     """See the module. refuse_s: returns how long a request is refused."""
 
     def __init__(
         self, client: EtcdClient, namespace: str, refuse_s: Callable[[], float] = lambda: 600.0
     ) -> None:
+        prefix = keys.suspects_prefix(namespace)
+        super().__init__(client, prefix, "the suspects", self._on_change)
         self._refuse_s = refuse_s
         self._namespace = namespace
-        self._client = client
         self._entries: dict[str, _Entry] = {}
-        self._prefix = keys.suspects_prefix(namespace)
-        self._follower = Follower(client, self._prefix, "the suspects", self._on_event)
         self._loop = asyncio.get_running_loop()
         self._asking = asyncio.Lock()
-
-    def start(self) -> None:
-        """Begin to watch. Entries arrive soon; until then nobody is refused."""
-        self._follower.begin()
-
-    async def close(self) -> None:
-        """End the watch and what is being written. Idempotent."""
-        await self._follower.close()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -98,13 +90,13 @@ class SuspectBoard:
             )
             return
         key = keys.suspect(self._namespace, fingerprint)
-        self._follower.write(lambda left_s: self._write(key, record, left_s), key, ttl_s)
+        self.write(lambda left_s: self._store(key, record, left_s), key, ttl_s)
 
-    async def _write(self, key: str, record: SuspectRecord, left_s: float) -> None:
+    async def _store(self, key: str, record: SuspectRecord, left_s: float) -> None:
         lease, _, _ = await self._client.grant_lease(math.ceil(left_s))
         await self._client.put(key, encode(record), lease)
 
-    def _on_event(self, event: Put | Delete) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
         name = event.key.decode(errors="replace").removeprefix(self._prefix)
         if isinstance(event, Delete):
             self._entries.pop(name, None)
@@ -117,7 +109,7 @@ class SuspectBoard:
         # Refused first: to ask etcd for the time takes a moment.
         entry = self._entries[record.fingerprint] = _Entry(record, 0.0, stored=True)
         key = event.key
-        self._follower.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
+        self.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
 
     async def _ask_time(self, key: bytes, entry: _Entry) -> None:
         # One at a time: a frontend that starts is told of up to MAX_POSTED entries at once, and

@@ -1,8 +1,9 @@
-"""Watches all keys with a prefix, and misses no change, also over restarts of etcd.
+"""Watches all keys with a prefix, also over restarts of etcd.
 
 `watch_prefix` reads a snapshot at revision R, yields it as `Put`s and a `Synced`, then streams the
-changes from R+1. When the stream has ended or is silent, it goes on where it was, or yields the
-difference to a new snapshot, then `Synced` again. `Follower` watches in a task of its own.
+changes from R+1. When the stream has ended or is silent, it yields the difference to a new
+snapshot, then `Synced` again. So of several changes of one key meanwhile only the last is told.
+`Follower` watches in a task of its own. What this process knows of a prefix is a subclass of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
@@ -49,16 +51,12 @@ class Delete:
     mod_revision: when. Of a key that a snapshot lacks: the revision of the snapshot."""
 
     key: bytes
-    value: bytes
     mod_revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """Everything up to `revision` was yielded. first: it is the first snapshot."""
-
-    revision: int
-    first: bool
+    """What was yielded is what etcd holds."""
 
 
 WatchEvent = Put | Delete | Synced
@@ -67,6 +65,11 @@ WatchEvent = Put | Delete | Synced
 class _Changed(msgspec.Struct):
     kv: KeyValue
     type: str = "PUT"
+
+    def event(self) -> Put | Delete:
+        if self.type == "DELETE":
+            return Delete(self.kv.key, self.kv.mod_revision)
+        return Put(self.kv.key, self.kv.value, self.kv.mod_revision)
 
 
 class _Result(msgspec.Struct):
@@ -80,46 +83,6 @@ class _Result(msgspec.Struct):
 class _Line(msgspec.Struct):
     result: _Result | None = None
     error: Failure | None = None
-
-
-class _Lost(Exception):
-    """The watch cannot go on from what we know: take a snapshot."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """The prefix as of revision `rev`, as told to the consumer."""
-
-    keys: dict[bytes, KeyValue]
-    rev: int = -1
-
-    def diff(self, kvs: list[KeyValue], revision: int) -> list[WatchEvent]:
-        """Become (kvs, revision). Returns the events that lead there, deletes first."""
-        new = {kv.key: kv for kv in kvs}
-        events: list[WatchEvent] = [
-            Delete(key, b"", revision) for key in self.keys if key not in new
-        ]
-        events += [
-            Put(kv.key, kv.value, kv.mod_revision) for kv in kvs if self.keys.get(kv.key) != kv
-        ]
-        self.keys, self.rev = new, revision
-        return events
-
-    def apply(self, events: list[_Changed]) -> list[WatchEvent]:
-        """The events of one whole message."""
-        out: list[WatchEvent] = []
-        for event in events:
-            kv = event.kv
-            if kv.mod_revision <= self.rev:
-                continue
-            if event.type == "DELETE":
-                self.keys.pop(kv.key, None)
-                out.append(Delete(kv.key, b"", kv.mod_revision))
-            else:
-                self.keys[kv.key] = kv
-                out.append(Put(kv.key, kv.value, kv.mod_revision))
-        self.rev = max([self.rev, *(event.kv.mod_revision for event in events)])
-        return out
 
 
 async def watch_prefix(
@@ -143,34 +106,41 @@ async def watch_prefix(
     start = as_key(prefix)
     shown = start.decode(errors="replace")
     part = f"watch of {shown}"
-    known = _Known({})
+    known: dict[bytes, KeyValue] | None = None
     backoff = Backoff(pause_s, 0.5)
     try:
         while True:
             try:
-                if not await _continues(client, start, known):
-                    first = known.rev < 0
-                    kvs, revision = await client.get_prefix(start)
-                    for event in known.diff(kvs, revision):
-                        yield event
-                    yield Synced(revision, first)
+                kvs, revision = await client.get_prefix(start)
+                before, known = known or {}, {kv.key: kv for kv in kvs}
+                for key in before.keys() - known.keys():
+                    yield Delete(key, revision)
+                for kv in kvs:
+                    if before.get(kv.key) != kv:
+                        yield Put(kv.key, kv.value, kv.mod_revision)
+                yield Synced()
                 client.health.ok(part)
                 # Closed by hand: a consumer that stops must not leave the connection open.
-                async with contextlib.aclosing(_changes(client, start, known, idle_s)) as batches:
-                    async for batch in batches:
+                async with contextlib.aclosing(
+                    _changes(client, start, revision, idle_s)
+                ) as messages:
+                    async for changes in messages:
                         backoff.reset()
-                        for event in batch:
+                        for changed in changes:
+                            event = changed.event()
+                            if isinstance(event, Put):
+                                known[event.key] = changed.kv
+                            else:
+                                known.pop(event.key, None)
                             yield event
             except TimeoutError:
                 # Silent for idle_s. A half-open connection must not hide changes for longer.
                 continue
-            except (_Lost, RevisionLost) as exc:
+            except RevisionLost as exc:
                 _log.info("watch of %s: %s; reading it again", shown, exc)
-                known.rev = min(known.rev, 0)
-                continue
             except (RegistryUnavailable, ConfigError) as exc:
                 if isinstance(exc, ConfigError):
-                    if known.rev < 0:
+                    if known is None:
                         raise
                     if not client.health.fails(part):
                         _log.error("cannot watch %s any more, trying again: %s", shown, exc)
@@ -185,28 +155,14 @@ async def watch_prefix(
         client.health.ok(part)  # nobody looks there any more
 
 
-async def _continues(client: EtcdClient, start: bytes, known: _Known) -> bool:
-    """Whether etcd's keys at `known.rev` are those we know, so that the watch may go on there."""
-    # The store is read as of `rev`, the last revision whose message was yielded whole. If it holds
-    # what we know, no change after it is missing. Else it was compacted, or it restarted empty and
-    # may have grown past `rev` since: its number alone proves nothing.
-    if known.rev <= 0:
-        return False
-    try:
-        kvs, _ = await client.get_prefix(start, revision=known.rev)
-    except RevisionLost:
-        return False
-    return {kv.key: kv for kv in kvs} == known.keys
-
-
 async def _changes(
-    client: EtcdClient, start: bytes, known: _Known, idle_s: float
-) -> AsyncGenerator[list[WatchEvent], None]:
-    """Yield the messages of one stream, each applied to `known`."""
+    client: EtcdClient, start: bytes, revision: int, idle_s: float
+) -> AsyncGenerator[list[_Changed], None]:
+    """Yield the changes after `revision`, message by message."""
     create = {
         "key": start or b"\0",
         "range_end": prefix_end(start),
-        "start_revision": known.rev + 1,
+        "start_revision": revision + 1,
     }
     async with client.stream("/watch", {"create_request": create}, idle_s=idle_s) as lines:
         async for line in lines:
@@ -221,10 +177,11 @@ async def _changes(
                 if "permission" in result.cancel_reason:
                     # Maybe only the token is old. Then the next read renews it.
                     raise RegistryUnavailable(f"etcd refused the watch: {result.cancel_reason}")
-                raise _Lost(result.cancel_reason or f"compacted at {result.compact_revision}")
-            if result.header.revision < known.rev:
-                raise _Lost("etcd's store is younger than what was read from it")
-            yield known.apply(result.events or [])
+                why = result.cancel_reason or f"compacted at {result.compact_revision}"
+                raise RevisionLost(why)
+            if result.header.revision < revision:
+                raise RevisionLost("etcd's store is younger than what was read from it")
+            yield result.events or []
 
 
 class Follower:
@@ -242,13 +199,14 @@ class Follower:
         self._on_event = on_event
         self._synced = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._callbacks: list[Callable[..., object]] = []
 
     def begin(self) -> None:
         """Begin to watch. What is in etcd arrives soon."""
         self._keep(asyncio.create_task(self._run(), name=self._what))
 
-    async def start(self, timeout_s: float = 30.0) -> None:
-        """Begin to watch. Returns once all that is in etcd now was told.
+    async def start(self, timeout_s: float = 30.0) -> Self:
+        """Begin to watch. Returns itself once all that is in etcd now was told.
 
         Raises RegistryUnavailable after `timeout_s`."""
         task = asyncio.create_task(self._run(), name=self._what)
@@ -267,6 +225,20 @@ class Follower:
             task.cancel()
             raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
         self._keep(task)
+        return self
+
+    def subscribe(self, callback: Callable[..., object]) -> Callable[[], None]:
+        """Call `callback` on the loop at each change. Returns what ends that."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    def _tell(self, *change: object) -> None:
+        """Call the subscribers. What one of them raises harms nobody else."""
+        for callback in list(self._callbacks):
+            try:
+                callback(*change)
+            except Exception:
+                _log.exception("a subscriber of %s failed", self._what)
 
     def write(
         self, work: Callable[[float], Awaitable[object]], name: str, for_s: float = math.inf

@@ -13,7 +13,7 @@ from pullfill.errors import PullfillError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.live_settings import Settings
-from pullfill.registry.watch import Delete, Put, WatchEvent, watch_prefix
+from pullfill.registry.watch import Delete, Put, watch_prefix
 from pullfill.wire import QueueSettings, WorkerState
 from tests.support.etcd import EtcdCluster, EtcdServer
 from tests.support.workers import eventually, member
@@ -99,90 +99,68 @@ async def test_a_paused_virtual_machine_is_not_revoked(
 # ------------------------------------------------------------------ the watch
 
 
-async def write(client: EtcdClient, numbers: range, *, stop: asyncio.Event) -> None:
-    """Write n/NNNN in order, each until etcd has it, and delete every third again."""
-    for i in numbers:
-        for operation in ("put", "delete"):
-            if operation == "delete" and i % 3:
-                continue
-            while not stop.is_set():
-                try:
-                    if operation == "put":
-                        await client.put(f"n/{i:04}", str(i).encode())
-                    else:
-                        await client.delete(f"n/{i:04}")
-                    break
-                except RegistryUnavailable:
-                    await asyncio.sleep(0.02)
-        await asyncio.sleep(0.005)
-
-
-async def test_watch_misses_nothing_over_restarts(etcd: EtcdServer, client: EtcdClient) -> None:
-    """The watch comes back later than the writer: keys written and deleted meanwhile count too."""
-    count = 300
-    events: list[WatchEvent] = []
-    stop = asyncio.Event()
-
-    async def watch() -> None:
-        async for event in watch_prefix(client, "n/", pause_s=0.5):
-            events.append(event)
-
-    writer_client = await EtcdClient.connect(etcd.url, wait_s=10)
-    watcher = asyncio.create_task(watch())
-    await eventually(lambda: bool(events))  # it has synced: what is deleted from now on, it sees
-    writer = asyncio.create_task(write(writer_client, range(count), stop=stop))
-    try:
-        for end in (etcd.kill, etcd.stop):
-            seen = len(events)
-            await eventually(lambda seen=seen: len(events) > seen + 50)  # type: ignore[misc]
-            await asyncio.to_thread(end)
-            await asyncio.to_thread(etcd.start)
-        await asyncio.wait_for(writer, 60)
-        last = f"n/{count - 1:04}".encode()
-        await eventually(lambda: any(isinstance(e, Put) and e.key == last for e in events))
-        await asyncio.sleep(0.2)
-    finally:
-        stop.set()
-        watcher.cancel()
-        await writer_client.close()
-    changes = [e for e in events if isinstance(e, Put | Delete)]
-    assert {e.key for e in changes if isinstance(e, Put)} == {
-        f"n/{i:04}".encode() for i in range(count)
-    }
-    assert {e.key for e in changes if isinstance(e, Delete)} == {
-        f"n/{i:04}".encode() for i in range(0, count, 3)
-    }
-    # In order, and nothing twice: a retried put is another revision.
-    revisions = [e.mod_revision for e in changes]
-    assert revisions == sorted(set(revisions))
-
-
-async def test_watch_notices_a_store_that_was_replaced_and_outgrew_it(
-    etcd: EtcdServer, client: EtcdClient
-) -> None:
-    """The new store's revision is past ours when we look again, so its number proves nothing."""
+@pytest.fixture
+async def watched(client: EtcdClient) -> AsyncIterator[dict[bytes, bytes]]:
+    """The keys below n/ as a watch tells them. It comes back later than writers do."""
     state: dict[bytes, bytes] = {}
 
     async def watch() -> None:
-        async for event in watch_prefix(client, "n/", pause_s=3.0):
+        async for event in watch_prefix(client, "n/", pause_s=0.5):
             if isinstance(event, Put):
                 state[event.key] = event.value
             elif isinstance(event, Delete):
                 del state[event.key]
 
+    watching = asyncio.create_task(watch())
+    yield state
+    watching.cancel()
+
+
+async def test_a_watch_follows_over_restarts(
+    etcd: EtcdServer, client: EtcdClient, watched: dict[bytes, bytes]
+) -> None:
+    """Keys are written, and every third deleted again, also while the watch is away."""
+    writer = await EtcdClient.connect(etcd.url, wait_s=10)
+
+    async def write(number: int) -> None:
+        key = f"n/{number:04}"
+        while True:
+            try:
+                await writer.put(key, b"x")
+                return await writer.delete(key) if number % 3 == 0 else None
+            except RegistryUnavailable:
+                await asyncio.sleep(0.02)
+
+    async def write_all() -> None:
+        for number in range(300):
+            await write(number)
+            await asyncio.sleep(0.005)
+
+    writing = asyncio.create_task(write_all())
+    for end in (etcd.kill, etcd.stop):
+        seen = len(watched)
+        await eventually(lambda seen=seen: len(watched) > seen + 30)  # type: ignore[misc]
+        await asyncio.to_thread(end)
+        await asyncio.to_thread(etcd.start)
+    await asyncio.wait_for(writing, 60)
+    left = {f"n/{number:04}".encode() for number in range(300) if number % 3}
+    await eventually(lambda: watched.keys() == left)
+    await writer.close()
+
+
+async def test_a_watch_notices_a_store_that_was_replaced_and_outgrew_it(
+    etcd: EtcdServer, client: EtcdClient, watched: dict[bytes, bytes]
+) -> None:
+    """The new store's revision is past ours when we look again, so its number proves nothing."""
     await client.put("n/old", b"1")
     await client.put("n/same", b"1")
-    watcher = asyncio.create_task(watch())
-    await eventually(lambda: len(state) == 2)
-    etcd.kill()
-    await asyncio.sleep(0.1)  # the watch breaks now, and looks again in 3 s
+    await eventually(lambda: len(watched) == 2)
     await asyncio.to_thread(etcd.restart, empty=True)
     writer = await EtcdClient.connect(etcd.url, wait_s=10)
     await writer.put("n/same", b"1")
     for i in range(20):
         await writer.put("n/new", str(i).encode())
-    await eventually(lambda: state == {b"n/same": b"1", b"n/new": b"19"})
-    watcher.cancel()
+    await eventually(lambda: watched == {b"n/same": b"1", b"n/new": b"19"})
     await writer.close()
 
 

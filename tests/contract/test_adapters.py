@@ -74,7 +74,8 @@ class Frontend:
 
     async def start(self) -> None:
         self.adapters.follow(self.models)
-        await self.board.start(self.adapters.on_change)
+        self.board.subscribe(self.adapters.on_change)
+        await self.board.start()
 
     async def load(self, name: str, path: Path) -> None:
         """As vLLM does."""
@@ -244,9 +245,9 @@ async def test_numbers_grow_and_an_etcd_that_lost_its_data_gets_them_back(
     again = one.adapters._known["x"]
     assert again.number > ahead.number + 1
     await soon(lambda: one.board._known["x"][1] == again)
-    await one.board._follower.close()
+    await one.board.close()
     await client.delete(key)
-    one.board._on_event(Delete(key.encode(), b"", 1))  # a store that is younger than the record
+    one.board._on_event(Delete(key.encode(), 1))  # a store that is younger than the record
     assert "x" in one.served
     await client.put(keys.adapter(ns, "odd"), b"nonsense")
     async with asyncio.timeout(15):

@@ -31,7 +31,7 @@ async def frontend(
 ) -> AsyncIterator[tuple[Rig, SuspectBoard]]:
     client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.5)
     board = SuspectBoard(client, ns, lambda: 90.0)
-    board.start()
+    board.begin()
     try:
         async with rig(*fakes, board=board) as r:
             yield r, board
@@ -126,7 +126,7 @@ async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> 
 async def test_a_refusal_of_the_shortest_time_reaches_the_others(etcd: EtcdServer, ns: str) -> None:
     client = await EtcdClient.connect(etcd.url)
     one, two = (SuspectBoard(client, ns, lambda: 1.0) for _ in range(2))
-    two.start()
+    two.begin()
     one.post("beef", 2, 9)
     await until(lambda: two.left_s("beef") > 0)
     for board in (one, two):
@@ -157,7 +157,7 @@ async def test_a_frontend_that_starts_asks_for_one_entry_at_a_time(
         record = SuspectRecord(fingerprint=name, deaths=2, prompt_tokens=1)
         await client.put(keys.suspect(ns, name), encode(record), lease)
     board = SuspectBoard(client, ns)
-    board.start()
+    board.begin()
     await until(lambda: len(board) == 20 and all(board.left_s(name) > 5 for name in names))
     assert most == 1
     await board.close()

@@ -94,7 +94,7 @@ async def test_watch_renews_a_silent_stream_without_a_break(client: EtcdClient, 
 async def test_watch_survives_compaction_and_takes_a_big_message(
     client: EtcdClient, etcd: EtcdServer, ns: str
 ) -> None:
-    """While the stream is away its revision is compacted: the difference still arrives."""
+    """While the stream is away its revision is compacted. The difference still arrives."""
     events: list[WatchEvent] = []
     await client.put(f"{ns}/gone", b"")
     stream = watch_prefix(client, f"{ns}/", idle_s=0.3)
@@ -111,7 +111,6 @@ async def test_watch_survives_compaction_and_takes_a_big_message(
     assert [type(e) for e in events] == [Put, Synced, Delete, Put, Synced]
     assert isinstance(events[3], Put)
     assert len(events[3].value) == 300_000
-    assert events[4] == Synced(revision, first=False)
 
 
 # ------------------------------------------------------------------ settings

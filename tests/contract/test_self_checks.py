@@ -33,8 +33,8 @@ def result(passed: bool) -> SelfCheck:
 
 
 async def test_a_failure_stays_until_it_is_cleared(client: EtcdClient) -> None:
-    checks = await SelfChecks.started(client, "kept")
-    other = await SelfChecks.started(client, "kept")
+    checks = await SelfChecks(client, "kept").start()
+    other = await SelfChecks(client, "kept").start()
     heard = 0
 
     def on_change() -> None:
@@ -62,7 +62,7 @@ async def test_a_failure_stays_until_it_is_cleared(client: EtcdClient) -> None:
 
 
 async def test_a_success_that_etcd_lost_is_written_again(client: EtcdClient) -> None:
-    checks = await SelfChecks.started(client, "lost")
+    checks = await SelfChecks(client, "lost").start()
     try:
         checks.keep("a", result(passed=True))
         key = keys.self_check("lost", "a")
@@ -80,7 +80,7 @@ async def test_a_success_that_etcd_lost_is_written_again(client: EtcdClient) -> 
 async def test_what_cannot_be_read_is_no_result(client: EtcdClient) -> None:
     await client.put(keys.self_check("odd", "a"), b"{}")
     await client.put(keys.self_check("odd", "b"), b'{"decode_instance":"\x80"}')
-    checks = await SelfChecks.started(client, "odd")
+    checks = await SelfChecks(client, "odd").start()
     try:
         assert checks.current == {}
         assert await kept(client, "odd") == {}
@@ -97,7 +97,7 @@ async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: 
             state=state.get(kind, WorkerState.READY),
         )
         await client.put(keys.worker("joins", "prefill", known.instance_id), encode(known))
-    results = await SelfChecks.started(client, "joins")
+    results = await SelfChecks(client, "joins").start()
     ours = Ours("d", COMPAT.hash(), "ours", 4, 4, 100, 1, "float32", "float32", ONE_GROUP)
     checks, noted = Checks(ours, cast(Any, None), results), asyncio.Event()
     try:
@@ -123,7 +123,7 @@ async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: 
 async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
     """It pulls no jobs before it has passed with one decode worker, tells each decode worker why it
     takes none of its jobs, and claims none: but for the job of a self-check."""
-    results = await SelfChecks.started(client, "follows")
+    results = await SelfChecks(client, "follows").start()
     directory: Any = FakeDirectory()
     hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes="ours")
     changes: list[str] = []
@@ -170,7 +170,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
 
 async def test_a_prefill_worker_registers_as_checking(client: EtcdClient) -> None:
     """Others must not take it for ready, not even before it has begun to connect."""
-    results = await SelfChecks.started(client, "registers")
+    results = await SelfChecks(client, "registers").start()
     directory: Any = FakeDirectory()
     directory.put(record("decode-1", role="decode", compat=COMPAT, computes="a", control="c:1"))
     hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes="ours")
