@@ -120,7 +120,7 @@ def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMete
     return meter.demand.figures(
         open_tokens=ours.uncomputed,
         rates=[rate for rate in rates if rate > 0],
-        pool=peers.pool if pulling else 0,
+        pool=len(pulling),
         own_rate=meter.own_rate,
         kv=1.0 - engine.view.free_blocks / blocks if blocks else 0.0,
         # vLLM counts requests whose prompts are away as waiting. They take no seat yet.

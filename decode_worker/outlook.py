@@ -72,17 +72,16 @@ class Outlook:
             tokens,
             more,
             more * kv_bytes / self.num_blocks,
-            workers=self.peers.pool if pulling else 0,
+            workers=len(pulling),
             loads=[peer.load for peer in pulling],
             depth_tokens=depth.depth_tokens,
             own_tokens=ours.queued_tokens,
             own_unwritten=ours.unwritten,
-            # In a large fleet others may pull the job, and connect then.
-            pulling=frozenset(pullers) if self.peers.pool <= len(pulling) else None,
+            pulling=frozenset(pullers),
         )
         own_jobs = ours.jobs[JobState.QUEUED]
         jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, ours.queued_tokens)
-        queue = Queue(pullers, self.peers.pool, jobs, ahead, more)
+        queue = Queue(pullers, len(pullers), jobs, ahead, more)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,

@@ -55,17 +55,6 @@ class Peers(dict[str, Peer]):
         return [p for p in list(self.values()) if p.pulls and not p.leaving]
 
     @property
-    def pool(self) -> int:
-        """Number of prefill workers in the cluster that pull.
-
-        In a large cluster only some are connected. They report how many there are, and the same
-        share of all is assumed to pull."""
-        peers = list(self.values())
-        pulling = sum(peer.pulls and not peer.leaving for peer in peers)
-        told = max((peer.load.pool for peer in peers), default=0)
-        return max(pulling, told * pulling // len(peers)) if peers else 0
-
-    @property
     def not_pulling(self) -> list[str]:
         """One line for each prefill worker that pulls no jobs."""
         idle = [p for p in list(self.values()) if not p.pulls]

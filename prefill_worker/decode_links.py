@@ -1,10 +1,6 @@
-"""The connections to the decode workers of our model, and which of them stay without a job.
+"""The connections to the decode workers of our model: one to each that the directory lists.
 
-A connection is made when it is *standing*, or when a job of its decode worker was pulled. If it is
-needed for neither for a minute, it is closed.
-
-Each decode worker stays connected to `most` prefill workers, and each prefill worker to LEAST
-decode workers (`standing_links`).
+A decode worker that has left the directory may drain, so the connection stays while it is used.
 
 asyncio thread only.
 """
@@ -13,15 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Collection
-from functools import lru_cache
-from hashlib import blake2b
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from pullfill.config import STANDING_LINKS
 from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.net.peer_link import PeerLink
 from pullfill.net.security import ClusterKey
@@ -30,7 +22,6 @@ from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log
-from pullfill.runtime.idle import IDLE_S
 from pullfill.wire import (
     MAX_TEXT,
     SILENT_S,
@@ -52,17 +43,12 @@ from pullfill.wire import (
     Trial,
     Welcome,
     WorkerRecord,
-    WorkerState,
 )
 
 if TYPE_CHECKING:
     from pullfill.prefill_worker.handoff import Handoff
 
 logger = log.get("prefill_worker.decode_links")
-
-LEAST = 4
-"""How many decode workers a prefill worker stays connected to at least. So a prefill worker that no
-decode worker can reach is noticed, also if there are far more prefill than decode workers."""
 
 
 class DecodeLink(PeerLink):
@@ -92,9 +78,8 @@ class DecodeLink(PeerLink):
                 record.instance_id, record.max_model_len - 1, most,
             )  # fmt: skip
         super().__init__(
-            record.instance_id, record.control, hello, links.key,
-            silent_s=links.silent_s, idle_s=links.idle_s,
-        )  # fmt: skip
+            record.instance_id, record.control, hello, links.key, silent_s=links.silent_s
+        )
         self.when_ended(self.transfer.close)
 
     # ------------------------------------------------------------------ what a job says
@@ -182,7 +167,7 @@ class DecodeLink(PeerLink):
         return self._links.lists(self.record)
 
     def needed(self) -> bool:
-        return self.name in self._links.standing or self.transfer.in_use
+        return self._links.lists(self.record) or bool(self.jobs) or self.transfer.busy
 
     def ping(self) -> Heartbeat:
         before, (self._completed, granted) = self._completed, self._links.activity()
@@ -201,10 +186,8 @@ class DecodeLinks:
     load: returns the load of this worker.
     activity: returns how many jobs it has completed, and how many it has a grant for.
     kept: the results of self-checks. None: every decode worker gets our KV.
-    most: number of prefill workers that stay connected to one decode worker.
-    idle_s: a connection that nothing needs is closed after this long.
     appear_s: how long a job waits for the connection to its decode worker.
-    unknown_s: how long a job waits for a decode worker that the directory never listed. The
+    unknown_s: how long a job waits for a decode worker that the directory does not list. The
     directory may learn of it a little later than the job comes."""
 
     def __init__(
@@ -218,8 +201,6 @@ class DecodeLinks:
         load: Callable[[], Load] = Load,
         activity: Callable[[], tuple[int, int]] = lambda: (0, 0),
         kept: SelfChecks | None = None,
-        most: int = STANDING_LINKS,
-        idle_s: float = IDLE_S,
         silent_s: float = SILENT_S,
         appear_s: float = 2.0,
         unknown_s: float = 0.1,
@@ -231,35 +212,26 @@ class DecodeLinks:
         self._compat = compat
         self.open_transfer_worker = open_transfer_worker
         self.key = key
-        self._report = load
+        self.load = load
         self.activity = activity
         self._kept = kept
         self._on_checked: Callable[[], None] = lambda: None
         self._was_checking: str | None = None
-        self.idle_s = idle_s
         self.silent_s = silent_s
-        self._most = most
-        # Other prefill workers that pull jobs.
-        self._others: set[str] = set()
         self._records: dict[str, WorkerRecord] = {}
         self.links: dict[str, DecodeLink] = {}  # by name of the decode worker
         # Those that have not ended, with those that nobody finds any more.
         self._all: set[DecodeLink] = set()
-        # Decode workers that left the directory. With a record: it may still drain, so one attempt
-        # to connect is made. None: that was tried.
-        self._gone: dict[str, WorkerRecord | None] = {}
         self._changed = asyncio.Event()
         self._started = self._closed = False
-        self.standing: set[str] = set()  # names of the decode workers to stay connected to
         self.leaving = False
         self.why_not = ""  # why this worker pulls no jobs. Empty: it pulls
         # The jobs of self-checks that decode workers have sent.
         self.trials: asyncio.Queue[Trial] = asyncio.Queue()
         # Before `start`: this worker registers before that, and `checking` says as what.
         self._unsubscribe = [directory.subscribe(self._on_change)]
-        for role in ("prefill", "decode"):
-            for record in directory.workers(role).values():
-                self._on_change(None, record)
+        for record in directory.workers("decode").values():
+            self._on_change(None, record)
 
     def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
         """Connect to the decode workers in the directory, now and when it changes.
@@ -328,17 +300,6 @@ class DecodeLinks:
         ours = self.hello.prefill_instance
         return self._kept.why_not(self._pair(record), record.instance_id, ours)
 
-    def _to_be_checked(self, linked: set[str]) -> set[str]:
-        """Return one decode worker of each kind that we are not compared with.
-
-        linked: those to which we are connected anyway."""
-        kinds: dict[str, str] = {}
-        known = self._kept.current if self._kept is not None else None
-        for name, record in self._records.items():
-            if known is not None and (pair := self._pair(record)) and pair not in known:
-                kinds[pair] = name if name in linked else kinds.get(pair, name)
-        return set(kinds.values())
-
     # ------------------------------------------------------------------ for jobs
 
     def knows(self, instance_id: str) -> bool:
@@ -346,57 +307,30 @@ class DecodeLinks:
         return instance_id in self._records or not self._directory.reachable
 
     def is_up(self, instance_id: str) -> bool:
-        """Whether `find` may succeed at once: it is connected, or nobody has tried yet."""
+        """Whether `find` succeeds at once."""
         link = self.links.get(instance_id)
-        return instance_id in self._records if link is None else link.connected
+        return link is not None and link.connected
 
     async def find(self, instance_id: str, *, trial: bool = False) -> DecodeLink:
-        """Return the connected link to a decode worker. Makes it if there is none.
+        """Return the connected link to a decode worker.
 
-        Waits for a decode worker that the directory does not list yet, but not for one that has
-        left it. Raises PeerUnavailable, also if the self-check has not passed.
+        Raises PeerUnavailable, also if the self-check has not passed.
 
         trial: for the self-check itself."""
         until = asyncio.get_running_loop().time() + self._unknown_s
-        while (link := self._link_to(instance_id)) is None:
-            if instance_id in self._gone:
-                raise PeerUnavailable(f"decode worker {instance_id} left the directory")
+        while (link := self.links.get(instance_id)) is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(until):
                     await self._changed.wait()
             except TimeoutError:
-                raise PeerUnavailable(f"decode worker {instance_id} is not known") from None
+                raise PeerUnavailable(f"decode worker {instance_id} is not listed") from None
         await link.wait_up(self._appear_s)
         if not trial and (why := self._unchecked(link.record)):
             raise PeerUnavailable(why)
         return link
 
-    def _link_to(self, instance_id: str) -> DecodeLink | None:
-        """Return the link, or make one."""
-        if (link := self.links.get(instance_id)) is not None or self._closed:
-            return link
-        if (record := self._records.get(instance_id)) is not None:
-            return self._open(record)
-        if (record := self._gone.get(instance_id)) is not None:
-            # It is dead, or it drains and still has jobs. One attempt to connect tells which.
-            self._gone[instance_id] = None
-            return self._open(record)
-        return None
-
     # ------------------------------------------------------------------ for links
-
-    def load(self) -> Load:
-        """Return this worker's load. Each claim carries it."""
-        return replace(self._report(), pool=self.pool)
-
-    @property
-    def pool(self) -> int:
-        """Number of prefill workers that pull jobs, this one included.
-
-        0 while each decode worker is connected to all of them, and can count them itself."""
-        workers = len(self._others) + 1
-        return workers if workers > self._most else 0
 
     def lists(self, record: WorkerRecord) -> bool:
         """Whether a decode worker is still in the directory, at this address."""
@@ -408,19 +342,15 @@ class DecodeLinks:
         if self.links.get(link.name) is link:
             del self.links[link.name]
 
-    def _open(self, record: WorkerRecord) -> DecodeLink:
+    def _open(self, record: WorkerRecord) -> None:
         link = self.links[record.instance_id] = DecodeLink(self, record)
         self._all.add(link)
         link.when_ended(lambda: self._all.discard(link))
-        return link
 
     def _refresh(self) -> None:
-        """Make the standing connections. Those that are not standing any more end when idle."""
+        """Make the connections that are missing. Tell all what has changed."""
         if self._started and not self._closed:
-            me = self.hello.prefill_instance
-            wanted = standing_links(me, self._others, self._records, self._most)
-            self.standing = wanted | self._to_be_checked(wanted)
-            for name in self.standing - self.links.keys():
+            for name in self._records.keys() - self.links.keys():
                 self._open(self._records[name])
             for link in self.links.values():
                 link.tell()
@@ -433,34 +363,22 @@ class DecodeLinks:
 
     def _on_change(self, old: WorkerRecord | None, new: WorkerRecord | None) -> None:
         record = new or old
-        if record is None:
+        # A worker that has both sides is not connected to itself.
+        if record is None or record.instance_id == self.hello.prefill_instance:
             return
-        if record.role == "prefill":
-            pulls = new is not None and new.state is not WorkerState.DRAINING and self._fits(new)
-            (self._others.add if pulls else self._others.discard)(record.instance_id)
-            self._others.discard(self.hello.prefill_instance)
-        elif record.role == "decode" and record.instance_id != self.hello.prefill_instance:
-            if new is None:
-                self._left(record.instance_id)
-            else:
-                self._came(new)
+        if new is None:  # it drains or is dead. Jobs that it has granted to us go on
+            self._records.pop(record.instance_id, None)
+        else:
+            self._came(new)
         self._refresh()
         self._changed.set()
 
     def _fits(self, record: WorkerRecord) -> bool:
         return record.compat is not None and not self._compat.differs_from(record.compat)
 
-    def _left(self, name: str, remembered: int = 10_000) -> None:
-        """A decode worker drains or is dead. Jobs that it has granted to us go on."""
-        record = self._records.pop(name, None)
-        self._gone[name] = record if name not in self.links else None
-        while len(self._gone) > remembered:
-            del self._gone[next(iter(self._gone))]
-
     def _came(self, new: WorkerRecord) -> None:
         """A decode worker is new, or its record has changed."""
         name = new.instance_id
-        self._gone.pop(name, None)
         if self._fits(new) and new.control:
             self._records[name] = new
         else:
@@ -485,34 +403,3 @@ class DecodeLinks:
 def _same(one: WorkerRecord, other: WorkerRecord) -> bool:
     """Whether a connection that was made to the one is a connection to the other."""
     return (one.incarnation, one.control) == (other.incarnation, other.control)
-
-
-# --------------------------------------------------------------------------- which are standing
-
-
-@lru_cache(maxsize=4096)
-def _key(name: str) -> int:
-    """64 bits that look random."""
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
-
-
-def standing_links(
-    me: str, others: Collection[str], decodes: Collection[str], most: int
-) -> set[str]:
-    """Return the decode workers that the prefill worker `me` stays connected to. See the module.
-
-    others: the other prefill workers that pull jobs."""
-    # With 256 workers of each kind a connection for each pair would be 65,536 connections. So the
-    # names stand on a ring, in the order of a hash. A decode worker is connected to the next `most`
-    # prefill workers on the ring, and a prefill worker to the next LEAST decode workers. All
-    # workers see the same ring without talking to each other, and one that comes or goes changes
-    # only its own connections and those in its place.
-    if len(others) < most:
-        return set(decodes)
-    ring, place = sorted(map(_key, {*others, me})), _key(me)
-    mine = bisect_left(ring, place)
-    ahead = sorted(decodes, key=lambda name: (_key(name) - place) % (1 << 64))
-    found = set(ahead[: min(LEAST, most)])
-    return found | {
-        name for name in decodes if (mine - bisect_left(ring, _key(name))) % len(ring) < most
-    }

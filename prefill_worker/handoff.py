@@ -134,12 +134,11 @@ class Handoff:
             return await self._leave_to_others()
         await self.claim()
         await self._check_grant()
-        with self.link.transfer.held():
-            try:
-                task = await self.compute_and_write()
-                await self.commit(task)
-            finally:
-                self._end_task()
+        try:
+            task = await self.compute_and_write()
+            await self.commit(task)
+        finally:
+            self._end_task()
 
     # ------------------------------------------------------------------ step 5: claim
 

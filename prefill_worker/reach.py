@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 from pullfill.backoff import Backoff
@@ -20,7 +19,6 @@ from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, Pull
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.runtime import log
-from pullfill.runtime.idle import IDLE_S, IdleTimer
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import LocalMemory, PeerTransport
@@ -81,20 +79,17 @@ class SharedTransferWorker:
 
     After an attempt has failed, jobs fail at once for a while and go back to the queue.
 
-    A transfer worker that no job has used for `idle_s` is closed, and made again at the next use.
-
     open_transfer_worker: makes a transfer worker.
     name: the decode worker's, for people.
     current: the transfer worker. None before the first success, and after `drop`.
-    route: the transport that it uses, or used before it was closed, and why no better one. None
-    before the first success."""
+    route: the transport that it uses, or used before `drop`, and why no better one. None before the
+    first success."""
 
     def __init__(
         self,
         open_transfer_worker: Callable[[], Awaitable[TransferWorker]],
         name: str,
         clock: Clock = SYSTEM_CLOCK,
-        idle_s: float = IDLE_S,
     ) -> None:
         self._open = open_transfer_worker
         self._name = name
@@ -103,21 +98,13 @@ class SharedTransferWorker:
         self._backoff = Backoff(2.0, longest_s=30.0)
         self._again_at = 0.0
         self._closed = False
-        self._idle = IdleTimer(self._rest, idle_s)
         self.current: TransferWorker | None = None
         self.route: dict[str, object] | None = None
 
     @property
-    def in_use(self) -> bool:
-        """Whether a job holds the transfer worker, or it still copies for one that has ended."""
-        return self._idle.in_use or (self.current is not None and self.current.busy)
-
-    def held(self) -> AbstractContextManager[None]:
-        """Keep the transfer worker open inside the `with` block.
-
-        A job enters it before it asks for the transfer worker, and leaves it after its last
-        operation."""
-        return self._idle.used()
+    def busy(self) -> bool:
+        """Whether it copies, or keeps blocks to be read, maybe for a job that has ended."""
+        return self.current is not None and self.current.busy
 
     async def get(self) -> TransferWorker:
         """Return the transfer worker. Connects if there is none. Raises OutOfReach.
@@ -144,7 +131,6 @@ class SharedTransferWorker:
     def drop(self) -> None:
         """Close the current transfer worker. The next `get` makes a new one."""
         dropped, self.current = self.current, None
-        self._idle.stop()
         if dropped is not None:
             self._attempt = None
             dropped.close()
@@ -153,13 +139,6 @@ class SharedTransferWorker:
         """Close for good. The result of an attempt under way is closed too."""
         self._closed = True
         self.drop()
-
-    def _rest(self) -> bool:
-        """Close the idle transfer worker. Returns False if it still copies."""
-        if self.current is not None and self.current.busy:
-            return False
-        self.drop()
-        return True
 
     def _failure(self, why: str) -> OutOfReach:
         return OutOfReach(f"the KV memory of decode worker {self._name}: {why}")
@@ -181,5 +160,4 @@ class SharedTransferWorker:
             "transport": made.transport, "why_not_better": list(made.why_not_better),
         }  # fmt: skip
         self.forgive()
-        self._idle.start()  # all jobs that asked may have left
         return made

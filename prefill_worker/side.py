@@ -76,7 +76,7 @@ class PrefillRole(Role[PrefillContext]):
         self._directory = Directory(
             etcd,
             self._cluster.namespace,
-            ["decode", "prefill"],
+            ["decode"],
             ttl_s=self._options.lease_ttl_s,
             beat_s=self._options.lease_ttl_s / 2,  # keep-alives of the lease come more often
         )
@@ -183,7 +183,6 @@ class PrefillRole(Role[PrefillContext]):
         links = DecodeLinks(
             self._directory, self._hello, engine.compat, reach, self._key,
             load=context.scheduler.load, activity=budget.activity, kept=self._kept,
-            most=options.standing_links,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 

@@ -21,8 +21,6 @@ STATE_DIR_ENV = "PULLFILL_STATE_DIR"
 CLUSTER_FILE = "cluster.json"
 # Names of the ways to move KV, best first.
 TRANSPORTS = ("cuda_ipc", "shm", "nccl", "nixl", "tcp")
-# How many prefill workers stay connected to one decode worker.
-STANDING_LINKS = 16
 
 NO_DATA_PARALLEL = (
     "workers do not run data-parallel engines: start more workers instead (`pullfill up --decode N "

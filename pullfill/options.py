@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
 from pullfill import redact
-from pullfill.config import STANDING_LINKS, STATE_DIR_ENV, TRANSPORTS, ClusterRef, OtherCluster
+from pullfill.config import STATE_DIR_ENV, TRANSPORTS, ClusterRef, OtherCluster
 from pullfill.errors import ConfigError
 from pullfill.net.security import OPEN, SECURITY_ENV, Security
 from pullfill.wire import KvMode
@@ -358,14 +358,6 @@ class WorkerOptions(RoleOptions):
         least=1,
         role="prefill",
         up=True,
-    )
-    standing_links: int = flag(
-        STANDING_LINKS,
-        "How many prefill workers stay connected to a decode worker. Others connect when they pull "
-        "one of its jobs. Give all prefill workers the same number",
-        metavar="N",
-        least=1,
-        role="prefill",
     )
 
 

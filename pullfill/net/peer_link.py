@@ -23,11 +23,13 @@ from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable, PullfillErr
 from pullfill.net.channel import Channel, dial, introduce, split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
-from pullfill.runtime.idle import IDLE_S
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S, Goodbye, Heartbeat, Hello, LeaseHello
 
 logger = log.get("net.peer_link")
+
+# A connection that nothing needs ends after this many seconds.
+IDLE_S = 60.0
 
 
 class ConnectionLost(PeerUnavailable):

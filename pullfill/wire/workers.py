@@ -161,7 +161,7 @@ class Load(Message, frozen=True, kw_only=True):
     tokens_per_s: Finite = 0.0
     # Tokens that are computed and belong to jobs that are not committed.
     done_tokens: Count = 0
-    # Number of prefill workers that take jobs. 0: the decode worker is connected to all.
+    # Not used: the first builds said here how many prefill workers there are.
     pool: Count = 0
 
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +22,6 @@ from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
     COMPATIBLE,
     Cluster,
-    DecodeHalf,
     PrefillHalf,
     prompt,
     settled,
@@ -196,47 +194,3 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
         await cluster.check_clean()
         assert not cluster.queue.dead
         assert prefill.budget.completed == 1
-
-
-# ------------------------------------------------------------------ sessions that no job uses
-
-
-def idle_after(prefill: PrefillHalf, decode: DecodeHalf, seconds: float) -> Any:
-    shared = prefill.links.links[decode.name].transfer
-    shared._idle._after_s = seconds
-    return shared
-
-
-async def serve(decode: DecodeHalf, seed: int) -> None:
-    served = decode.send(prompt(30, seed=seed))
-    await settled(served)
-    assert decode.right(served)
-    decode.abort(served)
-
-
-async def test_no_job_fails_though_sessions_are_closed_all_the_time(tmp_path: Path) -> None:
-    """The session is closed in the moment in which its last job ends and other jobs ask for it."""
-    async with Cluster(tmp_path, "tcp") as cluster:
-        decode = await cluster.decode()
-        prefill = await cluster.prefill(chunk=8)
-        shared = idle_after(prefill, decode, 0.0)
-        opened = 0
-        connect = shared._open
-
-        async def counted() -> Any:
-            nonlocal opened
-            opened += 1
-            return await connect()
-
-        shared._open = counted
-        for seed in range(0, 40, 2):
-            both = [decode.send(prompt(20, seed=seed)), decode.send(prompt(20, seed=seed + 1))]
-            if seed % 4:
-                await asyncio.sleep(0.001)
-            await settled(*both)
-            for served in both:
-                assert decode.right(served)
-                decode.abort(served)
-        await cluster.check_clean()
-        assert (prefill.budget.completed, prefill.budget.failed) == (40, 0)
-        assert opened > 5

@@ -371,7 +371,7 @@ class Cluster:
         name = f"prefill-{len(self.prefills) + 1}"
         prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer, longest=longest)
         self.prefills.append(prefill)
-        await until(lambda: prefill.links.connected == sorted(prefill.links.standing))
+        await until(lambda: prefill.links.connected == sorted(self.directory.workers("decode")))
         if pull:
             prefill.puller.start()
         return prefill

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +96,7 @@ class Worker:
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             name="d", record=SimpleNamespace(incarnation="i"), claim=self._claim,
-            transfer=SimpleNamespace(get=self._reach, current=None, held=nullcontext),
+            transfer=SimpleNamespace(get=self._reach, current=None),
             commit=self._commit, send=self.sent.append, connected=True,
         )  # fmt: skip
         self.link.jobs = {}
