@@ -29,8 +29,8 @@ from pullfill.wire import WorkerRecord
 
 MAX_BODY = 8 << 20
 ROLES = ("decode", "prefill")
-# Routes where frontends ask each other for the record of a request, and for a stored response.
-REQUESTS, RESPONSES = "/pullfill/requests/", "/pullfill/responses/"
+# The route where frontends ask each other for the record of a request.
+REQUESTS = "/pullfill/requests/"
 # Header of a question from another frontend, with its instance id. It is not passed on.
 ASKED_BY = "x-pullfill-asked-by"
 # Label of every series: one Prometheus may scrape several clusters.
@@ -140,22 +140,16 @@ class ClusterView:
                 merged.add(cluster | labels, body.decode("utf-8", "replace"))
         return merged.text() + (probe.END if wanted else "")
 
-    async def response_elsewhere(self, response_id: str, authorization: str) -> bytes | None:
-        """Return a response that another frontend has stored. None: none has it."""
-        return await self.record_elsewhere(response_id, authorization, RESPONSES)
-
-    async def record_elsewhere(
-        self, request_id: str, authorization: str = "", route: str = REQUESTS
-    ) -> bytes | None:
+    async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
         """Return what another frontend tells of a request, as JSON. None: none knows it.
 
         authorization: the client's header. The others get a proof of its key, never the key."""
         headers = {ASKED_BY: self.own_id}
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() == "bearer" and (key := key.strip()):
-            proof = http_proof.proof(key.encode("latin-1"), route + request_id, time.time())
+            proof = http_proof.proof(key.encode("latin-1"), REQUESTS + request_id, time.time())
             headers[http_proof.HEADER] = proof
-        path = route + quote(request_id, safe="")
+        path = REQUESTS + quote(request_id, safe="")
         others = self.directory.workers("frontend").items()
         asked = [
             asyncio.create_task(self._fetch(record.http + path, headers))

@@ -47,9 +47,7 @@ SERVING_PATHS = ENGINE_PATHS | TEXT_PATHS | {
     "/v1/models", "/tokenizer_info", "/version", "/load", "/docs", "/docs/oauth2-redirect",
     "/redoc", "/openapi.json", "/pullfill/status",
 }  # fmt: skip
-SERVING_PREFIXES = (
-    "/v1/models/", "/v1/responses/", "/pullfill/requests/", "/pullfill/responses/",
-)  # fmt: skip
+SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
 # The live page is administrative, and a browser cannot send what other clients send. So for its
 # paths, which only read, a key may come as the password of HTTP Basic, and a page of this frontend
 # may ask on this machine. It must have come by a loopback name, or a page of another site could
@@ -58,9 +56,7 @@ PAGE = "/pullfill/ui"
 # Other frontends and pullfill's commands find this frontend in etcd. They show no key, but the
 # proof of one (pullfill/net/http_proof.py). For GET of these paths the proof of any key is as good
 # as a key for clients.
-PROOF_PATHS = (
-    "/pullfill/status", "/pullfill/requests/", "/pullfill/responses/", f"{PAGE}/events",
-)  # fmt: skip
+PROOF_PATHS = ("/pullfill/status", "/pullfill/requests/", f"{PAGE}/events")
 _PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})
 _SPOKEN_FOR_PREFIXES = (b"x-forwarded-", b"x-envoy-")

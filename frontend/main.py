@@ -294,7 +294,6 @@ class _Frontend:
                 waits=Waits(restart=options.restart_wait_s),
             ),
             adapters,
-            view.response_elsewhere,
         )
         stack.push_async_callback(front.close)
         dispatcher = front.client.port
@@ -326,9 +325,7 @@ class _Frontend:
         stock = await stack.enter_async_context(
             layer.forwarding(options, prepared.names, lambda: settings.current, stock_key)
         )
-        admin = Admin(
-            front.app, pool, view, requests, board.listed, front.stored_response, live, stock
-        )
+        admin = Admin(front.app, pool, view, requests, board.listed, live, stock)
         admin.attach()
         app: App = front.app
         wait_ready = pool.wait_ready

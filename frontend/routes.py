@@ -1,5 +1,5 @@
-"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics,
-/pullfill/responses/ID (for other frontends). And those of the live page (live/page.py)."""
+"""The frontend's own routes: /live, /ready, /pullfill/status, /pullfill/requests/ID, /metrics. And
+those of the live page (live/page.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Admin:
 
     app: vLLM's.
     refused: returns the entries of `suspects`.
-    stored: returns a response that this frontend has stored, for another one.
     page: makes what the live page shows.
     stock: the stock vLLM servers, if there may be any.
     draining: the process takes no new requests. See `drain`."""
@@ -48,7 +47,6 @@ class Admin:
     view: ClusterView
     requests: RequestLog
     refused: Callable[[], list[dict[str, Any]]]
-    stored: Callable[[str], bytes | None]
     page: live_page.LiveView
     stock: Forwarding | None = None
     draining: bool = False
@@ -60,7 +58,6 @@ class Admin:
             Route("/ready", self.ready),
             Route("/pullfill/status", self.status),
             Route("/pullfill/requests/{request_id:path}", self.request),
-            Route("/pullfill/responses/{request_id}", self.response),
             Route("/metrics", self.metrics),
             *live_page.routes(self.page, self.request),
         ]
@@ -153,10 +150,6 @@ class Admin:
             f"each frontend keeps the last {MAX_RECORDS}"
         )
         return JSONResponse({"error": error_of(404, message)}, status_code=404)
-
-    async def response(self, request: Request) -> Response:
-        told = self.stored(request.path_params["request_id"])
-        return Response(told, 404 if told is None else 200, media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
         accept = request.headers.get("accept", "")

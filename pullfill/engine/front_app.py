@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from pullfill.engine.front_adapters import Board
     from pullfill.engine.front_client import DecodeClient, DecodePort
-    from pullfill.engine.front_patches import Ask
 
 _log = log.get("engine.front_app")
 
@@ -153,13 +152,12 @@ class FrontApp:
 
     @staticmethod
     async def build(
-        prepared: Prepared, port_of: Callable[[DecodeClient], DecodePort], board: Board, ask: Ask
+        prepared: Prepared, port_of: Callable[[DecodeClient], DecodePort], board: Board
     ) -> FrontApp:
         """Make AsyncLLM and the app on the running loop.
 
         port_of: makes the port. It must not deliver outputs before this returns.
-        board: the LoRA adapters of the cluster.
-        ask: asks other frontends for a stored response that this one does not have."""
+        board: the LoRA adapters of the cluster."""
         from vllm import envs
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -183,19 +181,12 @@ class FrontApp:
         await init_app_state(engine, app.state, args, tasks)
         front_patches.settle_errors(app.state)
         front_patches.tell_failures(app.state, engine)
-        front_patches.share(app.state.openai_serving_responses, ask)
         client.adapters.follow(app.state.openai_serving_models)
         app.state.server = _NoServer()
         # As in an engine: vLLM asks for environment variables at each token.
         envs.enable_envs_cache()
         watch = asyncio.create_task(_keep_output_handler(engine), name="frontend-output-watch")
         return FrontApp(app, engine, client, watch)
-
-    def stored_response(self, response_id: str) -> bytes | None:
-        """Return a stored response for another frontend. None: this one does not have it."""
-        from pullfill.engine import front_patches
-
-        return front_patches.stored(self.app.state.openai_serving_responses, response_id)
 
     async def close(self) -> None:
         """Stop AsyncLLM. Requests still open end with an error."""

@@ -2,7 +2,6 @@
 
 - Errors: one type and status in bodies and in streams, and one line in the log.
 - Streams of the Responses and Messages API end with an event that says why a request failed.
-- Stored responses: one frontend asks the others for those that it does not have.
 
 `FrontApp.build` applies all of it once, before the app serves.
 """
@@ -11,14 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from openai.types.responses import ResponseFailedEvent
-from pydantic import TypeAdapter
 from vllm import exceptions
-from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.exceptions import GenerationError, VLLMClientError, VLLMError
 
 from pullfill.engine.blame import Fault
@@ -179,46 +176,3 @@ def _of_messages(handler: Any) -> None:
             yield f"event: error\ndata: {json.dumps(said)}\n\n"
 
     handler.message_stream_converter = told
-
-
-# --------------------------------------------------------------------------- stored responses
-
-
-# With VLLM_ENABLE_RESPONSES_API_STORE vLLM keeps each response, and the messages that led to it, in
-# the process that made it. A request's `previous_response_id` may name one of another frontend.
-_READ = TypeAdapter(ResponsesResponse)
-# Gets the id of a response and the client's Authorization header. Returns what `stored` of
-# another frontend returned. None: no frontend has it.
-Ask = Callable[[str, str], Awaitable[bytes | None]]
-
-
-def stored(handler: Any, response_id: str) -> bytes | None:
-    """Return a response and its messages as JSON. None: it is not stored here.
-
-    handler: vLLM's OpenAIServingResponses. Messages of gpt-oss are of another kind: None."""
-    response = handler.response_store.get(response_id)
-    if response is None or handler.use_harmony:
-        return None
-    told = {
-        "response": response.model_dump(mode="json", by_alias=True),
-        "messages": handler.msg_store.get(response_id),
-    }
-    # Messages are dicts or objects of OpenAI's client.
-    return json.dumps(told, default=lambda item: item.model_dump(mode="json")).encode()
-
-
-def share(handler: Any, ask: Ask) -> None:
-    """Make the handler take a previous response from another frontend if it does not have it."""
-    create = handler.create_responses
-
-    async def created(request: Any, raw_request: Any = None) -> Any:
-        name = request.previous_response_id
-        if name and handler.enable_store and name not in handler.response_store:
-            headers = {} if raw_request is None else raw_request.headers
-            if told := await ask(name, headers.get("authorization", "")):
-                found = json.loads(told)
-                handler.msg_store[name] = found["messages"]
-                handler.response_store[name] = _READ.validate_python(found["response"])
-        return await create(request, raw_request)
-
-    handler.create_responses = created

@@ -24,21 +24,17 @@ PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """The URL that both frontends share, and the frontends. They store responses."""
+    """The URL that both frontends share, and the frontends."""
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--own-port", "0")
     where = tmp_path_factory.mktemp("pair")
     (where / "etcd").mkdir()
     with (
-        pytest.MonkeyPatch.context() as patch,
         EtcdServer(where / "etcd") as etcd,
+        frontend(etcd, where / "one.log", model_path, *flags) as one,
+        frontend(etcd, where / "two.log", model_path, *flags) as two,
     ):
-        patch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-        with (
-            frontend(etcd, where / "one.log", model_path, *flags) as one,
-            frontend(etcd, where / "two.log", model_path, *flags) as two,
-        ):
-            yield f"http://127.0.0.1:{port}", one, two
+        yield f"http://127.0.0.1:{port}", one, two
 
 
 async def ask(url: str) -> str:
@@ -60,31 +56,6 @@ async def soon_found(url: str, request_id: str) -> None:
         while (code := await found(url, request_id)) == 404:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert code == 200
-
-
-async def test_either_continues_a_conversation_of_the_other(pair: Pair) -> None:
-    """What reaches the worker is what one frontend makes of the same turns."""
-    _, one, two = pair
-    fake = FakeDecode("decode-1", model="m", max_model_len=512)
-    async with (
-        workers(one, fake, seen_by=[two]),
-        httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as http,
-    ):
-
-        async def talk(*urls: str) -> list[list[int] | None]:
-            fake.added.clear()
-            previous = None
-            for url in urls:
-                body = {"model": "m", "input": "go on", "max_output_tokens": 5}
-                answer = await http.post(
-                    f"{url}/v1/responses", json={**body, "previous_response_id": previous}
-                )
-                previous = answer.raise_for_status().json()["id"]
-            return [request.prompt_token_ids for request in fake.added]
-
-        assert await talk(one.url, two.url, one.url) == await talk(one.url, one.url, one.url)
-        unknown = {"model": "m", "input": "go on", "previous_response_id": "resp_none"}
-        assert (await http.post(f"{one.url}/v1/responses", json=unknown)).status_code == 404
 
 
 @pytest.mark.essential

@@ -41,7 +41,7 @@ class _View:
 def admin(r: Rig) -> Admin:
     parts: dict[str, Any] = {
         "view": _View(), "requests": SimpleNamespace(), 
-        "refused": list, "stored": lambda _: None, "page": SimpleNamespace(),
+        "refused": list, "page": SimpleNamespace(),
     }  # fmt: skip
     return Admin(cast(Any, None), r.pool, **parts)
 
