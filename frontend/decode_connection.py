@@ -60,6 +60,7 @@ class DecodeConnection:
     far: whether the worker runs on another host, whose clock differs.
     load: what the worker has to do, with the requests of all frontends, as it last said. None: it
     has said nothing yet. load_at: when that came, in seconds of the loop's clock.
+    made: tokens of answers that it has sent.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class DecodeConnection:
         self.listed = True
         self.load: front_wire.LoadReport | None = None
         self.load_at = 0.0
+        self.made = 0
         self.far = record.host_id != host_id()
         self._ahead: float | None = None
         self._breaks: list[int] = []

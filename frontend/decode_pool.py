@@ -135,6 +135,10 @@ class WorkerPool:
         connection = self._connections.get(instance_id)
         return (connection.load, connection.load_at) if connection is not None else (None, 0.0)
 
+    def made(self) -> dict[str, int]:
+        """Return how many tokens each worker has sent over its connection."""
+        return {name: connection.made for name, connection in self._connections.items()}
+
     # ---------------------------------------------------------------- registry
 
     def refresh(self) -> None:

@@ -237,6 +237,7 @@ class Dispatcher:
                 record = flight.record
                 record.first_token_ms = (time.monotonic() - record.arrived) * 1000.0
             tokens.extend(out.new_token_ids)
+            worker.made += len(out.new_token_ids)
             if out.finish_reason is not None and not self._finish(worker, flight, out):
                 out.finish_reason = None
                 if not out.new_token_ids:

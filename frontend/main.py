@@ -18,7 +18,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -82,7 +82,9 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     allow_open_files()
     environment.begin_imports()
     front_app.set_environment(options.model)
-    _run_loop(_end(_Frontend(cluster, options, vllm_args, listeners)))
+    import uvloop  # comes with vLLM, which is there
+
+    uvloop.run(_end(_Frontend(cluster, options, vllm_args, listeners)))
 
 
 def listeners_of(options: FrontendOptions) -> list[socket.socket]:
@@ -128,15 +130,6 @@ def url_of(listener: socket.socket, *, tls: bool) -> str:
     """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _run_loop(main: Coroutine[Any, Any, NoReturn]) -> NoReturn:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
 
 
 async def _end(frontend: _Frontend) -> NoReturn:
@@ -315,6 +308,7 @@ class _Frontend:
             requests,
             dispatcher.flights.values,
             lambda: (settings.current.ttft_ms, settings.current.itl_ms),
+            pool.made,
             frontend=self._instance_id,
             model=model,
             since=self._started_at,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -59,37 +59,6 @@ class _Step:
     decisions: Counter[str] = field(default_factory=Counter)
     backlog_s: float | None = None
     workers: Mapping[str, WorkerPoint] = field(default_factory=dict)
-
-
-class TokenMeter:
-    """Counts the tokens of answers between two looks, by decode worker.
-
-    Nothing is counted as tokens come: a look sums up the answers under way and those that ended."""
-
-    def __init__(self) -> None:
-        self._at: float | None = None
-        self._ended: Counter[str] = Counter()
-        self._total: Counter[str] = Counter()
-
-    def look(
-        self, now: float, answers: Iterable[tuple[str, int]], ended: Iterable[Ended]
-    ) -> tuple[float, dict[str, int]]:
-        """Return the seconds since the last look, and the tokens by worker. A first look: 0, {}.
-
-        now: a monotonic clock. answers: worker and tokens of each answer under way.
-        ended: those that have ended since the last look."""
-        first, seconds = self._at is None, now - (self._at or now)
-        if not first:
-            for row in ended:
-                self._ended[row.decode] += row.made
-        total = Counter(self._ended)
-        for worker, tokens in answers:
-            total[worker] += tokens
-        before, self._total, self._at = self._total, total, now
-        if first or seconds <= 0:
-            return 0.0, {}
-        # Tokens of an answer that was cancelled, or has moved, are gone from the sum.
-        return seconds, {name: max(0, count - before[name]) for name, count in total.items()}
 
 
 class Series:

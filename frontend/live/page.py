@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from pullfill.frontend import counters
 from pullfill.frontend.admission import unless_deaf
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.live.history import Marks, Series, TokenMeter
+from pullfill.frontend.live.history import Marks, Series
 from pullfill.frontend.live.rows import ended_of, flows_of
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
@@ -83,12 +83,14 @@ class LiveView:
     frontend: instance id of this frontend. since: when it started, in seconds since 1970.
     targets_ms: returns the targets of requests that name none.
     flights: returns the requests under way.
+    made: returns how many tokens each decode worker has sent so far.
     frontends: returns how many frontends there are."""
 
     view: ClusterView
     requests: RequestLog
     flights: Callable[[], Collection[Flight]]
     targets_ms: Callable[[], tuple[float, float]]
+    made: Callable[[], Mapping[str, int]]
     _: KW_ONLY
     frontend: str
     model: str
@@ -99,7 +101,8 @@ class LiveView:
     marks: Marks = field(default_factory=Marks)
     viewers: int = 0
     _series: Series = field(default_factory=Series)
-    _meter: TokenMeter = field(default_factory=TokenMeter)
+    # When the last look was, and `made` at that time. None: nobody has looked.
+    _made: tuple[float, Mapping[str, int]] | None = None
     _task: asyncio.Task[None] | None = None
     _closed: bool = False
     _broken: bool = False  # the last look has failed
@@ -163,7 +166,7 @@ class LiveView:
         if self._task is not None:
             self._task.cancel()
         self._task = None
-        self._meter = TokenMeter()
+        self._made = None
 
     # ---------------------------------------------------------------- the task
 
@@ -185,9 +188,7 @@ class LiveView:
         reports = await self.view.reports(jobs=True)
         ended = await self._take_ended()
         now, flights = time.time(), list(self.flights())
-        answers = ((f.worker.instance_id, len(f.tokens)) for f in flights if f.worker is not None)
-        seconds, tokens = self._meter.look(time.monotonic(), answers, ended)
-        rates = {name: count / seconds for name, count in tokens.items()}
+        seconds, rates = self._rates()
         cluster = self.view.cluster(reports, rates)
         self.marks.seen(cluster)
         points = {
@@ -195,7 +196,8 @@ class LiveView:
             for row in cluster.workers
         }
         if seconds:
-            self._series.sampled(now, seconds, sum(tokens.values()), cluster.backlog_s, points)
+            tokens = sum(rates.values()) * seconds
+            self._series.sampled(now, seconds, tokens, cluster.backlog_s, points)
         flows, hidden = flows_of(flights, reports, time.monotonic())
         figures = self._series.now(now, sum(rates.values()))
         self._snapshot = LiveSnapshot(
@@ -222,6 +224,17 @@ class LiveView:
         self._number += 1
         self._next.set()
         self._next = asyncio.Event()
+
+    def _rates(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last look, and tokens per second since then by worker."""
+        at, made = time.monotonic(), self.made()
+        last, self._made = self._made, (at, made)
+        if last is None or at <= last[0]:
+            return 0.0, {}
+        seconds, before = at - last[0], last[1]
+        # A worker that has come back begins at 0.
+        new = {name: max(0, count - before.get(name, 0)) for name, count in made.items()}
+        return seconds, {name: count / seconds for name, count in new.items()}
 
     async def _take_ended(self) -> list[Ended]:
         """Return the requests that have ended since the last look, oldest first, and count them."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,16 +165,15 @@ class FrontApp:
         from pullfill.engine import front_patches
         from pullfill.engine.front_client import DecodeClient, FrontLLM
 
-        client = DecodeClient(prepared.config, port_of, board)
-        args = prepared.args
-        with _core_client(client):
-            engine = FrontLLM(
-                vllm_config=prepared.config,
-                executor_class=Executor,
-                log_stats=not args.disable_log_stats,
-                log_requests=args.enable_log_requests,
-            )
-        client.processor, client.renderer = engine.output_processor, engine.renderer
+        args, config = prepared.args, prepared.config
+        engine = FrontLLM(
+            lambda processor, renderer: DecodeClient(config, processor, renderer, port_of, board),
+            vllm_config=config,
+            executor_class=Executor,
+            log_stats=not args.disable_log_stats,
+            log_requests=args.enable_log_requests,
+        )
+        client = engine.engine_core
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
         await init_app_state(engine, app.state, args, tasks)
@@ -208,19 +206,6 @@ class _NoServer:
     reads it: our server has many engines and its own life."""
 
     should_exit = False
-
-
-@contextmanager
-def _core_client(client: DecodeClient) -> Iterator[None]:
-    """While open, the AsyncLLM being made gets `client` as its engine core."""
-    from vllm.v1.engine.core_client import EngineCoreClient
-
-    original = EngineCoreClient.__dict__["make_async_mp_client"]
-    EngineCoreClient.make_async_mp_client = staticmethod(lambda *a, **k: client)
-    try:
-        yield
-    finally:
-        EngineCoreClient.make_async_mp_client = original
 
 
 async def _keep_output_handler(engine: Any) -> None:

@@ -80,7 +80,19 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
     """AsyncLLM that tells bad requests from bugs (`blame`).
 
     A request that vLLM's validation refuses gets 400 and the reason. Any other failure gets 500
-    with a message that says whose fault it is. vLLM's own 500 has no message."""
+    with a message that says whose fault it is. vLLM's own 500 has no message.
+
+    client_of: makes the engine core, of vLLM's output processor and its renderer."""
+
+    def __init__(self, client_of: Callable[[Any, Any], EngineCoreClient], **kwargs: Any) -> None:
+        original = EngineCoreClient.__dict__["make_async_mp_client"]
+        EngineCoreClient.make_async_mp_client = staticmethod(
+            lambda *_, **__: client_of(self.output_processor, self.renderer)
+        )
+        try:
+            super().__init__(**kwargs)
+        finally:
+            EngineCoreClient.make_async_mp_client = original
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         # Here and not in `add_request`: a stream has not begun, so its client can get 400.
@@ -157,18 +169,23 @@ async def _with_prompt_logprobs(outputs: AsyncIterator[Any]) -> AsyncIterator[An
 
 
 class DecodeClient(EngineCoreClient):  # type: ignore[misc]
-    """See the module. Set `processor` (vLLM's OutputProcessor) and `renderer` before the first
-    request.
+    """See the module.
 
+    processor, renderer: of the AsyncLLM that owns the client.
     port_of: makes the port, which sends its outputs to this client."""
 
     def __init__(
-        self, vllm_config: Any, port_of: Callable[[DecodeClient], DecodePort], board: Board
+        self,
+        vllm_config: Any,
+        processor: Any,
+        renderer: Any,
+        port_of: Callable[[DecodeClient], DecodePort],
+        board: Board,
     ) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
-        self.processor: Any = None
-        self.renderer: Any = None
+        self._processor = processor
+        self._renderer = renderer
         self._config = vllm_config
         self.port = port_of(self)
         self.adapters = FrontAdapters(self.port, board, _SLOW * UTILITY_TIMEOUT_S)
@@ -196,7 +213,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
             except PullfillError as exc:
                 fault = Fault.REQUEST if isinstance(exc, BadMessage) else Fault.WORKERS
                 self.failed(request.request_id, str(exc), fault)
-            if request.request_id not in self.processor.request_states:
+            if request.request_id not in self._processor.request_states:
                 return  # it has failed, or was aborted meanwhile
         if request.sampling_params is not None:
             release.this.settle_watermark(request.sampling_params, self._config)
@@ -214,7 +231,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         return self._queue.popleft()
 
     def dp_engines_running(self) -> bool:
-        return bool(self.processor is not None and self.processor.has_unfinished_requests())
+        return bool(self._processor.has_unfinished_requests())
 
     # ---------------------------------------------------------------- called by the port
 
@@ -243,12 +260,12 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         """End a request that cannot be finished. message: for the user."""
-        state = self.processor.request_states.get(request_id)
+        state = self._processor.request_states.get(request_id)
         if state is None:
             return
         queue, parent = state.queue, state.parent_req
         # With n > 1 the choices are one answer: what is left of the others goes too.
-        rest = self.processor.abort_requests(
+        rest = self._processor.abort_requests(
             [request_id if parent is None else parent.request_id], internal=True
         )
         # `AsyncLLM.generate` replaces most other errors.
@@ -284,7 +301,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
             _log.info("max_model_len is now %d, the least of ours and of the workers", least)
             model.max_model_len = least
             for name in _CACHED_LIMITS:
-                self.renderer.__dict__.pop(name, None)
+                self._renderer.__dict__.pop(name, None)
 
     # ---------------------------------------------------------------- utilities
     # vLLM calls its other ones in its development mode only (VLLM_SERVER_DEV_MODE).

@@ -33,6 +33,14 @@ def config() -> Any:
     )
 
 
+def client_of(
+    port: Any, configured: Any = None, processor: Any = None, renderer: Any = None
+) -> Any:
+    return front_client.DecodeClient(
+        configured or config(), processor, renderer, lambda _: port, cast("Any", None)
+    )
+
+
 def welcome(name: str, max_model_len: int) -> DecodeWelcome:
     return DecodeWelcome(
         decode_instance=name, vllm_version="", max_model_len=max_model_len, num_gpu_blocks=9,
@@ -42,9 +50,8 @@ def welcome(name: str, max_model_len: int) -> DecodeWelcome:
 
 def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
     configured, port = config(), cast("Any", Port())
-    client = front_client.DecodeClient(configured, lambda _: port, cast("Any", None))
-    cached = "default_chat_tok_params"
-    client.renderer = SimpleNamespace()
+    renderer, cached = SimpleNamespace(), "default_chat_tok_params"
+    client = client_of(port, configured, renderer=renderer)
     seen = []
     for change in (
         lambda: client.joined(welcome("a", 4096)),
@@ -54,17 +61,17 @@ def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
         lambda: client.left("a"),
         lambda: client.left("b"),
     ):
-        setattr(client.renderer, cached, "of the limit before")
+        setattr(renderer, cached, "of the limit before")
         before = configured.model_config.max_model_len
         change()
         seen.append(configured.model_config.max_model_len)
-        assert hasattr(client.renderer, cached) is (seen[-1] == before)
+        assert hasattr(renderer, cached) is (seen[-1] == before)
     assert seen == [4096, 512, 512, 4096, 4096, 4096]
 
 
 async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
     port: Any = Port()
-    client = front_client.DecodeClient(config(), lambda _: port, cast("Any", None))
+    client = client_of(port)
 
     async def read() -> None:
         """As `AsyncLLM._run_output_handler` does."""
@@ -98,12 +105,12 @@ async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_subm
 
 
 async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() -> None:
-    client = front_client.DecodeClient(config(), lambda _: cast("Any", Port()), cast("Any", None))
     told: list[Any] = []
     states = {"r": SimpleNamespace(queue=SimpleNamespace(put=told.append), parent_req=None)}
-    client.processor = SimpleNamespace(
+    processor = SimpleNamespace(
         request_states=states, abort_requests=lambda ids, internal: [ids.pop(), states.clear()][:1]
     )
+    client = client_of(Port(), processor=processor)
     request = SimpleNamespace(
         request_id="r", abort_immediately=False, sampling_params=None,
         lora_request=SimpleNamespace(lora_name="x"),
@@ -116,8 +123,7 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
 async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
     """They kept the load of a worker that had left, until another one told something."""
     port: Any = Port()
-    client = front_client.DecodeClient(config(), lambda _: port, cast("Any", None))
-    client.renderer = SimpleNamespace()
+    client = client_of(port, renderer=SimpleNamespace())
     seen = []
 
     async def tell(name: str, **levels: Any) -> None:

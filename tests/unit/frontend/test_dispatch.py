@@ -217,6 +217,7 @@ class Worker:
         self.welcome = None
         self.usable = True
         self.far = False
+        self.made = 0
         self.heard_at = asyncio.get_running_loop().time()
         self.refuse: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""The history of the live page: steps, percentiles, tokens."""
+"""The history of the live page: steps, percentiles, marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.frontend.live.history import MAX_MARKS, Marks, Series, TokenMeter
+from pullfill.frontend.live.history import MAX_MARKS, Marks, Series
 from pullfill.snapshot import HISTORY_S, STEP_S, Cluster, Ended, WorkerPoint, WorkerRow
 from pullfill.wire import ServerStatus, WorkerRecord, WorkerState
 from tests.support.workers import record
@@ -53,15 +53,6 @@ def test_the_figures_are_of_the_last_minute() -> None:
     assert now.itl_ms is None
     assert now.done_per_s == now.good_per_s == 1 / 60
     assert now.tokens_per_s == 12.0
-
-
-def test_tokens_between_two_looks_are_those_under_way_and_those_that_ended() -> None:
-    meter = TokenMeter()
-    assert meter.look(5.0, [("a", 100)], [ended(decode="a", made=999)]) == (0.0, {})
-    seconds, tokens = meter.look(7.0, [("a", 20), ("b", 3)], [ended(decode="a", made=110)])
-    assert (seconds, tokens) == (2.0, {"a": 30, "b": 3})
-    _, tokens = meter.look(8.0, [], [])
-    assert tokens["a"] == 0, "an answer that was cancelled counts nothing back"
 
 
 # --------------------------------------------------------------------------- marks

@@ -49,10 +49,15 @@ def view() -> View:
     return View()
 
 
-def live_of(view: View, requests: RequestLog | None = None, **times: float) -> LiveView:
-    made: Any = view
+def live_of(
+    view: View,
+    requests: RequestLog | None = None,
+    made: Any = dict,
+    **times: float,
+) -> LiveView:
+    seen: Any = view
     return LiveView(
-        made, requests or RequestLog(), tuple, lambda: (1000.0, 50.0),
+        seen, requests or RequestLog(), tuple, lambda: (1000.0, 50.0), made,
         frontend="f", model="m", since=1.0, **({"period_s": 0.01} | times),
     )  # fmt: skip
 
@@ -112,6 +117,27 @@ async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view:
     assert [row.id for row in again.ended] == ["r0", "r1", "r2", "r3"]
     await stream.aclose()
     await late.aclose()
+
+
+async def test_tokens_are_those_that_came_between_two_looks(view: View) -> None:
+    tokens = {"d": 1_000}
+
+    def made() -> dict[str, int]:
+        return dict(tokens)
+
+    stream: Any = live_of(view, made=made).watch()
+    first = await next_of(stream)
+    assert (first.workers[0].tokens_per_s, first.now.tokens_per_s) == (0.0, 0.0)
+    tokens["d"] += 30
+    while not (part := await next_of(stream)).now.tokens_per_s:
+        pass
+    rate = part.workers[0].tokens_per_s
+    assert rate == part.now.tokens_per_s
+    assert rate is not None
+    assert 0 < rate < 30 / 0.009
+    tokens["d"] = 5
+    assert not any([(await next_of(stream)).now.tokens_per_s for _ in range(2)]), "it came back"
+    await stream.aclose()
 
 
 async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view: View) -> None:
