@@ -15,7 +15,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo screenshots flaky lint format chaos chaos-report soak sim bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo flaky lint format chaos chaos-report soak sim bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,9 +60,6 @@ spine: install ## Record one remote prefill in a real cluster: its files and fun
 
 zoo: install ## Tiny models of each architecture: a cluster answers as one engine (minutes)
 	$(BIN)/python -m tests.zoo $(ARGS)
-
-screenshots: install ## Make the pictures of the live page in docs/images (needs chromium)
-	$(BIN)/python -m tests.screenshots
 
 flaky: install ## Repeat tests, count what failed: make flaky N=10 [ARGS="tests/chaos"]
 	for i in $$(seq $(N)); do $(BIN)/pytest -q $(or $(ARGS),--forks $(WORKERS) -m "not long"); done \

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import base64
 import importlib.util
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,38 +29,53 @@ HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
 RESET = "/reset_prefix_cache"
 
 
-def call(
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"status": 200})
+
+
+async def ask(
+    auth: HttpAuth,
     path: str,
     method: str = "POST",
     *,
     client: Any = THERE,
     key: str | None = None,
-    api: tuple[str, ...] = (),
-    admin: tuple[str, ...] = (),
-    headers: list[tuple[bytes, bytes]] | None = None,
+    headers: Sequence[tuple[bytes, bytes]] = (),
     kind: str = "http",
-    root: str = "",
-    known: Any = lambda _: True,
-) -> int:
-    """The status; 200 means that it reached the app behind."""
-    sent: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        sent.append({"status": 200})
+) -> dict[str, Any]:
+    """Return the first message to the client. Status 200: the request reached the app behind."""
+    sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    all_headers = list(headers or [])
-    if key is not None:
-        all_headers.append((b"authorization", f"Bearer {key}".encode()))
+    keys = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     scope = {
-        "type": kind, "method": method, "path": path, "headers": all_headers, "client": client,
+        "type": kind, "method": method, "path": path, "headers": [*headers, *keys],
+        "client": client,
     }  # fmt: skip
-    asyncio.run(HttpAuth(app, api, admin, root, known)(scope, None, send))  # type: ignore[arg-type]
-    status = sent[0].get("status", sent[0].get("code"))
-    assert isinstance(status, int)
+    await auth(scope, None, send)  # type: ignore[arg-type]
+    return sent[0]
+
+
+def call(
+    path: str,
+    method: str = "POST",
+    *,
+    api: Sequence[str] = (),
+    admin: Sequence[str] = (),
+    root: str = "",
+    known: Any = lambda _: True,
+    **asked: Any,
+) -> int:
+    """Return the status. asked: see `ask`."""
+    told = asyncio.run(ask(HttpAuth(app, api, admin, root, known), path, method, **asked))
+    status: int = told["code"] if "code" in told else told["status"]
     return status
+
+
+def proof(key: str, path: str) -> list[tuple[bytes, bytes]]:
+    return [(b"x-pullfill-proof", http_proof.proof(key.encode(), path, time.time()).encode())]
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
@@ -128,12 +142,9 @@ def test_a_root_path_changes_nothing_about_a_route() -> None:
     assert call("/api/live", "GET", api=(KEY,)) == 401
 
 
-def test_websockets_are_guarded_too() -> None:
+def test_websockets_are_guarded_and_preflight_requests_pass() -> None:
     assert call("/v1/realtime", kind="websocket", api=(KEY,)) == 1008
     assert call("/v1/realtime", kind="websocket", admin=(ADMIN,), key=ADMIN) == 200
-
-
-def test_preflight_requests_pass() -> None:
     assert call("/v1/completions", "OPTIONS", api=(KEY,)) == 200
 
 
@@ -153,9 +164,7 @@ def test_no_header_that_is_not_the_key_is_the_key(header: bytes, path: str) -> N
 @pytest.mark.parametrize("path", ["/pullfill/status", "/pullfill/requests/cmpl-ä"])
 def test_the_proof_of_a_key_opens_what_other_frontends_and_commands_ask(path: str) -> None:
     def asked(key: str, of: str = path, method: str = "GET") -> int:
-        shown = http_proof.proof(key.encode(), of, time.time()).encode()
-        headers = [(b"x-pullfill-proof", shown)]
-        return call(path, method, api=(KEY, OTHER), admin=(ADMIN,), headers=headers)
+        return call(path, method, api=(KEY, OTHER), admin=(ADMIN,), headers=proof(key, of))
 
     assert [asked(key) for key in (KEY, OTHER, ADMIN)] == [200] * 3
     assert asked("a key that nobody knows") == 401
@@ -166,16 +175,13 @@ def test_the_proof_of_a_key_opens_what_other_frontends_and_commands_ask(path: st
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", RESET, "/pullfill/ui"])
 def test_a_proof_opens_nothing_else(path: str) -> None:
     for key in (KEY, ADMIN):
-        shown = http_proof.proof(key.encode(), path, time.time()).encode()
-        headers = [(b"x-pullfill-proof", shown)]
-        assert call(path, "GET", api=(KEY,), admin=(ADMIN,), headers=headers) == 401
+        assert call(path, "GET", api=(KEY,), admin=(ADMIN,), headers=proof(key, path)) == 401
 
 
 def test_a_proof_shows_the_live_events_to_this_machine_only() -> None:
     """As an API key does. Where there are admin keys they need one."""
     path = "/pullfill/ui/events"
-    headers = [(b"x-pullfill-proof", http_proof.proof(KEY.encode(), path, time.time()).encode())]
-    for key, shown in ((KEY, None), (None, headers)):
+    for key, shown in ((KEY, ()), (None, proof(KEY, path))):
         assert call(path, "GET", api=(KEY,), key=key, headers=shown, client=HERE) == 200
         assert call(path, "GET", api=(KEY,), key=key, headers=shown) == 403
         assert call(path, "GET", api=(KEY,), admin=(ADMIN,), key=key, headers=shown) == 401
@@ -207,22 +213,9 @@ def test_a_path_without_a_route_is_404_once_the_key_is_right() -> None:
     assert call(RESET, known=known) == 403
 
 
-async def test_keys_are_taken_from_changed_files_while_it_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed: list[Any] = []
-
-    async def app(*_: Any) -> None:
-        passed.append(1)
-
+async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path) -> None:
     async def shown(key: str) -> bool:
-        async def send(_: Any) -> None: ...
-
-        headers = [(b"authorization", f"Bearer {key}".encode())]
-        scope = {"type": "http", "method": "POST", "path": "/v1/models", "headers": headers}
-        passed.clear()
-        await auth(scope, None, send)  # type: ignore[arg-type]
-        return bool(passed)
+        return (await ask(auth, "/v1/models", key=key))["status"] == 200
 
     async def until(key: str, good: bool) -> None:
         async with asyncio.timeout(30.0):
@@ -234,10 +227,8 @@ async def test_keys_are_taken_from_changed_files_while_it_serves(
     file.write_text(KEY)
     keys = FrontendSecurity(api_key_file=str(file))
     auth = HttpAuth(app, keys.api_keys(), ())
-    follow = auth.follow(
-        WatchedFiles(*keys.key_files(), every_s=0.01), lambda: (keys.api_keys(), ())
-    )
-    task = asyncio.create_task(follow)
+    files = WatchedFiles(*keys.key_files(), every_s=0.01)
+    task = asyncio.create_task(auth.follow(files, lambda: (keys.api_keys(), ())))
     assert not await shown(OTHER)
     file.write_text(f"{KEY}\n{OTHER}\n")
     await until(OTHER, True)
@@ -328,17 +319,10 @@ def test_a_link_may_lead_to_the_page_and_to_nothing_else() -> None:
         assert call("/pullfill/ui", "GET", client=HERE, headers=other) == 403
 
 
-def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    for path in ("/pullfill/ui", RESET):
-        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": THERE}
-        auth = HttpAuth(None, (KEY,), (ADMIN,))  # type: ignore[arg-type]
-        asyncio.run(auth(scope, None, send))  # type: ignore[arg-type]
-    challenges = [dict(m["headers"]).get(b"www-authenticate") for m in sent if "headers" in m]
+async def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
+    auth = HttpAuth(app, (KEY,), (ADMIN,))
+    told = [dict((await ask(auth, path, "GET"))["headers"]) for path in ("/pullfill/ui", RESET)]
+    challenges = [headers.get(b"www-authenticate") for headers in told]
     assert challenges == [b'Basic realm="pullfill", charset="UTF-8"', None]
 
 
@@ -362,32 +346,22 @@ OLD = {"/generate"}
 """Counted although the newest vLLM does not have it."""
 
 
-METHOD = re.compile(r"\b(post|put|patch|delete|POST)\b")
-"""In each file that has a route which is not GET. To parse the others takes longer."""
+ROUTE = re.compile(
+    r"""\.(?:post|put|patch|delete)\(\s*"(/[^"]*)"|\.add_api_route\(\s*"(/[^"]*)"[^)]*\["POST"\]"""
+)
 
 
-def post_routes() -> Iterator[str]:
+def post_routes() -> set[str]:
     """Paths in `@X.post("/path")` and `X.add_api_route("/path", …, methods=["POST"])`."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None
-    for file in (Path(spec.origin).parent / "entrypoints").rglob("*.py"):
-        text = file.read_text()
-        if not METHOD.search(text):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-                continue
-            first = node.args[0] if node.args else None
-            if not (isinstance(first, ast.Constant) and str(first.value).startswith("/")):
-                continue
-            methods = next((ast.dump(k.value) for k in node.keywords if k.arg == "methods"), "")
-            if node.func.attr in ("post", "put", "patch", "delete") or "'POST'" in methods:
-                yield str(first.value)
+    files = (Path(spec.origin).parent / "entrypoints").rglob("*.py")
+    return {one or other for file in files for one, other in ROUTE.findall(file.read_text())}
 
 
 def test_every_post_route_of_vllm_is_classified() -> None:
-    routes = set(post_routes())
+    routes = post_routes()
     assert len(routes) > 50, "where are they?"
     known = ENGINE_PATHS | TEXT_PATHS | FOR_ADMINS | HARMLESS
     assert routes <= known
