@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-import pullfill
 from pullfill.config import ClusterRef, check_namespace, ranks_of
+from pullfill.demo import recipe
 from pullfill.deploy import accelerator, local_servers, machine, vllm_flags
 from pullfill.deploy.state import CLUSTER_ENV, spawn
 from pullfill.deploy.vllm_flags import flag_name, group_flags
@@ -204,9 +204,9 @@ def resolve_model(model: str) -> str:
 
 
 def demo_directory() -> Path:
-    """Return the directory of the demo model, one per user and version of pullfill."""
+    """Return the directory of the demo model, one per user and recipe."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "pullfill" / f"demo-{pullfill.__version__}"
+    return Path(cache).expanduser() / "pullfill" / f"demo-{recipe.DEMO.digest()}"
 
 
 def start_demo_model(log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -43,6 +43,7 @@ ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 ENTRY_POINTS = {
     "pullfill.worker.process",
     "pullfill.frontend.main",
+    "pullfill.demo.recipe",
     "pullfill.queue.nats_connection",
 }
 """What deploy may import of rooms it otherwise knows only by their command lines."""

@@ -15,7 +15,6 @@ import pytest
 from pullfill.demo import checkpoint as demo
 from pullfill.demo.recipe import DEMO, Recipe
 from pullfill.demo.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from pullfill.errors import ConfigError
 from tests.support.late import Late
 
 torch: Any = Late("torch")
@@ -64,9 +63,10 @@ def test_template_renders_tools(arguments: object) -> None:
 
 def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="not a demo model"):
+    with pytest.raises(OSError, match="not empty"):
         demo.ensure_demo_model(tmp_path, SMALL)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    assert not list(tmp_path.parent.glob("*.new"))
 
 
 def _race(where: Path, log: Path, gate: object) -> None:
