@@ -38,7 +38,7 @@ COMMANDS = {
     "logs": ("logs.show", "Print the logs of `up`: of one process, role or instance id, or all."),
     "decode": ("run_role.decode", "Run one decode worker that joins a cluster."),
     "prefill": ("run_role.prefill", "Run one prefill worker that joins a cluster."),
-    "frontend": ("run_role.frontend", "Run one HTTP frontend that joins a cluster."),
+    "frontend": ("run_role.run_frontend", "Run one HTTP frontend that joins a cluster."),
     "status": ("status.status", "Show workers, their load, and the job queue."),
     "plan": (
         "planner.show",

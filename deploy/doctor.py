@@ -66,25 +66,16 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
 
 
 def processes(ref: ClusterRef) -> Iterator[Finding]:
-    """Check that everything recorded in cluster.json still runs."""
+    """Tell which processes of `up` have ended, and whether it starts them again."""
     if ref.state_dir is not None and (full := full_disk(ref.state_dir)):
         yield Finding(FAIL, *full.rsplit(". ", 1))
     try:
-        rows = status.processes(ref).get("processes", ())
+        found = status.processes(ref)
     except ConfigError as exc:
         yield Finding(WARN, *str(exc).split(": ", 1))
         return
-    for row in rows:
-        name = row["name"]
-        if row["alive"]:
-            yield Finding(OK, f"{name} runs (pid {row['pid']})")
-        elif row["drained"]:
-            another = f"to start another: {row['start_another']}"
-            yield Finding(OK, f"{name} was drained", another)
-        else:
-            level = FAIL if row["role"] in ("nats", "etcd") else WARN
-            advice = f"its log: pullfill logs {name}"
-            yield Finding(level, f"{name} (pid {row['pid']}) is gone", advice)
+    for line in status.process_lines(found):
+        yield Finding(WARN, line)
 
 
 # --------------------------------------------------------------------------- the cluster

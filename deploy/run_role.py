@@ -37,10 +37,6 @@ def prefill(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence
     return run_worker("prefill", options, cluster, vllm_args)
 
 
-def frontend(options: FrontendOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
-    return run_frontend(options, cluster, vllm_args)
-
-
 def run_worker(
     role: str, options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]
 ) -> int:

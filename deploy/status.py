@@ -232,7 +232,10 @@ def process_lines(found: dict[str, Any]) -> Iterator[str]:
         elif row["drained"]:
             yield f"{row['name']} was drained. To start another: `{row['start_another']}`"
         elif not row["alive"]:
-            yield f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}"
+            yield (
+                f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}: see "
+                f"`pullfill logs {row['name']}`"
+            )
         elif row["restarts"]:
             yield f"{row['name']} (pid {row['pid']}) runs, restarts: {row['restarts']}"
     supervisor = found.get("supervisor", {"alive": True, "restart": True})
