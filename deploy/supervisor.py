@@ -159,7 +159,7 @@ class Children:
                 child.wait(timeout=1)
 
 
-# --------------------------------------------------------------------------- what dies is restarted
+# --------------------------------------------------------------------------- deaths
 
 
 class Deaths:
@@ -188,125 +188,6 @@ class Deaths:
         return pause_s
 
 
-@dataclass(slots=True)
-class Keeper:
-    """Watches the children of one `up`.
-
-    stop: set by a signal. Nothing is started after that.
-    first_pause_s: before a process that died is started again."""
-
-    options: UpOptions
-    children: Children
-    stop: asyncio.Event
-    cluster_id: str
-    first_pause_s: float = 0.5
-
-    def stopped(self) -> bool:
-        """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
-        has run and removed the record of this cluster."""
-        launch = self.children.state.launch()
-        gone = launch is None or launch.cluster_id != self.cluster_id
-        return self.stop.is_set() or gone or self.children.state.stopping()
-
-    async def keep(self, name: str) -> None:
-        """Restart the process whenever it dies. Returns when it is not started again."""
-        # A pidfd tells when it has ended, so nothing polls. Each start happens under the lock of
-        # the state directory, so `pullfill down` never misses a process.
-        deaths = Deaths(self.first_pause_s)
-        while True:
-            code = await wait_exit(self.children.running[name])
-            if self.stopped():
-                return
-            if name not in SERVERS and (
-                code == 0 or self.children.state.leaves(self.children.entry(name))
-            ):
-                how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
-                self._say(f"{name} finished ({how})", "yellow")
-                self._tidy(name)
-                return
-            log = self.children.state.log_of(name)
-            self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
-            if not self.options.restart:
-                self._tell_loss(name)
-                return
-            # A frontend refuses a request after two deaths. Giving up would punish the worker.
-            blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
-            if not await self._revive(name, deaths, blameless=blameless):
-                return
-
-    def _tidy(self, name: str) -> None:
-        """Remove what a process has left that is not started again. Keep the mark that it left, for
-        `pullfill status` and `doctor`."""
-        if instance_id := self.children.entry(name).instance_id:
-            remove_shared_memory([instance_id])
-            with suppress(OSError):
-                self.children.state.leaving_of(instance_id).touch()
-
-    async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
-        """Start the process again after a pause. False: it is given up, or the cluster stops."""
-        while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
-            await self._sleep(pause)
-            while name in SERVERS and self._disk_full() and not self.stopped():
-                await self._sleep(1.0)
-            try:
-                return await self.locked(lambda: self._start_again(name))
-            except (PullfillError, OSError) as exc:
-                self._say(f"{name} was not started again: {exc}", "bold red")
-                blameless = False
-        if not self.stopped():
-            await self._give_up(name)
-        return False
-
-    def _start_again(self, name: str) -> None:
-        old = self.children.entry(name)
-        spec = plan.renewed(self.children.specs[name])
-        if old.instance_id:
-            remove_shared_memory([old.instance_id])
-        self.children.launch(spec, restarts=old.restarts + 1)
-        if spec.role == "frontend":
-            self.children.place_frontends(self.options)
-
-    async def _give_up(self, name: str) -> None:
-        what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
-        lines = tail(self.children.state.log_of(name), 5)
-        self.children.entry(name).gave_up = "\n".join([what, *lines])
-        self._say(self.children.describe(name, what), "bold red")
-        self._tell_loss(name)
-        with suppress(PullfillError, OSError):  # a disk that cannot be written to
-            await self.locked(self.children.record)
-
-    def _tell_loss(self, name: str) -> None:
-        if name in SERVERS:
-            lost = "remote prefill" if name == "nats" else "joining, leaving or change of settings"
-            self._say(
-                f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
-            )
-
-    def _disk_full(self) -> bool:
-        return is_full(self.children.state.path)
-
-    async def locked(self, work: Callable[[], None]) -> bool:
-        """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
-        while not self.stopped():
-            try:
-                with self.children.state.locked():
-                    if self.stopped():
-                        return False
-                    work()
-                    return True
-            except Locked:
-                await self._sleep(POLL_S)
-        return False
-
-    async def _sleep(self, seconds: float) -> None:
-        """Sleep, but end at `stop`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.stop.wait(), seconds)
-
-    def _say(self, text: str, style: str = "") -> None:
-        self.children.view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
-
-
 # --------------------------------------------------------------------------- a full disk
 
 _COMPLAINT = os.strerror(errno.ENOSPC).lower().encode()
@@ -319,14 +200,14 @@ class DiskWatch:
 
     What a full disk does, and who mends it when there is room again:
 
-        etcd         ends with a fatal error. Workers keep their leases and serve. `Keeper` starts
-                     etcd again, and counts no such death
+        etcd         ends with a fatal error. Workers keep their leases and serve. `Supervisor`
+                     starts etcd again, and counts no such death
         NATS         stores no job, and goes on storing none. Decode workers prefill all prompts
                      themselves. `look` starts NATS again
         cluster.json stays as it was. `look` has it written
         logs         lose lines. No process ends for that
 
-    restart: whether the keeper starts processes again."""
+    restart: whether `Supervisor` starts processes again."""
 
     children: Children
     restart: bool
@@ -379,7 +260,8 @@ class Interrupted(Exception):
 class Supervisor:
     """One run of `up` over one state directory. Owns its children.
 
-    self_checks_s: longest wait for the self-checks, once all processes are ready."""
+    self_checks_s: longest wait for the self-checks, once all processes are ready.
+    first_pause_s: before a process that died is started again."""
 
     def __init__(
         self,
@@ -387,9 +269,11 @@ class Supervisor:
         state: StateDir,
         view: ProcessView,
         self_checks_s: float = 10.0,
+        first_pause_s: float = 0.5,
     ) -> None:
         self._options = options
         self._self_checks_s = self_checks_s
+        self._first_pause_s = first_pause_s
         self._state = state
         self._view = view
         self._cluster_id = new_cluster_id()
@@ -447,11 +331,10 @@ class Supervisor:
         """Restart what dies, until a signal, `pullfill down`, or the end of every process.
 
         Then drain the rest. Returns when nothing runs any more."""
-        keeper = Keeper(self._options, self._children, self._stop, self._cluster_id)
 
         async def keep(name: str) -> None:
             try:
-                await keeper.keep(name)
+                await self._keep(name)
             except Exception as exc:
                 self._view.say(f"{name} is not watched any more: {exc!r}", "bold red")
 
@@ -507,6 +390,113 @@ class Supervisor:
 
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(sig, on_signal)
+
+    # ------------------------------------------------------------------ restart
+
+    def _stopped(self) -> bool:
+        """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
+        has run and removed the record of this cluster."""
+        launch = self._state.launch()
+        gone = launch is None or launch.cluster_id != self._cluster_id
+        return self._stop.is_set() or gone or self._state.stopping()
+
+    async def _keep(self, name: str) -> None:
+        """Restart the process whenever it dies. Returns when it is not started again."""
+        # A pidfd tells when it has ended, so nothing polls. Each start happens under the lock of
+        # the state directory, so `pullfill down` never misses a process.
+        deaths = Deaths(self._first_pause_s)
+        while True:
+            code = await wait_exit(self._children.running[name])
+            if self._stopped():
+                return
+            if name not in SERVERS and (
+                code == 0 or self._state.leaves(self._children.entry(name))
+            ):
+                how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
+                self._say(f"{name} finished ({how})", "yellow")
+                self._tidy(name)
+                return
+            log = self._state.log_of(name)
+            self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
+            if not self._options.restart:
+                self._tell_loss(name)
+                return
+            # A frontend refuses a request after two deaths. Giving up would punish the worker.
+            blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
+            if not await self._revive(name, deaths, blameless=blameless):
+                return
+
+    def _tidy(self, name: str) -> None:
+        """Remove what a process has left that is not started again. Keep the mark that it left, for
+        `pullfill status` and `doctor`."""
+        if instance_id := self._children.entry(name).instance_id:
+            remove_shared_memory([instance_id])
+            with suppress(OSError):
+                self._state.leaving_of(instance_id).touch()
+
+    async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
+        """Start the process again after a pause. False: it is given up, or the cluster stops."""
+        while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
+            await self._sleep(pause)
+            while name in SERVERS and self._disk_full() and not self._stopped():
+                await self._sleep(1.0)
+            try:
+                return await self._locked(lambda: self._start_again(name))
+            except (PullfillError, OSError) as exc:
+                self._say(f"{name} was not started again: {exc}", "bold red")
+                blameless = False
+        if not self._stopped():
+            await self._give_up(name)
+        return False
+
+    def _start_again(self, name: str) -> None:
+        old = self._children.entry(name)
+        spec = plan.renewed(self._children.specs[name])
+        if old.instance_id:
+            remove_shared_memory([old.instance_id])
+        self._children.launch(spec, restarts=old.restarts + 1)
+        if spec.role == "frontend":
+            self._children.place_frontends(self._options)
+
+    async def _give_up(self, name: str) -> None:
+        what = f"gave up after {MAX_DEATHS} deaths in {WINDOW_S:.0f} s"
+        lines = tail(self._state.log_of(name), 5)
+        self._children.entry(name).gave_up = "\n".join([what, *lines])
+        self._say(self._children.describe(name, what), "bold red")
+        self._tell_loss(name)
+        with suppress(PullfillError, OSError):  # a disk that cannot be written to
+            await self._locked(self._children.record)
+
+    def _tell_loss(self, name: str) -> None:
+        if name in SERVERS:
+            lost = "remote prefill" if name == "nats" else "joining, leaving or change of settings"
+            self._say(
+                f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
+            )
+
+    def _disk_full(self) -> bool:
+        return is_full(self._state.path)
+
+    async def _locked(self, work: Callable[[], None]) -> bool:
+        """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
+        while not self._stopped():
+            try:
+                with self._state.locked():
+                    if self._stopped():
+                        return False
+                    work()
+                    return True
+            except Locked:
+                await self._sleep(POLL_S)
+        return False
+
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, but end at `stop`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._view.say(f"{time.strftime('%H:%M:%S')} {text}", style)
 
     # ------------------------------------------------------------------ start
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from pullfill.deploy.status import load_lines, state_lines, status, workers_table
+from pullfill.config import STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.deploy import doctor
+from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.status import (
+    load_lines,
+    process_lines,
+    processes,
+    state_lines,
+    status,
+    workers_table,
+)
 from pullfill.errors import UnavailableError
 from pullfill.options import ClusterOptions
 from pullfill.snapshot import Cluster, WorkerRow
@@ -91,3 +102,29 @@ def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
         "decode-40f1a16d: restarts=2 quarantined_blocks=12 steps_s=0.123",
         "prefill-41f1a16d: tokens=4096",
     ]
+
+
+def test_status_and_doctor_say_how_to_start_another_for_one_that_was_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDir(tmp_path)
+    entries = [
+        ProcessEntry(name=f"{role}-0", role=role, instance_id=role, pid=1, log="l", started=0)
+        for role in ("prefill", "frontend")
+    ]
+    url = "http://127.0.0.1:8000"
+    file = ClusterFile(
+        namespace="n", nats_url="q", etcd_url="e", frontend_url=url, processes=entries
+    )
+    state.write_cluster(file)
+    state.write_launch(Launch(cluster_id="id", model="m"))
+    for entry in entries:
+        state.leaving_of(str(entry.instance_id)).touch()
+    ref, where = ClusterRef("n", "e", "q", tmp_path), f"--state-dir {tmp_path}"
+    told, same_port, *_ = process_lines(processes(ref))
+    command = f"pullfill prefill {where}"
+    assert told == f"prefill-0 was drained. To start another: `{command}`"
+    assert f"`pullfill frontend {where} --port 8000 --own-port 0`" in same_port
+    assert next(found.what for found in doctor.processes(ref)) == told
+    monkeypatch.setenv(STATE_DIR_ENV, str(tmp_path))
+    assert processes(ref)["processes"][0]["start_another"] == "pullfill prefill"

@@ -1,6 +1,6 @@
-"""How `up` starts a cluster: in what order, what it waits for, and what it records.
+"""How `up` starts a cluster, and restarts what ends, also on a full disk.
 
-Its processes are `sleep`. NATS is away, and `_Registry` stands for etcd.
+Its processes are scripts of `sh`. NATS is away, and `_Registry` stands for etcd.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,20 +21,32 @@ import pytest
 from rich.console import Console
 
 from pullfill import wire
+from pullfill.config import ProcessEntry
 from pullfill.deploy import local_servers, members, plan, supervisor
+from pullfill.deploy.down import SERVERS
 from pullfill.deploy.state import StateDir, identity, is_alive, tagged
-from pullfill.deploy.supervisor import Interrupted, Supervisor
+from pullfill.deploy.supervisor import (
+    MAX_DEATHS,
+    WINDOW_S,
+    Deaths,
+    DiskWatch,
+    Interrupted,
+    Supervisor,
+)
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import RegistryUnavailable
+from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
+from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.http_stub import serving
+from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
 from tests.support.workers import record
 
 PENDING = {"result": "pending"}
 PASSED = {"result": "passed"}
+SLEEP = "exec sleep 60"
 
 
 class _Registry:
@@ -83,34 +95,49 @@ class Rig:
         self.load: dict[str, Any] = {}
         self.self_checks_s = 600.0
 
-    def add(self, name: str, after: str = "") -> None:
-        role, sleep = name.split("-")[0], ["sleep", "60"]
-        self.specs.append(
-            plan.ProcessSpec(
-                name=name, role=role, argv=sleep, env={}, instance_id=name, after=after
-            )
+    def add(self, name: str, script: str = SLEEP, after: str = "") -> plan.ProcessSpec:
+        """Add a process to those that `up` starts."""
+        spec = plan.ProcessSpec(
+            name=name,
+            role=name.split("-")[0],
+            argv=["sh", "-c", script, "--instance-id", name],
+            env={"PATH": "/usr/bin:/bin"},
+            instance_id=None if name in SERVERS else name,
+            after=after,
         )
+        self.specs.append(spec)
+        return spec
 
     def supervisor(self, **options: Any) -> Supervisor:
-        servers = {"nats_url": "nats://h", "etcd_url": "http://h"}
-        given = plan.UpOptions(**({"model": "org/m"} | servers | options))
-        return Supervisor(
-            given,
-            self.state,
-            ProcessView(Console(file=self.printed, width=200), "starting"),
-            self.self_checks_s,
-        )
+        defaults = {"model": "org/m", "nats_url": "nats://h", "etcd_url": "http://h"}
+        view = ProcessView(Console(file=self.printed, width=200), "starting")
+        given = plan.UpOptions(**(defaults | {"frontends": 0} | options))
+        return Supervisor(given, self.state, view, self.self_checks_s, first_pause_s=0.001)
 
     @asynccontextmanager
     async def up(self, **options: Any) -> AsyncIterator[list[str]]:
-        """Start them. Gives the lines that were printed until they were ready."""
+        """Start them, and watch them. Gives the lines that were printed until they were ready."""
         it = self.supervisor(**options)
         await it.start()
+        lines = self.printed.getvalue().splitlines()
+        watching = asyncio.create_task(it.watch(detached=False))
         try:
-            yield self.printed.getvalue().splitlines()
+            yield lines
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
-            await it.watch(detached=False)
+            await watching
+
+    def said(self) -> str:
+        return " ".join(self.printed.getvalue().split())
+
+    def recorded(self) -> dict[str, ProcessEntry]:
+        """As other processes read it."""
+        cluster = self.state.cluster()
+        assert cluster is not None
+        return {entry.name: entry for entry in cluster.processes}
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.recorded()[name].pid, number)
 
     def self_check(self, *results: dict[str, str], pulling: int) -> None:
         """What decode workers say of their self-checks from now on."""
@@ -130,22 +157,20 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         yield rig
 
 
+async def until(check: Callable[[], bool]) -> None:
+    await asyncio.to_thread(eventually, check, "what the supervisor does")
+
+
 async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: Rig) -> None:
+    login = ServerSecurity(user="u", password_file="p")
     for name, after in (("decode-0", ""), ("decode-1", ""), ("prefill-0", "decode-0")):
-        rig.add(name, after)
-    async with rig.up(frontends=0) as printed:
+        rig.add(name, after=after)
+    async with rig.up(security=Security(etcd=login)) as printed:
         assert [" ".join(line.split()[:2]) for line in printed] == [
             "decode-0 starting", "decode-1 starting", "prefill-0 waiting",
             "decode-0 ready", "decode-1 ready", "prefill-0 starting", "prefill-0 ready",
         ]  # fmt: skip
-
-
-async def test_up_shows_the_login_of_the_security_file_to_etcd(rig: Rig) -> None:
-    login = ServerSecurity(user="u", password_file="p")
-    rig.add("decode-0")
-    async with rig.up(frontends=0, security=Security(etcd=login)):
-        assert rig.registry.logins
-        assert all(shown == login for shown in rig.registry.logins)
+        assert {shown == login for shown in rig.registry.logins} == {True}
 
 
 async def test_a_server_whose_port_is_taken_gets_another(
@@ -164,7 +189,7 @@ async def test_a_server_whose_port_is_taken_gets_another(
     monkeypatch.setattr(local_servers, "nats_command", command)
     monkeypatch.setattr(local_servers, "nats_ready", problem)
     monkeypatch.setattr(local_servers, "etcd_command", lambda *_: ["sleep", "60"])
-    async with rig.up(frontends=0, nats_url=None, etcd_url=None):
+    async with rig.up(nats_url=None, etcd_url=None):
         first, second = ports
         assert first != second
         cluster = rig.state.cluster()
@@ -186,9 +211,9 @@ async def test_an_interrupted_start_leaves_nothing(
         program.write_text("#!/bin/sh\nexec sleep 60\n")
         program.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(program))
-    starting = asyncio.create_task(rig.supervisor(frontends=0, model=model).start())
+    starting = asyncio.create_task(rig.supervisor(model=model).start())
     begun = "decode-0     starting" if model != "demo" else "demo model   starting"
-    await asyncio.to_thread(eventually, lambda: begun in rig.printed.getvalue(), begun)
+    await until(lambda: begun in rig.printed.getvalue())
     launch = rig.state.launch()
     assert launch is not None
     assert launch.model == model
@@ -206,7 +231,7 @@ async def test_frontends_keep_off_the_cores_of_workers(
     monkeypatch.setattr(plan, "frontend_cores", lambda _: {min(usable)})
     for name in ("decode-0", "frontend-0"):
         rig.add(name)
-    async with rig.up(port=0, prefill=0):
+    async with rig.up(frontends=1, port=0, prefill=0):
         cores = {entry.role: os.sched_getaffinity(entry.pid) for entry in rig.state.live()}
     assert cores == {"decode": usable, "frontend": {min(usable)}}
 
@@ -218,7 +243,10 @@ async def test_a_frontend_of_stock_servers_is_not_waited_for(
     monkeypatch.setattr(members, "why_not_ready", lambda *_, **__: ["no server is ready"])
     rig.add("frontend-0")
     stock = FrontendOptions(forwarder=ForwarderName.STAGED, servers="decode=http://h:1")
-    async with asyncio.timeout(60.0), rig.up(decode=0, prefill=0, port=0, frontend=stock) as lines:
+    async with (
+        asyncio.timeout(60.0),
+        rig.up(decode=0, prefill=0, frontends=1, port=0, frontend=stock) as lines,
+    ):
         assert any(line.startswith("frontend-0   ready") for line in lines)
 
 
@@ -231,7 +259,7 @@ async def test_a_start_whose_etcd_goes_away_ends_soon(
     rig.registry.away = True
     async with asyncio.timeout(60.0):
         with pytest.raises(RegistryUnavailable, match="etcd is away"):
-            await rig.supervisor(frontends=0).start()
+            await rig.supervisor().start()
     assert rig.state.live() == []
 
 
@@ -241,9 +269,9 @@ async def test_a_process_that_cannot_be_watched_is_told(
     async def keep(*_: object) -> None:
         raise OSError("too many open files")
 
-    monkeypatch.setattr(supervisor.Keeper, "keep", keep)
+    monkeypatch.setattr(Supervisor, "_keep", keep)
     rig.add("decode-0")
-    async with rig.up(frontends=0):
+    async with rig.up():
         """Then it is stopped."""
     assert (
         "decode-0 is not watched any more: OSError('too many open files')" in rig.printed.getvalue()
@@ -252,7 +280,7 @@ async def test_a_process_that_cannot_be_watched_is_told(
 
 async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> None:
     rig.add("decode-0")
-    async with asyncio.timeout(60.0), rig.up(frontends=0):
+    async with asyncio.timeout(60.0), rig.up():
         (entry,) = rig.state.live()
         shutil.rmtree(rig.state.path)
     assert not is_alive(identity(entry))
@@ -265,13 +293,11 @@ async def test_up_waits_for_the_self_checks_and_says_if_they_take_too_long(rig: 
     rig.self_check(PASSED, PENDING, pulling=1)
 
     async def ready() -> list[str]:
-        async with rig.up(frontends=0) as printed:
+        async with rig.up() as printed:
             return printed
 
     starting = asyncio.create_task(ready())
-    await asyncio.to_thread(
-        eventually, lambda: "prefill-0    ready" in rig.printed.getvalue(), "all are ready"
-    )
+    await until(lambda: "prefill-0    ready" in rig.printed.getvalue())
     for pulling in (1, 0):  # another kind is to be compared, then nobody is connected
         await asyncio.sleep(0.15)
         assert not starting.done()
@@ -279,5 +305,143 @@ async def test_up_waits_for_the_self_checks_and_says_if_they_take_too_long(rig: 
     assert "self-check" not in "".join(await starting)
     rig.self_check(PENDING, pulling=0)
     rig.self_checks_s = 0.3
-    async with rig.up(frontends=0) as printed:
+    async with rig.up() as printed:
         assert any("decode-0: the self-checks are not over yet" in line for line in printed)
+
+
+# ------------------------------------------------------------------ restarts
+
+
+@pytest.mark.parametrize(
+    ("at", "blameless", "pauses"),
+    [
+        (range(5), False, [0.5, 1, 2, 4, None]),
+        (
+            [0, *(WINDOW_S + 1 + i * WINDOW_S / 5 for i in range(5))],
+            False,
+            [0.5, 0.5, 1, 2, 4, None],
+        ),
+        (range(8), True, [0.5, 1, 2, 4, 8, 16, 30, 30]),
+    ],
+    ids=["at once", "later", "which a request may have caused"],
+)
+def test_pauses_after_deaths_grow_and_end(
+    at: list[float], blameless: bool, pauses: list[float | None]
+) -> None:
+    deaths = Deaths()
+    assert [deaths.pause(now, blameless=blameless) for now in at] == pauses
+
+
+async def test_a_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig) -> None:
+    dies = f'touch "${LEAVING_ENV}"; kill -9 $$'
+    rig.add("decode-0", f"trap '{dies}' TERM; while :; do sleep 0.02; done")
+    async with rig.up():
+        rig.kill("decode-0", signal.SIGTERM)
+        await until(lambda: "finished (told to leave, then " in rig.said())
+
+
+@pytest.mark.essential
+async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
+    rig: Rig, tmp_path: Path
+) -> None:
+    rig.add("decode-0", f"test -e {tmp_path}/deadly && exit {STEP_FAILED}; {SLEEP}")
+    async with rig.up():
+        (tmp_path / "deadly").touch()
+        rig.kill("decode-0")
+        await until(lambda: rig.recorded()["decode-0"].restarts > MAX_DEATHS)
+    assert "gave up" not in rig.said()
+
+
+async def test_a_lock_that_cannot_be_opened_costs_one_try(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = rig.state.locked
+
+    def locked() -> AbstractContextManager[None]:
+        monkeypatch.setattr(rig.state, "locked", opened)
+        raise ConfigError("too many open files")
+
+    rig.add("decode-0")
+    async with rig.up():
+        monkeypatch.setattr(rig.state, "locked", locked)
+        rig.kill("decode-0")
+        await until(lambda: rig.recorded()["decode-0"].restarts == 1)
+    assert "decode-0 was not started again: too many open files" in rig.said()
+
+
+@pytest.mark.parametrize("how", ["down", "signal"])
+async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) -> None:
+    """The lock is taken, as by `pullfill down`, before the process dies."""
+    rig.add("decode-0")
+    async with rig.up():
+        with rig.state.locked():
+            rig.kill("decode-0")
+            await until(lambda: "decode-0 died" in rig.said())
+            await asyncio.sleep(0.05)
+            if how == "down":
+                rig.state.mark_stopping()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.05)
+    assert "restarts: 1" not in rig.said()
+
+
+# ------------------------------------------------------------------ a full disk
+
+
+class Disk:
+    """A disk of 40 MiB with the state directory of an `up` that has not begun to watch."""
+
+    def __init__(self, directory: Path) -> None:
+        self.rig = Rig(directory)
+        self.children = self.rig.supervisor()._children
+        self.look = DiskWatch(self.children, restart=True).look
+        self.rig.state.logs.mkdir()
+
+    def launch(self, name: str, script: str = SLEEP) -> None:
+        self.children.launch(self.rig.add(name, script))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with small_disk(tmp_path / "disk", 40) as directory:
+        disk = Disk(directory)
+        yield disk
+        for child in disk.children.running.values():
+            child.kill()
+        disk.children.reap()
+
+
+def test_it_is_told_once_and_what_it_broke_is_mended(disk: Disk) -> None:
+    disk.launch("nats", "echo no space left on device; exec sleep 60")
+    with full(disk.rig.state.path):
+        for name in ("etcd", "decode"):
+            disk.launch(name)
+        for _ in range(2):
+            disk.look()
+        assert list(disk.rig.recorded()) == ["nats"], "the old record is whole"
+        assert not list(disk.rig.state.path.glob(".*")), "no half of a file is left"
+        assert disk.rig.said().count("is full (0 MiB free): serving goes on") == 1
+        assert (
+            disk.rig.said().count("(No space left on device): other commands see an old list") == 1
+        )
+        assert all(disk.children.running[name].poll() is None for name in disk.children.running)
+    disk.look()
+    assert list(disk.rig.recorded()) == ["nats", "etcd", "decode"]
+    assert "has room again" in disk.rig.said()
+    assert disk.rig.said().count("nats starts again: it met a full disk") == 1
+    assert disk.children.running["nats"].wait(10) == -15, "it would go on storing nothing"
+    assert disk.children.running["etcd"].poll() is None
+    disk.look()
+    assert disk.rig.said().count("nats starts again") == 1
+
+
+def test_a_disk_that_was_full_for_a_moment(disk: Disk) -> None:
+    """Between two looks. The log of NATS tells it."""
+    disk.launch("nats", "echo '[ERR] write 1.blk: no space left on device'; exec sleep 60")
+    eventually(lambda: disk.rig.state.log_of("nats").stat().st_size > 0, "it tells")
+    disk.look()
+    assert disk.children.running["nats"].wait(10) == -15
+    disk.launch("nats")
+    disk.look()
+    assert disk.children.running["nats"].poll() is None, "that line is about the process before"
