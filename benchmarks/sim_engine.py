@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from pullfill.decode_worker.cost import CostModel, Targets
-from pullfill.decode_worker.forecast import Measured, Queue
+from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
 from pullfill.engine.view import PrefillChunks
-from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
+from pullfill.wire import RouterConfig, RouterPolicy
 
 MAX_RUNNING = 32
 PULL_TOKENS = 4096
@@ -127,10 +126,10 @@ class Pool:
     def __init__(self, world: World, workers: list[PrefillWorker]) -> None:
         self._world = world
         self.workers = workers
-        self._queue: deque[tuple[Request, Callable[[Measured], None]]] = deque()
+        self._queue: deque[tuple[Request, Callable[[], None]]] = deque()
         self.jobs = self.tokens = 0
 
-    def put(self, request: Request, done: Callable[[Measured], None]) -> None:
+    def put(self, request: Request, done: Callable[[], None]) -> None:
         self.jobs += 1
         self.tokens += request.prompt - request.hit
         self._queue.append((request, done))
@@ -144,9 +143,7 @@ class Pool:
             worker = min(able, key=lambda w: w.free_at)
             self._start(worker, *self._queue.popleft())
 
-    def _start(
-        self, worker: PrefillWorker, request: Request, done: Callable[[Measured], None]
-    ) -> None:
+    def _start(self, worker: PrefillWorker, request: Request, done: Callable[[], None]) -> None:
         world, tokens = self._world, request.prompt - request.hit - 1
         worker.claimed += tokens
         begin = max(world.now, worker.free_at)
@@ -162,10 +159,7 @@ class Pool:
             worker.claimed -= tokens
             self.jobs -= 1
             self.tokens -= tokens + 1
-            stages = StageTimings(
-                claim_ms=0.5, prefill_ms=seconds * 1e3, kv_write_ms=write * 1e3, tail_ms=tail * 1e3
-            )
-            done(Measured(request.name, worker.name, stages, world.now))
+            done()
             self._pull()
 
         world.at(worker.free_at + tail + WAY_S, commit)
@@ -295,10 +289,10 @@ class DecodeEngine:
         """Whether the prompt goes to a prefill worker."""
         world, pool, model = self._world, self._pool, self.model
         request.computed = request.hit
-        names = tuple(worker.name for worker in pool.workers)
+        workers = len(pool.workers)
         new = request.prompt - request.hit
         costs = model.predict(
-            Queue(names, len(names), pool.jobs, pool.tokens, new // 16),
+            Queue(workers, pool.jobs, pool.tokens),
             Targets(request.ttft_s, request.itl_s),
             request.hit,
             new,
@@ -308,22 +302,19 @@ class DecodeEngine:
             request.prompt,
             request.hit,
             config=self._config,
-            prefill_workers=len(names),
-            queue_available=bool(names),
+            prefill_workers=workers,
+            queue_available=bool(workers),
             costs=costs,
         )
         decision: Decision = decide(request, now, OF_THE_CLUSTER)
         chunks = self._config.policy is RouterPolicy.COST
         model.admitted(request.name, costs, decision.remote, chunks=chunks)
         if decision.remote:
-            pool.put(request, lambda done: self._committed(request, done))
+            pool.put(request, lambda: self._committed(request))
         return decision.remote
 
-    def _committed(self, request: Request, done: Measured) -> None:
+    def _committed(self, request: Request) -> None:
         request.computed = request.prompt - 1
-        blocks = max(1, (request.prompt - request.hit - 1) // 16)
-        self.model.workers.wrote(done.instance, blocks, done.stages.kv_write_ms / 1e3)
-        self.model.committed(done)
         self.model.settled(request.name, True)
         self._loaded.append(request)
         self._wake()

@@ -8,20 +8,21 @@
     finished     the request is over
 
 Predictions are made under every policy, so a change of policy begins with what was learned.
+
+A stretch of a prompt is told as `span(start, tokens)`: two numbers that its computation time is
+linear in, one for its tokens and one for what they attend to.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.forecast import Measured, PrefillWorkers, Queue, Span, span
 from pullfill.rate import Rate
 from pullfill.runtime import metrics
 from pullfill.wire import PredictedMs
@@ -43,6 +44,35 @@ _STREAM_TOKENS = 8
 
 # The number of running streams for each target of the time between tokens, in seconds.
 Streams = Mapping[float, int]
+Span = tuple[float, float]
+
+
+def span(start: int, tokens: int) -> Span:
+    """Return the two numbers for `tokens` tokens that follow `start` others. See the module."""
+    return tokens / 256.0, tokens * (start + tokens / 2.0) / 262_144.0
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """What the job of a prompt would meet."""
+
+    workers: int = 1  # how many prefill workers pull
+    # jobs, tokens: in front of it, those in work included.
+    jobs: int = 0
+    tokens: int = 0
+
+    def ahead(self, ours: Span, our_tokens: int, our_jobs: int, own: Span) -> Span:
+        """Return the part of the work in front that one prefill worker must do first.
+
+        ours, our_tokens, our_jobs: of this worker's own jobs. own: of the prompt."""
+        workers = max(1, self.workers)
+        if max(self.jobs, our_jobs) < workers:
+            return 0.0, 0.0  # one of them is free
+        # Nobody says how long the prompts of other decode workers are. They are taken to be like
+        # ours, or to be as long as this one.
+        like = ours if ours[0] else own
+        others = max(0, self.tokens - our_tokens) / 256.0
+        attend = others * like[1] / like[0] if like[0] else 0.0
+        return (ours[0] + others) / workers, (ours[1] + attend) / workers
 
 
 class Choice(enum.StrEnum):
@@ -65,7 +95,8 @@ class Option(msgspec.Struct, frozen=True):
 
     choice: Choice
     raw_s: float  # seconds from now to the first token, by the rates
-    ttft_s: float  # the same, corrected by how far such predictions were off lately
+    # The same. If it is computed here, corrected by how far such predictions were off lately.
+    ttft_s: float
     # About the number of requests that miss their targets by this choice: the prompt itself, whose
     # first token may be late, and the streams, whose next token may be.
     cost: float
@@ -77,19 +108,17 @@ class Prefill(msgspec.Struct):
     targets: Targets
     decided: float
     waited_s: float  # how long it had waited when decided
-    start: int  # tokens of its hit
-    tokens: int  # those after the hit
     left: int  # prompt tokens that are not computed yet, after `at` others
     at: int
     here: tuple[Option, ...] = ()  # what a prefill by this worker costs, the cheapest choice first
     there: Option | None = None  # what a prefill by a prefill worker costs
-    known: bool = False  # a prefill worker that pulls was measured
+    known: bool = False  # a remote prefill was measured
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
-    # The part of the queue that one prefill worker computes before, of which `done_s` seconds are
-    # over.
-    ahead: Span = (0.0, 0.0)
+    # What one prefill worker computes until it is done: its part of the queue, of which `done_s`
+    # seconds are over, and the prompt itself.
+    work: Span = (0.0, 0.0)
     done_s: float = 0.0
     alone_s: float = 0.0  # its own computation there
     # When a prefill worker is thought to have begun with it. 0: not yet.
@@ -98,7 +127,6 @@ class Prefill(msgspec.Struct):
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
     streaming: bool = False  # its first token is out
-    measured: Measured | None = None
 
     @property
     def cheapest(self) -> Choice:
@@ -203,16 +231,15 @@ class EngineRates:
             self._least = min(self._least or streams, streams)
             self._most = max(self._most, streams)
 
-    def assume(self, each: tuple[float, float], now: float) -> None:
-        """Believe that prompts are computed as fast as `each` says (`PrefillWorkers.fastest`),
-        unless they were measured lately.
+    def assume(self, remote: Rate, now: float) -> None:
+        """Believe that prompts are computed as fast as prefill workers do, unless they were
+        measured lately.
 
         Without this, a worker that computes no prompt would never learn that it could. An old
-        measurement counts if it is faster. each: zeros if no prefill worker is known."""
+        measurement counts if it is faster."""
         usual, fit = span(0, 1024), self._prefill
-        known = each[0] * usual[0] + each[1] * usual[1]
-        if not fit.count or (not fit.fresh(now) and 0 < known < fit.of(*usual)):
-            fit.a, fit.b = each
+        if not fit.count or (not fit.fresh(now) and 0 < remote.of(*usual) < fit.of(*usual)):
+            fit.a, fit.b = remote.a, remote.b
 
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
@@ -247,9 +274,7 @@ class EngineRates:
 
 
 class CostModel:
-    """See the module. Engine thread, but for `committed`.
-
-    workers: what is known of prefill workers."""
+    """See the module. Engine thread."""
 
     def __init__(
         self,
@@ -260,13 +285,15 @@ class CostModel:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.rates = EngineRates()
-        self.workers = PrefillWorkers(clock)
         self._step_tokens = max(1, step_tokens)
         self._stream_tokens = max(stream_tokens, _STREAM_TOKENS)
         self._chunks = chunks
         self._clock = clock
-        # How far predictions of each choice were off: the outcome over the prediction.
-        self._bias = {choice: Rate() for choice in Choice}
+        # Seconds from the decision to the first token over the span of `Prefill.work`, less the
+        # step here that makes the token. Whatever else a remote prefill takes is part of it.
+        self._remote = Rate()
+        # How far predictions of each local choice were off: the outcome over the prediction.
+        self._bias = {choice: Rate() for choice in (Choice.AT_ONCE, Choice.CHUNKED)}
         self._requests: dict[str, Prefill] = {}
         self._here, self._away = Prompts(), Prompts()
         # Of those away, one for each prefill worker is thought to be computed. The others wait.
@@ -275,7 +302,6 @@ class CostModel:
         # Requests whose KV has come and that no step has taken yet, in the order of their commits.
         self._loaded: dict[str, None] = {}
         self._itl: dict[float, int] = {}
-        self._committed: deque[Measured] = deque()
 
     # ------------------------------------------------------------------ predictions
 
@@ -285,10 +311,10 @@ class CostModel:
         """Predict what each choice costs for a prompt of `tokens` tokens after a hit of `start`.
 
         queue: what its job would meet. waited_s: how long it has waited already."""
-        self._learn()
         now, away, self._pool = self._clock.monotonic(), self._away, max(1, queue.workers)
-        self.rates.assume(self.workers.fastest(queue.instances), now)
-        one = Prefill(targets, now, waited_s, start, tokens, tokens, start)
+        remote = self._remote
+        self.rates.assume(remote, now)
+        one = Prefill(targets, now, waited_s, tokens, start)
         # The running streams, and those that begin when remote prefills have ended.
         streams = dict(self._itl)
         for target, count in away.itl.items():
@@ -301,15 +327,15 @@ class CostModel:
                 here.append(chunked)
         one.here = tuple(sorted(here, key=lambda option: option.cost))
         own = span(start, max(0, tokens - 1))
-        one.ahead = queue.ahead(away.span, away.tokens, len(away.all), own)
-        one.known = self.workers.known(queue.instances)
-        one.probe = not away.all and not self.workers.fresh(queue.instances, now)
-        if one.ahead[0]:
+        ahead = queue.ahead(away.span, away.tokens, len(away.all), own)
+        one.work = ahead[0] + own[0], ahead[1] + own[1]
+        one.known, one.alone_s = remote.count > 0, remote.of(*own)
+        one.probe = not away.all and not remote.fresh(now)
+        if ahead[0]:
             done = sum(min(now - each.began, each.alone_s) for each in self._begun.values())
-            one.done_s = done / max(1, queue.workers)
-        one.alone_s = self.workers.seconds(queue, (0.0, 0.0), own, now)
-        raw_s = self.workers.seconds(queue, one.ahead, own, now, one.done_s)
+            one.done_s = done / self._pool
         base = self.rates.base(sum(streams.values()))
+        raw_s = max(one.alone_s, remote.of(*one.work) - one.done_s) + base
         one.there = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
         return one
 
@@ -336,8 +362,8 @@ class CostModel:
         now: float,
     ) -> Option:  # fmt: skip
         """step_s: the longest step of the streams meanwhile."""
-        bias = self._bias[choice]
-        ttft_s = bias.of(raw_s) if bias.fresh(now) else raw_s
+        bias = self._bias.get(choice)
+        ttft_s = bias.of(raw_s) if bias is not None and bias.fresh(now) else raw_s
         late, target = one.waited_s + now - one.decided + ttft_s, one.targets.ttft_s
         cost = miss(late, target, _TTFT_SHARP) + _LATER * late / target
         base = self.rates.base(sum(streams.values()))
@@ -426,7 +452,6 @@ class CostModel:
         now = self._clock.monotonic()
         if step.known:
             self.rates.step(step.streams, step.computed, seconds, now)
-        self._learn()
         return [
             (name, self._first_token(one, now))
             for name in step.first
@@ -484,29 +509,18 @@ class CostModel:
 
     # ------------------------------------------------------------------ looking back
 
-    def committed(self, done: Measured) -> None:
-        """Note what a prefill worker has measured. asyncio thread."""
-        self._committed.append(done)
-
-    def _learn(self) -> None:
-        """Take what `committed` has noted."""
-        while self._committed:
-            done = self._committed.popleft()
-            if (one := self._requests.get(done.request_id)) is not None:
-                one.measured = done
-
     def _first_token(self, one: Prefill, now: float) -> FirstToken:
         one.streaming = True
         change(self._itl, one.targets.itl_s, 1)
         took, path = now - one.decided, one.choice.value
-        if one.choice is Choice.REMOTE and one.measured is not None:
-            own = span(one.start, one.tokens - 1)
-            began = one.decided - one.done_s
-            self.workers.observe(one.measured, one.ahead, own, began, now)
+        if one.choice is Choice.REMOTE:
+            compute_s = max(0.0, took + one.done_s - self.rates.base(self.streams))
+            self._remote.observe(*one.work, compute_s, now)
         metrics.COST_OUTCOME.labels(path).observe(took)
         if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
             return FirstToken(took * 1e3)
-        self._bias[one.choice].observe(one.option.raw_s, 0.0, took, now)
+        if (bias := self._bias.get(one.choice)) is not None:
+            bias.observe(one.option.raw_s, 0.0, took, now)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
         metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
         metrics.COST_ERROR.labels(path).observe(error)

@@ -19,8 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.cost import CostModel
-from pullfill.decode_worker.forecast import Measured
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.ledger import (
     CancelMessage,
     Entry,
@@ -55,7 +54,6 @@ from pullfill.wire import (
     Refused,
     RefuseReason,
     Revoke,
-    StageTimings,
     Trial,
     encode,
     u32,
@@ -104,7 +102,7 @@ class Handoff:
         *,
         # The connected prefill workers. The control server adds and removes them.
         peers: Peers,
-        model: CostModel,  # is told what prefill workers have measured
+        links: Links,  # is told how long writing has taken
         wake: asyncio.Event,  # set when the ledger has actions, or another deadline
         instance_id: str,
         compat_hash: str,
@@ -114,7 +112,7 @@ class Handoff:
         self.wake = wake
         self._queue = queue
         self._traces = traces
-        self._model = model
+        self._links = links
         self._instance_id = instance_id
         self._compat_hash = compat_hash
         self._loop = asyncio.get_running_loop()
@@ -264,7 +262,7 @@ class Handoff:
         # A writer that was given up may have been stopped in its write: that time says nothing
         # about the link.
         if self.ledger.progress(progress, peer.name):
-            self._model.workers.wrote(peer.instance_id, progress.blocks, progress.write_s)
+            self._links.wrote(peer.instance_id, progress.blocks, progress.write_s)
 
     # ------------------------------------------------------------------ step 8: commit
 
@@ -274,29 +272,12 @@ class Handoff:
         entry = self.ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: after it the engine thread may finish the request at any moment.
-            self._arrived(
-                peer, entry, commit.timings, commit.kv_bytes, commit.transport,
+            self._traces.committed(
+                entry.request_id, commit.timings, commit.kv_bytes, commit.transport,
                 commit.why_not_better,
             )  # fmt: skip
-            self._model.workers.wrote(
-                peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3
-            )
+            self._links.wrote(peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3)
         self._answer(peer, commit, self.ledger.commit(commit, peer.name), entry)
-
-    def _arrived(
-        self,
-        peer: Peer,
-        entry: Entry,
-        timings: StageTimings,
-        kv_bytes: int,
-        transport: str,
-        why_not_better: tuple[str, ...] = (),
-    ) -> None:
-        """The KV is there, or so the prefill worker says."""
-        self._traces.committed(entry.request_id, timings, kv_bytes, transport, why_not_better)
-        self._model.committed(
-            Measured(entry.request_id, peer.instance_id, timings, time.monotonic())
-        )
 
     def ready(self, peer: Peer, ready: Ready) -> None:
         """Read the KV that this prefill worker has computed, then commit it (--kv-mode pull).
@@ -329,8 +310,8 @@ class Handoff:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self._arrived(peer, entry, timings, moved.nbytes, transport)
-            self._model.workers.wrote(peer.instance_id, len(blocks), moved.seconds)
+            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
+            self._links.wrote(peer.instance_id, len(blocks), moved.seconds)
             good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.forecast import Queue
+from pullfill.decode_worker.cost import Queue
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
@@ -43,6 +44,7 @@ class Outlook:
     context: DecodeContext
     producer: JetStreamProducer
     peers: Peers
+    links: Links
     meter: StepMeter
     checks: Checks | None
     etcd: ServerHealth
@@ -63,25 +65,22 @@ class Outlook:
         # Our own jobs count once they are opened. They reach the queue later.
         ours = ledger.sums()
         pulling = self.peers.pulling
-        pullers = tuple(peer.instance_id for peer in pulling)
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.adapters for peer in pulling)
             adapter = context.adapters.for_others(adapter) if takes else None
-        forecast = self.meter.model.workers.forecast(
+        forecast = self.links.forecast(
             tokens,
             more,
             more * kv_bytes / self.num_blocks,
-            workers=len(pulling),
-            loads=[peer.load for peer in pulling],
+            loads={peer.instance_id: peer.load for peer in pulling},
             depth_tokens=depth.depth_tokens,
             own_tokens=ours.queued_tokens,
             own_unwritten=ours.unwritten,
-            pulling=frozenset(pullers),
         )
         own_jobs = ours.jobs[JobState.QUEUED]
         jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, ours.queued_tokens)
-        queue = Queue(pullers, len(pullers), jobs, ahead, more)
+        queue = Queue(len(pulling), jobs, ahead)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,

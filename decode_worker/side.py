@@ -19,6 +19,7 @@ import msgspec
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
@@ -34,7 +35,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING
 from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, checks_for
-from pullfill.decode_worker.step_meter import StepMeter, model_of
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.kv_events import KvEvents
@@ -120,7 +121,7 @@ async def build(
         on_event=wake_engine,
         on_action=partial(loop.call_soon_threadsafe, wake.set),
     )
-    peers, model = Peers(), model_of(view.chunks)
+    peers, links = Peers(), Links()
     traces = RequestTraces(
         told.instance_id,
         outage=partial(outage, producer.health, etcd.health, peers, ledger),
@@ -154,7 +155,7 @@ async def build(
         )
 
     # The prefill workers' connections, and what they say about jobs.
-    meter = StepMeter(context, view.chunks, model)
+    meter = StepMeter(context, view.chunks)
     trials, checks = checks_for(context, config, engine.compat, engine.submit, kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
@@ -163,7 +164,7 @@ async def build(
         producer,
         traces,
         peers=peers,
-        model=model,
+        links=links,
         wake=wake,
         instance_id=told.instance_id,
         compat_hash=engine.compat.hash(),
@@ -192,7 +193,7 @@ async def build(
 
     # What decides about a prompt.
     num_blocks = config.cache_config.num_gpu_blocks
-    outlook = Outlook(context, producer, peers, meter, checks, etcd.health, num_blocks)
+    outlook = Outlook(context, producer, peers, links, meter, checks, etcd.health, num_blocks)
     hello = LeaseHello(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )

@@ -12,9 +12,8 @@ from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.cost import CostModel, Prefill, Step, Targets
+from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Step, Targets, span
 from pullfill.decode_worker.demand import DemandMeter
-from pullfill.decode_worker.forecast import Queue, span
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
 from pullfill.engine.view import PrefillChunks
@@ -26,19 +25,17 @@ _RATE_TOKENS = 1024
 
 
 class StepMeter:
-    """See the module. model: of `model_of`, which is told of each commit, too."""
+    """See the module."""
 
     def __init__(
-        self,
-        context: DecodeContext,
-        chunks: PrefillChunks,
-        model: CostModel,
-        clock: Clock = SYSTEM_CLOCK,
+        self, context: DecodeContext, chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._context = context
         self._chunks = chunks
         self._clock = clock
-        self.model = model
+        self.model = CostModel(
+            chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock
+        )
         self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
@@ -128,8 +125,3 @@ class StepMeter:
     def finished(self, request_id: str) -> None:
         """Note that a request is over."""
         self.model.finished(request_id)
-
-
-def model_of(chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK) -> CostModel:
-    """Make the model of an engine's costs. Nothing is measured yet."""
-    return CostModel(chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock)

@@ -103,8 +103,7 @@ async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
         decode.look()
         for seed in range(3):
             await settled(decode.send(prompt(TOKENS + 1, seed=seed)))
-        told = decode.model.workers.forecast(
-            1, 1, 1, workers=1, loads=[], depth_tokens=0, own_tokens=0
-        )
+        loads = {"prefill-1": Load()}
+        told = decode.links.forecast(1, 1, 1, loads=loads, depth_tokens=0, own_tokens=0)
         assert told.write_s > 0
         await cluster.check_clean()

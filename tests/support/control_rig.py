@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.cost import CostModel
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.peers import Peers
@@ -44,7 +44,7 @@ def handoff_of(
     queue: Any,
     *,
     traces: RequestTraces | None = None,
-    model: CostModel | None = None,
+    links: Links | None = None,
     compat: Compat = COMPAT,
     **more: Any,
 ) -> Handoff:
@@ -57,7 +57,7 @@ def handoff_of(
         **more,
     )
     return Handoff(
-        ledger, queue, traces or RequestTraces(name), peers=Peers(), model=model or CostModel(),
+        ledger, queue, traces or RequestTraces(name), peers=Peers(), links=links or Links(),
         wake=wake, instance_id=name, compat_hash=compat.hash(),
     )  # fmt: skip
 

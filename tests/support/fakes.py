@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
-from pullfill.decode_worker.cost import CostModel
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
 from pullfill.decode_worker.step_meter import StepMeter
@@ -127,9 +126,9 @@ def situation(
     return Situation(request.num_prompt_tokens, hit_tokens, **(told | fields))
 
 
-def unmeasured(model: CostModel | None = None) -> Any:
+def unmeasured() -> Any:
     """A StepMeter that measures no step and predicts nothing."""
-    meter = create_autospec(StepMeter, instance=True, model=model or CostModel())
+    meter = create_autospec(StepMeter, instance=True)
     meter.predict.return_value = meter.admitted.return_value = None
     return meter
 

@@ -23,7 +23,7 @@ import msgspec
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
-from pullfill.decode_worker.cost import CostModel
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
@@ -88,10 +88,10 @@ class DecodeHalf:
         self.requests: dict[str, Served] = {}
         self.cached: list[int] = []
         self.traces = RequestTraces(name)
-        self.model = CostModel()
+        self.links = Links()
         loop = asyncio.get_running_loop()
         self.handoff = handoff_of(
-            name, self.region.owner.fences, producer, traces=self.traces, model=self.model,
+            name, self.region.owner.fences, producer, traces=self.traces, links=self.links,
             compat=COMPATIBLE, kv_mode=kv_mode, clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
@@ -133,8 +133,8 @@ class DecodeHalf:
         )
         unused: Any = None
         self.outlook = Outlook(
-            self.context, producer, self.handoff.peers, unmeasured(self.model), None, unused,
-            num_blocks=1_000_000,
+            self.context, producer, self.handoff.peers, self.links, unmeasured(), None,
+            unused, num_blocks=1_000_000,
         )  # fmt: skip
 
     def _situation(self, request: Any, hit: int) -> Situation:

@@ -19,12 +19,13 @@ from pullfill.decode_worker.cost import (
     CostModel,
     EngineRates,
     FirstToken,
+    Queue,
     Targets,
+    span,
 )
-from pullfill.decode_worker.forecast import Measured, Queue, span
 from pullfill.decode_worker.rules import Decision, Situation, decide
-from pullfill.rate import FORGET_S
-from pullfill.wire import RouterConfig, RouterPolicy, StageTimings
+from pullfill.rate import FORGET_S, Rate
+from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakeRequest
 
 CONFIG = RouterConfig(policy=RouterPolicy.COST)
@@ -42,13 +43,12 @@ class Rig:
         self.serial = 0
 
     def ask(
-        self, tokens: int, *, ttft_s: float = 2.0, queue: Queue | None = None, **fields: Any
+        self, tokens: int, *, ttft_s: float = 2.0, **fields: Any
     ) -> tuple[str, Decision, Choice]:
         """Decide where a prompt is prefilled, and enter it as admitted."""
         self.serial += 1
         name = f"r{self.serial}"
-        queue = queue or Queue(("p",), 1)
-        costs = self.model.predict(queue, Targets(ttft_s, 0.05), 0, tokens)
+        costs = self.model.predict(Queue(), Targets(ttft_s, 0.05), 0, tokens)
         told = {"prefill_workers": 1, "queue_available": True, "config": CONFIG, **fields}
         decision = decide(FakeRequest(name, [1]), Situation(tokens, 0, costs=costs, **told))
         self.model.admitted(name, costs, decision.remote)
@@ -63,8 +63,6 @@ class Rig:
         """A prefill worker computes it, and a step makes its first token."""
         seconds = tokens * each_s
         self.clock.advance(seconds)
-        stages = StageTimings(prefill_ms=seconds * 1e3)
-        self.model.committed(Measured(name, "p", stages, self.clock.monotonic()))
         self.model.settled(name, True)
         ((_, outcome),) = self.step(STEP_S, **{name: 1})
         return outcome
@@ -133,14 +131,14 @@ def test_an_idle_engine_takes_what_would_wait_in_the_queue(rig: Rig) -> None:
 
 def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
     there = [
-        rig.model.predict(Queue(("p",), 1), Targets(2.0, 0.05), 0, 2000, waited_s).there
+        rig.model.predict(Queue(), Targets(2.0, 0.05), 0, 2000, waited_s).there
         for waited_s in (0.0, 3.0)
     ]
     assert [one is not None and one.cost > 0.9 for one in there] == [False, True]
 
 
 def test_our_own_jobs_progress_as_predicted(rig: Rig) -> None:
-    queue = Queue(("p",), 1)
+    queue = Queue()
     for _ in range(2):
         rig.ask(4000, config=RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE))
     seen = []
@@ -209,7 +207,7 @@ def test_when_a_prompt_that_went_away_must_begin_here(rig: Rig) -> None:
     """Its target less what computing it here takes. Never, if that is too late already."""
     took = 4000 * LOCAL_S + 4 * STEP_S
     for ttft_s, left in ((2.0, 2.0 - took), (1.0, math.inf)):
-        costs = rig.model.predict(Queue(("p",), 1), Targets(ttft_s, 0.05), 0, 4000)
+        costs = rig.model.predict(Queue(), Targets(ttft_s, 0.05), 0, 4000)
         assert costs.hedge_s == pytest.approx(left, abs=0.1)
 
 
@@ -247,17 +245,18 @@ def test_steps_teach_the_time_of_streams_and_of_prompts() -> None:
 
 def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others() -> None:
     """If it were taken to be slow, it would get no prompt, and its speed would stay unknown."""
-    rates, late = EngineRates(), 9.0 + FORGET_S
-    rates.assume((0.2, 0.0), 0.0)
+    rates, late, remote = EngineRates(), 9.0 + FORGET_S, Rate()
+    remote.observe(1.0, 0.0, 0.2, 0.0)
+    rates.assume(remote, 0.0)
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
     for number in range(8):
         rates.step(0, span(0, 512), 4.0, float(number))
-    rates.assume((0.2, 0.0), 8.0)
+    rates.assume(remote, 8.0)
     assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
     # Without prefill workers the old measurement stays, or a prompt would seem to take no time.
-    rates.assume(NOTHING, late)
+    rates.assume(Rate(), late)
     assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
-    rates.assume((0.2, 0.0), late)
+    rates.assume(remote, late)
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
 
 
@@ -278,10 +277,8 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     for name in [*names[::-1], "never seen"]:
         rig.model.finished(name)
     assert rig.model.streams == 0
-    told = [
-        made.model.predict(Queue(("p",), 1), Targets(1, 1), 0, 500).ahead for made in (rig, fresh)
-    ]
-    assert told == [NOTHING, NOTHING]
+    told = [made.model.predict(Queue(), Targets(1, 1), 0, 500).work for made in (rig, fresh)]
+    assert told == [span(0, 499)] * 2
     assert rig.model.chunk() == (0, 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.cost import CostModel
+from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Entry, Settle
 from pullfill.decode_worker.peers import Peer
@@ -28,15 +28,15 @@ class Rig:
         self.commits: list[str] = []
         self.refuses: QueueFull | None = None
         self.fences = LoopbackFences(8)
-        self.model = CostModel()
-        self.handoff = handoff_of("d", self.fences, self, model=self.model)
+        self.links = Links()
+        self.handoff = handoff_of("d", self.fences, self, links=self.links)
         self.ledger, self.peers = self.handoff.ledger, self.handoff.peers
         self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
 
     def write_within_s(self) -> float:
         """How long a job of ten blocks may take."""
-        return self.model.workers.forecast(
-            160, 10, 1e3, workers=1, loads=[], depth_tokens=0, own_tokens=0
+        return self.links.forecast(
+            160, 10, 1e3, loads={}, depth_tokens=0, own_tokens=0
         ).commit_within_s
 
     def claimed(self, receipt: Receipt) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.forecast import Queue
+from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.decode_worker.step_meter import StepMeter, model_of
+from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeClock, FakeRequest
 
@@ -35,10 +35,9 @@ class Rig:
         self.clock, self.chunks = FakeClock(), Chunks()
         self.config = RouterConfig(policy=RouterPolicy.COST)
         chunks: Any = self.chunks
-        model = model_of(chunks, self.clock)
         self.traces = RequestTraces("d", self.clock)
         context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
-        self.meter = StepMeter(context, chunks, model, self.clock)
+        self.meter = StepMeter(context, chunks, self.clock)
 
     def step(self, seconds: float, idle_s: float = 0.0, **tokens: int) -> None:
         self.clock.advance(idle_s)
