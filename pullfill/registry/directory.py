@@ -269,12 +269,6 @@ class Directory(Follower):
 
     # ------------------------------------------------------------------ following
 
-    def _on_change(self, event: Put | Delete) -> None:
-        if isinstance(event, Put):
-            self._put(event.key, event.value)
-        else:
-            self._delete(event.key)
-
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(max(0.05, self._beat_s - self.age_s))
@@ -284,9 +278,15 @@ class Directory(Follower):
                 except PullfillError:  # the client has noted the failure
                     await asyncio.sleep(self._beat_s)
 
-    def _put(self, key: bytes, value: bytes) -> None:
+    def _on_change(self, event: Put | Delete) -> None:
+        key = event.key
+        if isinstance(event, Delete):
+            self._malformed.discard(key)
+            if key in self._members and key not in self._leaving:
+                self._drop_when_calm(key)
+            return
         try:
-            record = decode_worker_record(self._namespace, key, value)
+            record = decode_worker_record(self._namespace, key, event.value)
         except BadMessage as exc:
             if key not in self._malformed:
                 self._malformed.add(key)
@@ -299,32 +299,17 @@ class Directory(Follower):
             timer.cancel()
         self._change(key, record)
 
-    def _delete(self, key: bytes) -> None:
-        self._malformed.discard(key)
-        if key not in self._members or key in self._leaving:
-            return
-        if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
-            # An outage of etcd ends no worker. This one may have lost its lease to the outage, and
-            # register again: it stays a member for so long.
-            self._expect(key, self._grace_s)
-        else:  # it has drained or died
-            self._drop(key)
+    def _drop_when_calm(self, key: bytes) -> None:
+        """Drop a worker whose key is gone: it has drained or died.
 
-    def _expect(self, key: bytes, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._leaving[key] = loop.call_later(delay_s, self._drop_unless_troubled, key)
-
-    def _drop_unless_troubled(self, key: bytes) -> None:
-        """Drop the worker, unless etcd failed again: then it could not register."""
-        calm_s = SYSTEM_CLOCK.monotonic() - self._client.last_failed_at
-        if calm_s < self._grace_s:
-            self._expect(key, self._grace_s - calm_s + 0.01)
-        else:
-            self._drop(key)
-
-    def _drop(self, key: bytes) -> None:
+        An outage of etcd ends no worker. If etcd has failed of late, this one may have lost its
+        lease to that, and register again. So it stays a member for a while."""
         self._leaving.pop(key, None)
-        self._change(key, None)
+        if SYSTEM_CLOCK.monotonic() - self._client.last_failed_at < self._grace_s:
+            loop = asyncio.get_running_loop()
+            self._leaving[key] = loop.call_later(self._grace_s, self._drop_when_calm, key)
+        else:
+            self._change(key, None)
 
     def _change(self, key: bytes, new: WorkerRecord | None) -> None:
         old = self._members.get(key)

@@ -8,19 +8,10 @@ import time
 import msgspec
 import pytest
 
-from pullfill.errors import RegistryUnavailable
 from pullfill.registry.client import Header, KeepAlive
 from pullfill.registry.membership import EtcdLease, LeaseFate, LeaseJudge
 
 STORE = Header(cluster_id=7, revision=10, raft_term=2)
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def judge() -> LeaseJudge:
@@ -72,29 +63,18 @@ async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.Mo
         return real(which) + (slept_s if which == time.CLOCK_BOOTTIME else 0.0)
 
     monkeypatch.setattr(time, "clock_gettime", boot_clock)
-    lease = await EtcdLease.grant(FakeApi(FakeClock(), 0), 3)
+    lease = await EtcdLease.grant(Client(), 3)
     slept_s = 3600.0
     lease.start()
     lease.check_now()
     assert await asyncio.wait_for(lease.wait(), 10) is LeaseFate.OUTAGE
 
 
-class FakeApi:
-    """Answers keep-alives from a script; an exception is raised, the last answer repeats."""
-
-    def __init__(self, clock: FakeClock, *script: int | Exception) -> None:
-        self.clock, self.script, self.sent = clock, list(script), 0
+class Client:
+    """An etcd that does not know its leases any more."""
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         return 1, ttl_s, STORE
 
-    async def revoke_lease(self, lease_id: int) -> None:
-        raise RegistryUnavailable("gone away")
-
     async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive:
-        self.sent += 1
-        self.clock.now += 1.0
-        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return KeepAlive(STORE, answer)
+        return KeepAlive(STORE, 0)
