@@ -1,4 +1,4 @@
-"""The ports that a side stands on (pullfill/worker/ports.py), for each adapter that gives them.
+"""The ports that a side stands on (pullfill/worker/ports.py), as our own loop gives them.
 
 vLLM's engine core and scheduler are real, and compute no model. An engine that nobody wakes sleeps
 for a minute, which fails a test.
@@ -160,15 +160,11 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
         await memory.end(life, kept[0])
 
 
-ADAPTERS = [pytest.param(own_loop, id="own_loop")]
-adapters = pytest.mark.parametrize("adapter", ADAPTERS)
-
-
 @asynccontextmanager
-async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]:
+async def probed(model: Path) -> AsyncIterator[tuple[Made, Probe]]:
     """An engine with a `Probe` as its side. Each step must be told as done in the end."""
     probe = Probe()
-    async with adapter(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
+    async with own_loop(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
         yield made, probe
     assert len(probe.running) == len(probe.steps)
     assert not any(probe.running)
@@ -183,10 +179,9 @@ async def until(holds: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(eventually, holds, what)
 
 
-@adapters
-async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path: Path) -> None:
+async def test_work_runs_on_the_engine_thread_in_order(model_path: Path) -> None:
     done: list[str] = []
-    async with probed(adapter, model_path) as (made, probe):
+    async with probed(model_path) as (made, probe):
         thread = made.thread
         assert await thread.call(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
@@ -201,9 +196,8 @@ async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path:
         await thread.call(lambda: None)
 
 
-@adapters
-async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
+async def test_a_request_has_one_outcome(model_path: Path) -> None:
+    async with probed(model_path) as (made, probe):
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert output.finish_reason is not None
         assert len(output.new_token_ids) == 1
@@ -224,9 +218,8 @@ async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
 
-@adapters
-async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
+async def test_what_a_side_reports_reaches_vllm(model_path: Path) -> None:
+    async with probed(model_path) as (made, probe):
         view = made.engine.view
         for name, computed in (("loaded", PROMPT - BROUGHT), ("failed", PROMPT)):
             probe.brings[name] = BROUGHT
@@ -247,9 +240,8 @@ async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) 
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
 
-@adapters
-async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
+async def test_a_side_sees_load_blocks_and_limits(model_path: Path) -> None:
+    async with probed(model_path) as (made, probe):
         view = made.engine.view
         idle = view.load(draining=False)
         assert view.counts() == (idle.running, idle.waiting) == (0, 0)
@@ -266,9 +258,8 @@ async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path
         await asyncio.wrap_future(outcome)
 
 
-@adapters
-async def test_the_memory_is_quiet_before_it_is_freed(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
+async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
+    async with probed(model_path) as (made, probe):
         await asyncio.wrap_future(made.submit.add(request("a")))
         assert made.memory.order == []
     assert made.memory.order == ["quiet", "freed"]
@@ -279,7 +270,7 @@ async def test_the_memory_is_quiet_before_it_is_freed(adapter: Any, model_path: 
 
 @asynccontextmanager
 async def decode_role(
-    adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
+    model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
 ) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[None]]]]:
     """A decode role, its engine, and what builds its side around an engine."""
     options = WorkerOptions(model=str(model), instance_id="ports-1")
@@ -293,17 +284,16 @@ async def decode_role(
         await role.watch(client, parts)
         queue = await Settings(client, ns, QueueSettings).start()
         parts.push_async_callback(queue.close)
-        made = await parts.enter_async_context(adapter(model, sides))
+        made = await parts.enter_async_context(own_loop(model, sides))
         yield role, made, lambda engine: role.build(engine, queue, parts)
 
 
-@adapters
 async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
-    adapter: Any, model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
+    model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
 ) -> None:
     """No thread, no requests of its own, no request server: clients come another way."""
     async with (
-        decode_role(adapter, model_path, ns, etcd, nats, client) as (role, made, build),
+        decode_role(model_path, ns, etcd, nats, client) as (role, made, build),
         AsyncExitStack() as parts,
     ):
         await build(replace(made.engine, thread=None, submit=None, own_loop=None))
@@ -344,6 +334,6 @@ async def test_ranks_are_asked_on_the_engine_thread_alone(
         return ("generate",)
 
     monkeypatch.setattr(EngineCore, "get_supported_tasks", tasks)
-    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
+    async with decode_role(model_path, ns, etcd, nats, client) as (_, made, build):
         await build(made.engine)
         assert set(asked) == {"engine"}
