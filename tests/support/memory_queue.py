@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, QueueFull, QueueUnavailable
-from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Urgency
 from pullfill.queue.streams import round_up_tokens
 from pullfill.wire import QueueStatus
 
@@ -74,8 +74,8 @@ class MemoryQueue:
         if all(known.job_id != job.job_id for known in self.dead):
             self.dead.append(DeadLetter(job.job_id, reason, job.deliveries, job.body))
 
-    def take(self, turns: Turns) -> Job | None:
-        """Return the job that a worker with these turns gets now.
+    def take(self) -> Job | None:
+        """Return the job that a worker gets now.
 
         A job that has used up its deliveries becomes a dead letter here, as on the server."""
         self.expire()
@@ -87,14 +87,13 @@ class MemoryQueue:
                 self.bury(job, "max_deliver")
             else:
                 ready.setdefault(job.urgency, job)
-        for urgency in turns.order():
-            if (taken := ready.get(urgency)) is not None:
-                taken.deliveries += 1
-                taken.in_flight = True
-                taken.ready_at = self.clock.monotonic() + self.config.ack_wait_s
-                turns.took(urgency, taken.tokens)
-                return taken
-        return None
+        if not ready:
+            return None
+        taken = ready[min(ready)]
+        taken.deliveries += 1
+        taken.in_flight = True
+        taken.ready_at = self.clock.monotonic() + self.config.ack_wait_s
+        return taken
 
     def status(self) -> QueueStatus:
         self.expire()
@@ -205,7 +204,6 @@ class MemoryConsumer:
 
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
-        self._turns = Turns()
         self._draining = False
         self.ack_wait_s = queue.config.ack_wait_s
         self.max_deliver = queue.config.max_deliver
@@ -214,7 +212,7 @@ class MemoryConsumer:
         queue, loop = self._queue, asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while not self._draining:
-            if not queue.offline and (job := queue.take(self._turns)):
+            if not queue.offline and (job := queue.take()):
                 return MemoryDelivery(queue, job)
             left = deadline - loop.time()
             if left <= 0:

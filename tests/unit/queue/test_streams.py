@@ -1,4 +1,4 @@
-"""What is encoded in names: token counts in subjects, deliveries in ack subjects."""
+"""What is encoded in names: token counts in subjects, deliveries in ack subjects. And urgencies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, ConfigError
-from pullfill.queue.contract import Urgency
+from pullfill.queue.contract import Urgency, urgency_of
 from pullfill.queue.streams import Names, parse_ack, round_up_tokens, subject_tokens
 
 
@@ -52,3 +52,14 @@ def test_any_other_text_is_refused(text: str) -> None:
 def test_names_that_would_break_a_subject_are_refused(namespace: str, compat: str) -> None:
     with pytest.raises(ConfigError):
         Names(namespace, compat)
+
+
+TIGHT, NORMAL, LOOSE = Urgency
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "urgency"),
+    [(None, NORMAL), (1, TIGHT), (500, TIGHT), (501, NORMAL), (4999, NORMAL), (5000, LOOSE)],
+)
+def test_the_target_says_how_urgent_a_request_is(ttft_ms: float | None, urgency: Urgency) -> None:
+    assert urgency_of(ttft_ms, 500.0, 5000.0) is urgency
