@@ -5,8 +5,7 @@ Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
 letter. The most urgent job comes first, and of one urgency the one that was published first.
 
-`jetstream.py` implements it. Tests of other rooms use `tests/support/memory_queue.py`. Both pass
-`tests/contract/test_queue_contract.py`.
+`jetstream.py` implements it.
 """
 
 from __future__ import annotations

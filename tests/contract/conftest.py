@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from pullfill.registry.client import EtcdClient
 from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer
+from tests.support.handoff_rig import Cluster, Make
 from tests.support.nats import NatsServer
 from tests.support.transfer_rigs import DENSE, Region, Rig, ipc_rig
 
@@ -33,6 +35,11 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """One NATS for all tests of this process, as `etcd`. Each test uses a stream of its own."""
     with NatsServer(tmp_path_factory.mktemp("nats")) as server:
         yield server
+
+
+@pytest.fixture
+def make(tmp_path: Path, nats: NatsServer) -> Make:
+    return partial(Cluster, tmp_path, nats)
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pullfill.wire import Load
 from tests.support.fakes import FakeRequest
-from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled, until
+from tests.support.handoff_rig import DecodeHalf, Make, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 
 TOKENS = 10 * BLOCK
@@ -27,8 +25,8 @@ def remote(decode: DecodeHalf, seed: int) -> bool:
 
 
 @pytest.mark.essential
-async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
+async def test_a_burst_is_admitted_up_to_the_expected_wait(make: Make) -> None:
+    async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
         decode.look()
         prefill.puller.pause("check", "paused")
@@ -56,10 +54,10 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(tmp_path: Path) -> No
 
 @pytest.mark.essential
 async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It took blocks, failed, and was a `queue_full` without a line in any log."""
-    async with Cluster(tmp_path) as cluster:
+    async with make() as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill()
         decode.look(max_body=(8 << 10) + 5 * TOKENS)
         assert remote(decode, 1)
@@ -74,10 +72,10 @@ async def test_a_prompt_whose_job_nats_does_not_take_stays_and_takes_no_blocks(
 
 @pytest.mark.essential
 async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One with a smaller `--max-model-len` got and failed all of them, and nobody learned why."""
-    async with Cluster(tmp_path) as cluster:
+    async with make() as cluster:
         decode, small = await cluster.decode(), await cluster.prefill(longest=TOKENS)
         decode.look()
         assert remote(decode, 1)
@@ -97,8 +95,8 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         await cluster.check_clean()
 
 
-async def test_the_writing_of_each_commit_is_measured(tmp_path: Path) -> None:
-    async with Cluster(tmp_path) as cluster:
+async def test_the_writing_of_each_commit_is_measured(make: Make) -> None:
+    async with make() as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill(chunk=7)
         decode.look()
         for seed in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +16,8 @@ from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.handoff_rig import (
-    Cluster,
     DecodeHalf,
+    Make,
     PrefillHalf,
     hold,
     prompt,
@@ -45,16 +44,17 @@ async def reading(decode: DecodeHalf, prefill: PrefillHalf, after: int = 0) -> t
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("mode", list(KvMode))
-async def test_every_mode_brings_the_right_bytes(
-    tmp_path: Path, transport: str, mode: KvMode
-) -> None:
-    async with Cluster(tmp_path, transport, kv_mode=mode) as cluster:
+async def test_every_mode_brings_the_right_bytes(make: Make, transport: str, mode: KvMode) -> None:
+    """Of prompts around the ends of blocks, all at once: cold, batched, chunked."""
+    lengths = [2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16, 17, 18, 31, 32, 33, 34, 61]
+    async with make(transport, kv_mode=mode) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
-        served = [decode.send(prompt(n, seed=n)) for n in (2, 4, 5, 9, 16, 17, 31, 33, 61)]
+        served = [decode.send(prompt(n, seed=n)) for n in lengths]
         await settled(*served)
-        assert all(decode.right(s) for s in served)
+        assert [n for n, s in zip(lengths, served, strict=True) if not decode.right(s)] == []
         await cluster.check_clean()
         assert prefill.budget.completed == len(served)
+        assert prefill.engine.computed_tokens == sum(lengths) - len(lengths)
         for one in served:
             record = decode.traces.finish(one.request.request_id)
             assert record is not None
@@ -64,9 +64,9 @@ async def test_every_mode_brings_the_right_bytes(
 # ------------------------------------------------------------------ when something ends it
 
 
-async def test_pull_abort_in_a_read(tmp_path: Path) -> None:
+async def test_pull_abort_in_a_read(make: Make) -> None:
     """Our reader still copies into the blocks: they are held until it has ended."""
-    async with Cluster(tmp_path, kv_mode=PULL) as cluster:
+    async with make(kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await reading(decode, prefill)
         decode.abort(served)
@@ -84,9 +84,9 @@ async def test_pull_abort_in_a_read(tmp_path: Path) -> None:
         await cluster.check_clean()
 
 
-async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -> None:
+async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> None:
     """All it had to do is done, and its memory outlives it: nothing is computed again."""
-    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
+    async with make("loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await reading(decode, prefill)
         await prefill.puller.stop()
@@ -106,8 +106,8 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(tmp_path: Path) -
         assert second.engine.computed_tokens == 0
 
 
-async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, "loopback", kv_mode=PULL) as cluster:
+async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(make: Make) -> None:
+    async with make("loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await reading(decode, prefill)
         await asyncio.to_thread(faults.kill)
@@ -121,10 +121,10 @@ async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(tmp_pa
 
 
 async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker of a cluster that pushes says `Ready`: it is not believed."""
-    async with Cluster(tmp_path) as cluster:
+    async with make() as cluster:
         decode = await cluster.decode()
         await cluster.prefill(chunk=5)
         original = Handoff.commit
@@ -147,11 +147,11 @@ async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
 
 @pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, PULL])
 async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
-    tmp_path: Path, mode: KvMode
+    make: Make, mode: KvMode
 ) -> None:
     """Nothing moves at the first one, which lives and says so: the second one is served all the
     same, and nobody's work is thrown away."""
-    async with Cluster(tmp_path, kv_mode=mode, credit_blocks=4, patience_s=0.1) as cluster:
+    async with make(kv_mode=mode, credit_blocks=4, patience_s=0.1) as cluster:
         slow, other = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill(chunk=8)
         faults = hold(slow) if mode is KvMode.PUSH_ASYNC else hold(prefill)
@@ -173,9 +173,9 @@ async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
 
 
 @pytest.mark.essential
-async def test_nothing_is_pulled_beyond_the_credits(tmp_path: Path) -> None:
+async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
     """While the first prompt cannot be written, only a pull that is under way brings another."""
-    async with Cluster(tmp_path, credit_blocks=4, patience_s=100) as cluster:
+    async with make(credit_blocks=4, patience_s=100) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=8)
         faults = hold(decode)
         first = decode.send(prompt(30))
@@ -229,10 +229,10 @@ async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
 
 
 async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_again(
-    tmp_path: Path,
+    make: Make,
 ) -> None:
     """No job after the first is spent on finding that out."""
-    async with Cluster(tmp_path, "tcp", kv_mode=PULL) as cluster:
+    async with make("tcp", kv_mode=PULL) as cluster:
         decode = await cluster.decode()
         route = Route(decode)
         await cluster.prefill(chunk=5)
@@ -253,11 +253,11 @@ async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_
 
 @pytest.mark.parametrize("device", [None, 0], ids=["cpu", "gpu"])
 async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
-    tmp_path: Path, device: int | None
+    make: Make, device: int | None
 ) -> None:
     """Its blocks stay as they are. GPU memory is freed when its process ends, so that drain waits.
     In both cases the worker is not busy."""
-    async with Cluster(tmp_path, kv_mode=KvMode.PULL) as cluster:
+    async with make(kv_mode=KvMode.PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         puller = prefill.puller
         memory = replace(prefill.local.memory, device=device)

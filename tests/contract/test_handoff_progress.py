@@ -7,13 +7,12 @@ slowly.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pullfill.wire import KvMode
-from tests.support.handoff_rig import Cluster, DecodeHalf, PrefillHalf, prompt, settled
+from tests.support.handoff_rig import Cluster, DecodeHalf, Make, PrefillHalf, prompt, settled
 from tests.support.kv_engine import BLOCK, LAYOUT
 
 TIMEOUT_S = 0.8
@@ -48,10 +47,10 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 1
 @pytest.mark.parametrize(("mode", "chunk"), [(KvMode.PUSH_ASYNC, 1000), (KvMode.PULL, 7)])
 @pytest.mark.essential
 async def test_a_job_that_moves_is_never_timed_out_and_started_again(
-    tmp_path: Path, mode: KvMode, chunk: int
+    make: Make, mode: KvMode, chunk: int
 ) -> None:
     """One copy takes three times as long as the deadline."""
-    async with Cluster(tmp_path, timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
+    async with make(timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=chunk)
         slow(cluster, prefill if mode is KvMode.PULL else decode)
         began = time.monotonic()
@@ -64,8 +63,8 @@ async def test_a_job_that_moves_is_never_timed_out_and_started_again(
         assert (prefill.budget.completed, prefill.budget.failed) == (1, 0)
 
 
-async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(tmp_path: Path) -> None:
-    async with Cluster(tmp_path, timeout_s=TIMEOUT_S) as cluster:
+async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(make: Make) -> None:
+    async with make(timeout_s=TIMEOUT_S) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
         slow(cluster, decode)
         jobs = [decode.send(prompt(8 * BLOCK + 1, seed=seed)) for seed in range(2)]
@@ -76,8 +75,8 @@ async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(tmp_path
 
 
 @pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, KvMode.PULL])
-async def test_a_job_that_stands_still_is_given_up(tmp_path: Path, mode: KvMode) -> None:
-    async with Cluster(tmp_path, timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
+async def test_a_job_that_stands_still_is_given_up(make: Make, mode: KvMode) -> None:
+    async with make(timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
         slow(cluster, prefill if mode is KvMode.PULL else decode, stands_after=7)
         began = time.monotonic()

@@ -47,7 +47,7 @@ async def cluster(
     # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
     # busy machine may take longer than that to deliver the message again.
     monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
-    async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
+    async with Cluster(tmp_path, server, ack_wait_s=NEVER_S) as cluster:
         yield cluster
         server.resume()
 
@@ -144,7 +144,7 @@ async def test_a_link_that_goes_silent_under_a_claim_leaves_the_job_to_another_w
 ) -> None:
     """Not after `ack_wait`, though no decode worker naks what it has not granted. If it has, both
     ends nak, and the job stays with its new writer."""
-    async with Cluster(tmp_path, server=server, ack_wait_s=NEVER_S) as cluster:
+    async with Cluster(tmp_path, server, ack_wait_s=NEVER_S) as cluster:
         decode, holder = await cluster.decode(), await cluster.prefill(pull=False)
         other = await cluster.prefill(pull=False)
         cut_off(decode, holder, granted)

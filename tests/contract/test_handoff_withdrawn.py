@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +19,13 @@ from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
     Cluster,
     DecodeHalf,
+    Make,
     PrefillHalf,
     Served,
     prompt,
     settled,
     until,
 )
-from tests.support.nats import NatsServer
 
 
 class SlowProducer:
@@ -78,13 +77,11 @@ async def stop_at(
 @pytest.mark.parametrize("how", ["abort", "claim timeout"])
 @pytest.mark.parametrize("when", ["before the publish", "being published", "queued", "pulled"])
 @pytest.mark.essential
-async def test_it_is_not_computed(tmp_path: Path, server: NatsServer, when: str, how: str) -> None:
+async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
     clock = FakeClock()
     claims = asyncio.Event()
     claims.set()
-    async with Cluster(
-        tmp_path, clock=clock, timeout_s=10.0, wrap=SlowProducer, server=server
-    ) as cluster:
+    async with make(clock=clock, timeout_s=10.0, wrap=SlowProducer) as cluster:
         decode = await cluster.decode()
         prefill = await cluster.prefill(pull=False)
         find = prefill.links.find
@@ -141,15 +138,15 @@ async def lose(how: str, cluster: Cluster, consumer: JobConsumer) -> None:
 
 @pytest.mark.parametrize("how", ["purge", "delete", "term", "max_deliver"])
 async def test_a_job_whose_message_is_gone_is_local(
-    tmp_path: Path, server: NatsServer, how: str, caplog: pytest.LogCaptureFixture
+    make: Make, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Within a second, not after the claim timeout of 10 s. It is told, and the next one is remote.
 
     An older job, which a prefill worker holds, stays where it is."""
     caplog.set_level(logging.WARNING)
-    async with Cluster(tmp_path, server=server) as cluster:
+    async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
-        consumer = await JetStreamConsumer.connect(server.url, cluster.config)
+        consumer = await JetStreamConsumer.connect(cluster.server.url, cluster.config)
         beside = how in ("term", "max_deliver")
         if beside:
             older = decode.send(prompt(30))

@@ -18,7 +18,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import Hello, encode
 from tests.support.control_rig import Decode, FakeDirectory, until
-from tests.support.handoff_rig import Cluster, hold, prompt, stuck_in_a_write
+from tests.support.handoff_rig import Make, hold, prompt, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 
 HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
@@ -109,11 +109,11 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
 
 
 async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy may take longer than IDLE_S, also a copy whose job has ended."""
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.02)
-    async with Cluster(tmp_path) as cluster:
+    async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
         (link,) = prefill.links.links.values()
         link._idle_s = 0.05

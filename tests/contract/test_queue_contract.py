@@ -1,4 +1,4 @@
-"""One suite, two queues: what `queue/contract.py` promises, on JetStream and in memory."""
+"""What `queue/contract.py` promises."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from pullfill.queue.contract import (
 )
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import round_up_tokens
-from tests.support.fakes import FakeClock
-from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import NatsServer, dead_letters, until
 
 ACK_WAIT_S = 1.0
@@ -36,15 +34,16 @@ TIGHT, NORMAL, LOOSE = Urgency
 
 @dataclass
 class Bench:
-    """One queue. `add_consumer` makes more workers; `advance` lets its clock pass.
+    """One queue. `add_consumer` makes more workers."""
 
-    dead_letters: the newest first."""
+    config: QueueConfig
+    producer: JetStreamProducer
+    consumer: JetStreamConsumer
+    add_consumer: Callable[[], Awaitable[JetStreamConsumer]]
 
-    producer: JobProducer
-    consumer: JobConsumer
-    add_consumer: Callable[[], Awaitable[JobConsumer]]
-    advance: Callable[[float], Awaitable[None]]
-    dead_letters: Callable[[], Awaitable[list[DeadLetter]]]
+    async def dead_letters(self) -> list[DeadLetter]:
+        """The newest first."""
+        return await dead_letters(self.producer.connection, self.config)
 
     async def depth_is(self, jobs: int, in_flight: int | None = None) -> None:
         """Wait for the cached depth to become this."""
@@ -64,43 +63,22 @@ class Bench:
 Make = Callable[[QueueConfig], Awaitable[Bench]]
 
 
-@pytest.fixture(params=["jetstream", "memory"])
-async def make(
-    request: pytest.FixtureRequest, nats: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Make]:
+@pytest.fixture
+async def make(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", BUSY_REFRESH_S)
     opened: list[JobConsumer | JobProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
-        async def add() -> JobConsumer:
+        async def add() -> JetStreamConsumer:
             consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=10)
             opened.append(consumer)
             return consumer
 
         producer = await JetStreamProducer.connect(nats.url, config, wait_s=10)
         opened.append(producer)
+        return Bench(config, producer, await add(), add)
 
-        async def dead() -> list[DeadLetter]:
-            return await dead_letters(producer.connection, config)
-
-        return Bench(producer, await add(), add, asyncio.sleep, dead)
-
-    async def memory(config: QueueConfig) -> Bench:
-        clock = FakeClock()
-        queue = MemoryQueue(config, clock)
-
-        async def add() -> JobConsumer:
-            return queue.consumer()
-
-        async def advance(seconds: float) -> None:
-            clock.advance(seconds)
-
-        async def dead() -> list[DeadLetter]:
-            return list(reversed(queue.dead))
-
-        return Bench(queue.producer(), queue.consumer(), add, advance, dead)
-
-    yield jetstream if request.param == "jetstream" else memory
+    yield jetstream
     await asyncio.gather(*(one.close() for one in opened))
 
 
@@ -132,7 +110,7 @@ async def test_publish_pull_ack(hasty: Bench) -> None:
     await hasty.depth_is(1, in_flight=1)
     await job.ack()
     await hasty.depth_is(0, in_flight=0)
-    await hasty.advance(1.5 * ACK_WAIT_S)
+    await asyncio.sleep(1.5 * ACK_WAIT_S)
     assert await hasty.consumer.pull(0.05) is None
 
 
@@ -184,7 +162,7 @@ async def test_nak_gives_back_at_once_or_later(bench: Bench) -> None:
     assert job.number == 2
     await job.nak(0.3)
     assert await bench.consumer.pull(0.05) is None
-    await bench.advance(0.4)
+    await asyncio.sleep(0.4)
     again = await bench.consumer.pull(SOON_S)
     assert again.number == 3
     await again.ack()
@@ -200,7 +178,7 @@ async def test_term_leaves_a_dead_letter(hasty: Bench) -> None:
     assert (letter.job_id, letter.body, letter.deliveries) == ("a", b"poison", 1)
     assert letter.reason.split() == ["cannot", "read", "it:", "é"]
     await hasty.depth_is(0)
-    await hasty.advance(1.5 * ACK_WAIT_S)
+    await asyncio.sleep(1.5 * ACK_WAIT_S)
     assert await hasty.consumer.pull(0.05) is None
 
 
@@ -303,7 +281,7 @@ async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench
         job = await hasty.consumer.pull(SOON_S)
         sent = [time.monotonic()]
         for _ in range(8):
-            await hasty.advance(ACK_WAIT_S / 4)
+            await asyncio.sleep(ACK_WAIT_S / 4)
             await job.in_progress()
             sent.append(time.monotonic())
         came = await hasty.consumer.pull(0.03)
@@ -312,7 +290,7 @@ async def test_silence_brings_the_job_back_and_in_progress_does_not(hasty: Bench
         assert max(b - a for a, b in pairwise(sent)) > ACK_WAIT_S / 2, "no sign was late"
         for delivery in (job, *came):
             await delivery.ack()
-    await hasty.advance(1.5 * ACK_WAIT_S)
+    await asyncio.sleep(1.5 * ACK_WAIT_S)
     again = await hasty.consumer.pull(SOON_S)
     assert (again.job_id, again.number) == (job.job_id, 2)
     await again.ack()
@@ -351,8 +329,7 @@ async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(be
     await asyncio.sleep(0.05)
     await publish(bench, ("first", 100, NORMAL))
     first = await waits
-    if isinstance(bench.consumer, JetStreamConsumer):
-        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)
     other = await bench.add_consumer()
     await publish(bench, ("tight", 100, TIGHT), ("loose", 100, LOOSE))
     for name in ("tight", "loose"):

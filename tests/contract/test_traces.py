@@ -16,7 +16,7 @@ from pullfill.decode_worker.ledger import JobState
 from pullfill.runtime import probe, tracing
 from tests.support.fakes import FakeClock
 from tests.support.fetch_rig import FetchWorker, without_vllm
-from tests.support.handoff_rig import Cluster, prompt, settled, until
+from tests.support.handoff_rig import Make, prompt, settled, until
 from tests.support.kv_engine import BLOCK
 from tests.support.otlp import Receiver, Span
 from tests.support.transfer_rigs import RIGS
@@ -40,8 +40,8 @@ def within(inner: Span, outer: Span) -> bool:
 
 
 @pytest.mark.essential
-async def test_one_prompt(tmp_path: Path, receiver: Receiver) -> None:
-    async with Cluster(tmp_path, "shm") as cluster:
+async def test_one_prompt(make: Make, receiver: Receiver) -> None:
+    async with make("shm") as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill(chunk=5)
         tokens = prompt(30)
         hit = decode.cache(tokens[: 2 * BLOCK])
@@ -79,8 +79,8 @@ async def test_one_prompt(tmp_path: Path, receiver: Receiver) -> None:
     assert attempt.links == ()
 
 
-async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver: Receiver) -> None:
-    async with Cluster(tmp_path, clock=FakeClock()) as cluster:
+async def test_a_second_attempt_is_linked_to_the_first(make: Make, receiver: Receiver) -> None:
+    async with make(clock=FakeClock()) as cluster:
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
         first.engine.gate.clear()
         served = decode.send(prompt(30), headers=HEADERS)
@@ -88,7 +88,6 @@ async def test_a_second_attempt_is_linked_to_the_first(tmp_path: Path, receiver:
         await cluster.prefill()
         await first.puller.stop()
         await first.puller.abandon()
-        decode.pass_time(0.06)  # the queue delivers a job again only after its nak delay
         first.engine.gate.set()
         await settled(served)
         assert decode.right(served)
@@ -131,8 +130,8 @@ async def test_a_prefix_of_another_decode_worker(
     assert told.timings_ms.fetch == pytest.approx((fetch.end_ns - fetch.start_ns) / 1e6, abs=1.0)
 
 
-async def test_exemplars_name_the_trace(tmp_path: Path, receiver: Receiver) -> None:
-    async with Cluster(tmp_path) as cluster:
+async def test_exemplars_name_the_trace(make: Make, receiver: Receiver) -> None:
+    async with make() as cluster:
         decode, _ = await cluster.decode(), await cluster.prefill()
         await settled(decode.send(prompt(20), headers=HEADERS))
     text = probe.page(probe.OPENMETRICS)[0].decode()

@@ -1,6 +1,6 @@
 """Decode and prefill workers without vLLM: every part of the handoff but the engines is real.
 
-The queue (in memory or on NATS), the ledger, both ends of the control channel, both scheduler
+The queue on NATS, the ledger, both ends of the control channel, both scheduler
 halves, the puller, the transfer workers and a transport. `KvEngine` computes for the prefill side.
 `DecodeHalf` stands for vLLM on the other: it allocates blocks, asks the scheduler half and hears
 its reports.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +29,15 @@ from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
+from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.queue.contract import JobConsumer, JobProducer, QueueConfig
+from pullfill.queue.contract import DeadLetter, JobConsumer, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.streams import Names
 from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import (
@@ -50,10 +53,10 @@ from pullfill.wire import (
 from tests.support.control_rig import FakeDirectory, handoff_of, until
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
-from tests.support.memory_queue import MemoryQueue
-from tests.support.nats import NatsServer
+from tests.support.nats import NatsServer, dead_letters
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
 
+_serial = itertools.count()
 COMPATIBLE = msgspec.structs.replace(COMPAT, block_size=BLOCK)
 
 
@@ -73,7 +76,7 @@ class DecodeHalf:
     def __init__(
         self,
         rig: Rig,
-        producer: JobProducer,
+        producer: JetStreamProducer,
         name: str,
         *,
         timeout_s: float,
@@ -242,13 +245,13 @@ class PrefillHalf:
         name: str,
         *,
         chunk: int,
-        consumer: JobConsumer | None = None,
+        consumer: JobConsumer,
         longest: int = 999,
     ) -> None:
         self.name, self._cluster = name, cluster
         self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.read_grants = ReadGrants(self.local.owner.fences)
-        self.budget = Budget(400, **cluster.budget)
+        self.budget = Budget(400)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
         self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
         self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
@@ -265,7 +268,7 @@ class PrefillHalf:
             activity=self.budget.activity,
             **cluster.links,
         )
-        self.consumer = consumer or cluster.queue.consumer()
+        self.consumer = consumer
         nats = ServerHealth("nats")
         nats.ok()
         self.puller = Puller(
@@ -303,14 +306,15 @@ class PrefillHalf:
 
 @dataclass(eq=False)
 class Cluster:
-    """Everything on one loop; use as `async with Cluster(tmp_path, "loopback") as cluster`.
+    """Everything on one loop; use as `async with make("loopback") as cluster` (conftest.py).
 
+    server: has the queue.
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
-    server: the queue is on this NATS server, and not in the process. links, budget: arguments
-    of `DecodeLinks` and `Budget`.
+    links: arguments of `DecodeLinks`.
     """
 
     directory_path: Path
+    server: NatsServer
     transport: str = "loopback"
     clock: Clock = SYSTEM_CLOCK
     ack_wait_s: float = 30.0
@@ -320,9 +324,7 @@ class Cluster:
     credit_blocks: int = 1000
     patience_s: float = SILENT_S
     wrap: Callable[[Any], Any] = lambda producer: producer
-    server: NatsServer | None = None
     links: dict[str, Any] = field(default_factory=dict)
-    budget: dict[str, Any] = field(default_factory=dict)
     decodes: dict[str, DecodeHalf] = field(default_factory=dict)
     prefills: list[PrefillHalf] = field(default_factory=list)
 
@@ -330,9 +332,9 @@ class Cluster:
         self.rig = RIGS[self.transport](self.directory_path)
         self.directory = FakeDirectory()
         self.config = QueueConfig(
-            "ns", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s, max_deliver=self.max_deliver
-        )
-        self.queue = MemoryQueue(self.config, clock=self.clock)
+            f"ns{next(_serial)}", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s,
+            max_deliver=self.max_deliver,
+        )  # fmt: skip
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -342,14 +344,16 @@ class Cluster:
                 with contextlib.suppress(Exception):
                     region.owner.faults.resume()  # type: ignore[attr-defined]
             await prefill.stop()
+        names = Names(self.config.namespace, self.config.compat_hash)
         for decode in self.decodes.values():
+            for stream in (names.stream, names.dead_stream):
+                with contextlib.suppress(QueueUnavailable):
+                    await decode.producer.connection.api(f"STREAM.DELETE.{stream}")
             await decode.stop()
         await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
-        producer: JobProducer = self.queue.producer()
-        if self.server is not None:
-            producer = await JetStreamProducer.connect(self.server.url, self.config)
+        producer = await JetStreamProducer.connect(self.server.url, self.config)
         decode = DecodeHalf(
             self.rig,
             self.wrap(producer),
@@ -364,17 +368,24 @@ class Cluster:
         return decode
 
     async def prefill(
-        self, *, chunk: int = 8, pull: bool = True, longest: int = 999
+        self, *, chunk: int = 8, pull: bool = True, longest: int = 999, reaches: bool = True
     ) -> PrefillHalf:
-        url = self.server and self.server.url
-        consumer = await JetStreamConsumer.connect(url, self.config) if url else None
+        """reaches: it can connect to all decode workers."""
+        consumer = await JetStreamConsumer.connect(self.server.url, self.config)
         name = f"prefill-{len(self.prefills) + 1}"
         prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer, longest=longest)
         self.prefills.append(prefill)
-        await until(lambda: prefill.links.connected == sorted(self.directory.workers("decode")))
+        if reaches:
+            decodes = sorted(self.directory.workers("decode"))
+            await until(lambda: prefill.links.connected == decodes)
         if pull:
             prefill.puller.start()
         return prefill
+
+    async def dead(self) -> list[DeadLetter]:
+        """The dead letters, the newest first."""
+        (producer, *_) = [decode.producer for decode in self.decodes.values()]
+        return await dead_letters(producer.connection, self.config)
 
     async def check_clean(self) -> None:
         """Ledger, fences, pools, stream and engines are as they were before the first request."""
@@ -398,6 +409,10 @@ class Cluster:
 
 def prompt(length: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(50_000), k=length)
+
+
+Make = Callable[..., Cluster]
+"""Of the fixture `make`: `Cluster` on a NATS server that is shared."""
 
 
 async def settled(*requests: Served) -> None:

@@ -54,12 +54,17 @@ Reach = Callable[[], Coroutine[Any, Any, Any]]
 class Delivered:
     """A `Delivery`; `verbs`: how it was settled. error: how it answers heartbeats and naks."""
 
-    tokens, ack_subject = 4, ""
+    ack_subject = ""
 
     def __init__(
-        self, number: int = 1, job: PrefillJob = JOB, error: Exception | None = None
+        self,
+        number: int = 1,
+        job: PrefillJob = JOB,
+        error: Exception | None = None,
+        tokens: int = 4,
     ) -> None:
         self.job_id, self.body, self.number, self._error = job.job_id, encode(job), number, error
+        self.tokens = tokens
         self.verbs: list[str] = []
         self.delay_s = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,10 @@ from pullfill.errors import ClaimRefused, QueueUnavailable
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.queue.contract import QueueConfig, Urgency
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import PrefillJob, RefuseReason, encode
-from tests.support.memory_queue import MemoryQueue
 from tests.support.nats import until
 from tests.unit.prefill_worker.test_handoff import JOB, Delivered
 
@@ -31,16 +30,14 @@ class Worker:
     def __init__(
         self, budget: Budget | None = None, *, ack_wait_s: float = 60.0, **more: Any
     ) -> None:
-        self.queue = MemoryQueue(QueueConfig("test", "c", ack_wait_s=ack_wait_s))
-        self.producer = self.queue.producer()
+        self.queue = asyncio.Queue[Any]()
         self.started: list[str] = []
         self.told: list[str] = []
         self.asked: list[int] = []
         self.waits: list[float] = []
         self._ends: dict[str, asyncio.Event] = {}
-        self._consumer = self.queue.consumer()
         consumer: Any = SimpleNamespace(
-            pull=self.pull, drain=self._consumer.drain, ack_wait_s=ack_wait_s, max_deliver=5
+            pull=self.pull, drain=self.drain, ack_wait_s=ack_wait_s, max_deliver=5
         )
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: True, is_up=lambda _: True, pause=self.told.append,
@@ -59,7 +56,11 @@ class Worker:
     async def pull(self, wait_s: float) -> Any:
         self.asked.append(self.puller.in_flight)
         self.waits.append(wait_s)
-        return await self._consumer.pull(wait_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                return await self.queue.get()
+
+    async def drain(self) -> None: ...
 
     async def _find(self, name: str, **_: bool) -> Any:
         self.started.append(name)
@@ -71,8 +72,10 @@ class Worker:
         for name in names:
             self.budget.granted(name)
 
-    async def publish(self, name: str, tokens: int = 10, urgency: Urgency = Urgency.NORMAL) -> None:
-        await self.producer.publish(name, encode(job_of(name)), tokens, urgency)
+    def publish(self, name: str, tokens: int = 10) -> Delivered:
+        delivery = Delivered(job=job_of(name), tokens=tokens)
+        self.queue.put_nowait(delivery)
+        return delivery
 
     async def runs(self, *names: str) -> None:
         """Until these run, and until what would start another had time for it."""
@@ -99,7 +102,7 @@ def job_of(name: str) -> PrefillJob:
 async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     worker = Worker()
     for number in range(4):
-        await worker.publish(f"j{number}")
+        worker.publish(f"j{number}")
     worker.puller.start()
     await worker.runs("j0", "j1", "j2")
     await worker.puller.close()
@@ -110,7 +113,7 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
     """Of any length. KV that travels does not count, up to the most jobs at once."""
     worker = Worker(Budget(1, concurrency=1, claim_s=60.0), max_jobs=4)
     for number in range(6):
-        await worker.publish(f"j{number}", 1_000_000)
+        worker.publish(f"j{number}", 1_000_000)
     worker.puller.start()
     await worker.runs("j0", "j1")
     worker.grant("j0", "j1")
@@ -134,7 +137,7 @@ async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> No
     await until(lambda: bool(worker.waits))
     worker.puller.leave_to_others(60.0)
     await until(lambda: len(worker.waits) > 2)
-    await worker.publish("j")
+    worker.publish("j")
     await worker.runs("j")
     assert worker.waits[0] > 0
     assert not any(worker.waits[1:])
@@ -157,7 +160,7 @@ async def test_a_decode_worker_without_credit_delays_the_jobs_of_others_for_a_wh
     """It is alive and takes no KV. Jobs that wait may be of others."""
     worker = Worker(patience_s=0.1)
     worker.credits.add(worker.credits.open("slow"), 1 << 20)
-    await worker.publish("j")
+    worker.publish("j")
     worker.puller.start()
     await asyncio.sleep(0.03)
     assert worker.asked == []
@@ -176,12 +179,9 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     for why in ("stuck", "", "stuck"):
         worker.puller.pause("engine", why)
     await asyncio.sleep(0.02)
-    await worker.publish("j")
+    worker.publish("j")
     await asyncio.sleep(0.02)
-    job = await worker.queue.consumer().pull(20.0)
-    assert job is not None
-    assert job.number == 1
-    await job.nak()
+    assert worker.queue.qsize() == 1
     worker.puller.pause("engine", "")
     await worker.runs("j")
     await worker.puller.close()
@@ -215,7 +215,7 @@ async def test_a_pull_that_fails_is_tried_again_after_a_moment(failure: Exceptio
         return await Worker.pull(worker, wait_s)
 
     worker.puller._consumer.pull = pull  # type: ignore[method-assign]
-    await worker.publish("j")
+    worker.publish("j")
     worker.puller.start()
     await until(lambda: tries == 1)
     for _ in range(100):
