@@ -156,7 +156,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
     import torch
 
     from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
-    from tests.support.gpu_programs import GpuMemory, Program
+    from tests.support.gpu_programs import GpuMemory, GpuProgram
 
     for page in PAGES:
         count = moved // page // LAYERS
@@ -165,7 +165,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
         rng = np.random.default_rng(1)
         source, target = (rng.permutation(blocks)[:count].tolist() for _ in range(2))
         mine = GpuMemory(layout, device.number)
-        with Program("owner", directory, LAYERS, blocks, 1, page) as owner:
+        with GpuProgram("owner", directory, LAYERS, blocks, 1, page) as owner:
             session = CudaIpcTransport(device.number).connect(mine.memory, owner.descriptor())
             token = owner.open()
             there = session._remote_address  # type: ignore[attr-defined]

@@ -148,14 +148,14 @@ def stages_of(window: Window, path: str) -> list[dict[str, float]]:
 @contextmanager
 def copies(base: Path) -> Iterator[None]:
     """Copy 1 GiB of GPU memory from one process to another, five times a second."""
-    from tests.support.gpu_programs import Program
+    from tests.support.gpu_programs import GpuProgram
 
     path = base / "descriptor"
-    with Program("owner", base, *GIB) as owner:
+    with GpuProgram("owner", base, *GIB) as owner:
         path.write_text(owner.greeting)
         token = owner.open()
-        with Program("writer", path, 7) as writer:
-            writer.tell("beat", token.slot, token.epoch)
+        with GpuProgram("writer", path, 7) as writer:
+            writer.tell("beat", token)
             yield
             owner.revoke(token)
             if (said := writer.answer()) != "fenced":

@@ -84,9 +84,9 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(region: Region, start: St
     fences = region.owner.fences
     token = fences.open(range(64))
     writer = start("shm.write.batch=stop@2;stream.write.batch=stop@2")
-    writer.send("write", token)
+    writer.tell("write", token)
     wait_until(writer.stopped)
-    writer.signal(signal.SIGKILL)
+    writer.process.send_signal(signal.SIGKILL)
     took = wait_until(lambda: fences.try_revoke(token))
     region.data[:] = OURS
     assert writer.process.wait(PATIENCE_S) == -signal.SIGKILL
@@ -106,20 +106,20 @@ def test_blocks_of_a_stopped_writer_are_free_at_once(
     fences = region.owner.fences
     token = fences.open(range(64))
     writer = start(f"{point}=stop@2")
-    writer.send("write", token)
+    writer.tell("write", token)
     wait_until(writer.stopped)
     wait_until(lambda: foreign(region) >= 16 << 20)  # the first batch
     wait_until(lambda: fences.try_revoke(token))
     region.data[:] = OURS
     reused = [fences.open(range(64)) for _ in range(64)]  # the same slot is live again
     assert token.slot in {t.slot for t in reused}
-    writer.signal(signal.SIGCONT)
-    assert writer.line() == "fenced"
+    writer.process.send_signal(signal.SIGCONT)
+    assert writer.answer() == "fenced"
     assert foreign(region) == 0
-    writer.send("write", token)
-    assert writer.line() == "fenced"
-    writer.send("write", reused[0])  # the very same process may go on with another grant
-    assert writer.line() == "done"
+    writer.tell("write", token)
+    assert writer.answer() == "fenced"
+    writer.tell("write", reused[0])  # the very same process may go on with another grant
+    assert writer.answer() == "done"
     assert foreign(region) == WRITTEN
 
 
@@ -131,19 +131,19 @@ def test_writer_stopped_at_any_moment(rig: Any, region: Region, start: Start) ->
     held = 0
     for _ in range(15):
         token = fences.open(range(64))
-        writer.send("loop", token)
+        writer.tell("loop", token)
         wait_until(lambda: foreign(region) > 0)
         time.sleep(rng.random() * 0.02)
-        writer.signal(signal.SIGSTOP)
+        writer.process.send_signal(signal.SIGSTOP)
         wait_until(writer.stopped)
         if not fences.try_revoke(token):
             held += 1
             if rig is shm_rig:
-                writer.signal(signal.SIGCONT)
+                writer.process.send_signal(signal.SIGCONT)
             wait_until(lambda token=token: fences.try_revoke(token))
         region.data[:] = OURS
-        writer.signal(signal.SIGCONT)
-        assert writer.line() == "fenced"
+        writer.process.send_signal(signal.SIGCONT)
+        assert writer.answer() == "fenced"
         assert np.all(region.data == OURS)
         region.data[:] = 0
     assert held > 0, "it was never stopped inside a batch: nothing was tested"

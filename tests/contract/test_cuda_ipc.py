@@ -30,18 +30,14 @@ from tests.support.transfer_rigs import (
     extent,
     memory_over,
 )
-from tests.support.transfer_writer import Writer
+from tests.support.transfer_writer import FOREIGN, Program, Writer
 
 BLOCKS = range(DENSE.num_blocks)
 OWN_PID = -1
 """Stands for the process that runs the test. Another process may have collected it."""
 
 
-def writing(region: Region, directory: Path) -> Writer:
-    return Writer(region, directory, fill=7, program="tests.support.ipc_writer")
-
-
-def end(writer: Writer) -> None:
+def end(writer: Program) -> None:
     """SIGKILL, and wait until the kernel says that it has ended (it stays a zombie)."""
     writer.process.kill()
     os.waitid(os.P_PID, writer.process.pid, os.WEXITED | os.WNOWAIT)
@@ -49,10 +45,10 @@ def end(writer: Writer) -> None:
 
 def test_a_writer_of_another_process(gpu_region: Region, tmp_path: Path) -> None:
     fences = gpu_region.owner.fences
-    with writing(gpu_region, tmp_path) as writer:
+    with Writer(gpu_region, tmp_path) as writer:
         token = fences.open(BLOCKS)
         assert writer.ask("write", token) == "done"
-        assert (gpu_region.pages == 7).all()
+        assert (gpu_region.pages == FOREIGN).all()
         assert fences.try_revoke(token)
         assert writer.ask("write", token) == "fenced"
         assert writer.ask("close") == "closed"
@@ -66,7 +62,7 @@ def test_a_free_lock_proves_nothing_before_the_writers_process_has_ended(
     """A killed process loses its locks when its files are closed; its device may copy on until the
     driver has ended its context. The time between is made long here."""
     fences = gpu_region.owner.fences
-    with writing(gpu_region, tmp_path) as writer:
+    with Writer(gpu_region, tmp_path) as writer:
         token, other = fences.open(BLOCKS), fences.open([])
         assert writer.ask("start", token) == "queued"
         assert not fences.try_revoke(token), "the lock is held"
@@ -88,7 +84,7 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
     gpu_region: Region, tmp_path: Path
 ) -> None:
     fences = gpu_region.owner.fences
-    with writing(gpu_region, tmp_path) as writer:
+    with Writer(gpu_region, tmp_path) as writer:
         token, next_one = fences.open(BLOCKS), fences.open(BLOCKS)
         assert writer.ask("break", token).startswith("failed cuEventSynchronize")
         assert writer.ask("write", next_one).startswith("failed an earlier copy failed")

@@ -150,13 +150,13 @@ def test_a_writer_stopped_in_a_batch_is_refused_and_holds_nothing(
     fences = big.owner.fences
     token = fences.open(range(64))
     writer = start("stream.write.batch=stop@2")
-    writer.send("write", token)
+    writer.tell("write", token)
     eventually(writer.stopped, "it does not stop")
     eventually(lambda: fences.try_revoke(token), "its blocks stay in quarantine")
     assert 0 < foreign(big) < big.data.nbytes, "stopped too early or too late to prove anything"
     big.data[:] = OURS
     writer.process.send_signal(signal.SIGCONT)
-    assert writer.line() == "fenced"
+    assert writer.answer() == "fenced"
     assert foreign(big) == 0
 
 
@@ -171,7 +171,7 @@ def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof
     for _ in range(2):
         token = fences.open(range(64))
         writer = start()
-        writer.send("loop", token)
+        writer.tell("loop", token)
         eventually(lambda: foreign(big) > 0, "nothing arrives")
         time.sleep(chance.random() * 0.02)
         writer.process.send_signal(number)
@@ -179,7 +179,7 @@ def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof
         big.data[:] = OURS
         if number is signal.SIGSTOP:
             writer.process.send_signal(signal.SIGCONT)
-            assert writer.line() == "fenced"
+            assert writer.answer() == "fenced"
         assert foreign(big) == 0
         writer.close()
         big.data[:] = 0

@@ -12,7 +12,7 @@ import torch
 
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.copies import BATCH_RUNS, BETWEEN, SAME, GpuCopier, Lane, lane_of
-from pullfill.transfer.gpu.cuda import load, why_no_cuda
+from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Copies
 
@@ -29,14 +29,6 @@ def runs(length: int, count: int, unit: int) -> list[tuple[int, int, int]]:
         (s * (length + unit), t * (length + unit), length)
         for s, t in zip(sources, targets, strict=True)
     ]
-
-
-def test_the_driver_is_there() -> None:
-    assert why_no_cuda() is None
-    driver = load()
-    assert driver.count() == torch.cuda.device_count()
-    assert len(driver.uuid(0)) == 32
-    assert driver.can_map(0, 0)
 
 
 @pytest.mark.parametrize("way", ["kernel", "engines"])

@@ -5,33 +5,26 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from pullfill.errors import (
-    BadMessage,
-    Fenced,
-    IncompatibleError,
     PeerUnavailable,
     TransferFailed,
 )
 from pullfill.runtime import failpoints
-from pullfill.transfer.contract import PeerSession, Rect
+from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.gpu.cuda import load
-from pullfill.transfer.layout import dense_layout
-from tests.gpu.conftest import BLOCKS, LAYERS, LAYOUT, PAGE, SHAPE
-from tests.support.gpu_programs import GpuMemory, Program, digest
+from tests.gpu.conftest import BLOCKS, LAYOUT, SHAPE
+from tests.support.gpu_programs import GpuMemory, GpuProgram, digest
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +40,7 @@ def mine() -> GpuMemory:
 
 
 @pytest.fixture
-def session(owner: Program, mine: GpuMemory) -> Iterator[PeerSession]:
+def session(owner: GpuProgram, mine: GpuMemory) -> Iterator[PeerSession]:
     transport, descriptor = CudaIpcTransport(0), owner.descriptor()
     assert transport.can_reach(descriptor) is None
     made = transport.connect(mine.memory, descriptor)
@@ -55,12 +48,12 @@ def session(owner: Program, mine: GpuMemory) -> Iterator[PeerSession]:
     made.close()
 
 
-def theirs(owner: Program, blocks: Sequence[int]) -> bytes:
+def theirs(owner: GpuProgram, blocks: Sequence[int]) -> bytes:
     return bytes.fromhex(owner.ask("digest", ",".join(map(str, blocks))))
 
 
 def test_writes_land_in_the_named_blocks_and_nowhere_else(
-    owner: Program, mine: GpuMemory, session: PeerSession
+    owner: GpuProgram, mine: GpuMemory, session: PeerSession
 ) -> None:
     assert owner.ask("fill", 7) == "filled"
     token = owner.open()
@@ -78,7 +71,7 @@ def test_writes_land_in_the_named_blocks_and_nowhere_else(
 
 
 def test_reads_bring_what_the_owner_has(
-    owner: Program, mine: GpuMemory, session: PeerSession
+    owner: GpuProgram, mine: GpuMemory, session: PeerSession
 ) -> None:
     assert owner.ask("fill", 9) == "filled"
     token, kept = owner.open(), digest(mine, [0, 1])
@@ -89,41 +82,7 @@ def test_reads_bring_what_the_owner_has(
     assert owner.revoke(token)
 
 
-def test_a_part_of_the_heads(owner: Program, mine: GpuMemory) -> None:
-    assert owner.ask("fill", 0) == "filled"
-    token, one_head = owner.open(), GpuMemory(dense_layout(LAYERS, BLOCKS, 1, PAGE))
-    one_head.buffer.fill_(5)
-    memory = replace(one_head.memory, first_head=1)
-    part = Rect(first_head=1, heads=1, first_layer=0, layers=LAYERS)
-    session = CudaIpcTransport(0).connect(memory, owner.descriptor(), part)
-    session.move("write", token, range(BLOCKS), range(BLOCKS))
-    session.close()
-    assert int(owner.ask("others", 0)) == LAYERS * BLOCKS * PAGE
-
-
-def test_a_revoked_fence_refuses(owner: Program, session: PeerSession) -> None:
-    assert owner.ask("fill", 7) == "filled"
-    token = owner.open()
-    assert owner.revoke(token)
-    with pytest.raises(Fenced):
-        session.move("write", token, [0], [0])
-    with pytest.raises(Fenced):
-        session.move("read", token, [0], [0])
-    assert owner.ask("others", 7) == "0"
-
-
-def test_other_layouts_and_incarnations_are_refused(owner: Program, mine: GpuMemory) -> None:
-    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
-    for changes, error in (
-        ({"incarnation": "i0"}, PeerUnavailable),
-        ({"num_layers": 2}, IncompatibleError),
-        ({"nbytes": 1 << 40}, BadMessage),
-    ):
-        with pytest.raises(error):
-            transport.connect(mine.memory, msgspec.structs.replace(descriptor, **changes))
-
-
-def test_two_hundred_connects_leave_nothing(owner: Program, mine: GpuMemory) -> None:
+def test_two_hundred_connects_leave_nothing(owner: GpuProgram, mine: GpuMemory) -> None:
     transport, descriptor, token = CudaIpcTransport(0), owner.descriptor(), owner.open()
 
     def once() -> None:
@@ -150,13 +109,13 @@ def test_a_killed_writer_leaves_not_one_byte_after_the_proof(when: str, tmp_path
     path, env = tmp_path / "descriptor", dict(os.environ)
     if when == "with a batch queued":
         env[failpoints.ENV] = "cuda_ipc.queued=kill@3"
-    with Program("owner", tmp_path, *GIB) as owner:
+    with GpuProgram("owner", tmp_path, *GIB) as owner:
         path.write_text(owner.greeting)
         for round_ in range(10):
             token = owner.open()
-            with Program("writer", path, 7, env=env) as writer:
+            with GpuProgram("writer", path, 7, env=env) as writer:
                 assert writer.greeting == "ready"
-                writer.tell("loop", token.slot, token.epoch)
+                writer.tell("loop", token)
                 if when == "at any moment":
                     time.sleep(random.Random(round_).random() * 0.05)
                     writer.process.kill()
@@ -170,41 +129,17 @@ def test_a_killed_writer_leaves_not_one_byte_after_the_proof(when: str, tmp_path
     path.unlink()
 
 
-def is_dying(writer: Program) -> bool:
+def is_dying(writer: GpuProgram) -> bool:
     """From the moment when the kernel begins to take the process apart (PF_EXITING)."""
     stat = Path(f"/proc/{writer.process.pid}/stat").read_text()
     state, *rest = stat.rpartition(")")[2].split()
     return state in "ZX" or bool(int(rest[5]) & 4)
 
 
-def test_a_stopped_writer_keeps_its_blocks(owner: Program, tmp_path: Path) -> None:
-    path = tmp_path / "descriptor"
-    path.write_text(owner.greeting)
-    token = owner.open()
-    with Program("writer", path, 7) as writer:
-        writer.tell("loop", token.slot, token.epoch)
-        # Stop it until it is caught inside its fence; it is there most of the time.
-        for _ in range(200):
-            time.sleep(0.002)
-            writer.process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, writer.process.pid, os.WSTOPPED | os.WNOWAIT)
-            if not owner.revoke(token):
-                break
-            token = owner.open()
-            writer.process.send_signal(signal.SIGCONT)
-            assert writer.answer() == "fenced"
-            writer.tell("loop", token.slot, token.epoch)
-        assert not owner.revoke(token)
-        writer.process.send_signal(signal.SIGCONT)
-        assert writer.answer() == "fenced"
-        assert owner.revoke(token)
-    path.unlink()
-
-
 def test_expandable_segments_are_refused_with_what_to_do(tmp_path: Path) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         env = {**os.environ, name: "expandable_segments:True"}
-        with Program("owner", tmp_path, *SHAPE, env=env) as program:
+        with GpuProgram("owner", tmp_path, *SHAPE, env=env) as program:
             assert program.greeting.startswith("refused")
             assert "expandable_segments" in program.greeting
 
@@ -222,7 +157,7 @@ def test_memory_of_sleep_mode_is_refused() -> None:
 
 
 def test_an_owner_that_dies_takes_nobody_with_it(
-    owner: Program, mine: GpuMemory, session: PeerSession
+    owner: GpuProgram, mine: GpuMemory, session: PeerSession
 ) -> None:
     """Its memory is mapped here, and copies are under way when it dies. Our own work must go on."""
     token = owner.open()
@@ -240,7 +175,7 @@ def test_an_owner_that_dies_takes_nobody_with_it(
     assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
 
 
-def test_an_owner_that_is_gone(owner: Program, mine: GpuMemory) -> None:
+def test_an_owner_that_is_gone(owner: GpuProgram, mine: GpuMemory) -> None:
     transport, descriptor = CudaIpcTransport(0), owner.descriptor()
     owner.process.kill()
     owner.process.wait()

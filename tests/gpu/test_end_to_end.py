@@ -1,16 +1,20 @@
-"""Both workers on one GPU, over cuda_ipc: tokens after a remote prefill equal those of one plain
-engine, whatever was cached on either side, and whatever happens to the prefill worker."""
+"""Workers with real vLLM on GPUs: tokens after a remote prefill equal those of one plain engine,
+whatever was cached on either side, and whatever happens to the prefill worker. Over cuda_ipc both
+are on one GPU. Over nccl each has its own; on one GPU it needs NCCL 2.30 (docs/operations.md)."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pullfill.deploy.accelerator import gpu_count
+from pullfill.transfer.nccl.nccl_backend import make_kind
 from tests.support.checked import checked
-from tests.support.cluster import BLOCK, MODEL, Cluster, until
+from tests.support.cluster import BLOCK, until
 from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
@@ -25,50 +29,59 @@ from tests.support.prompts import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
-TRANSPORT = "cuda_ipc"
-IN_WRITE, IN_FLIGHT = "cuda_ipc.write.batch", "cuda_ipc.queued"
-"""Holding the fence: before a batch is queued, and after."""
+POINTS = {
+    "cuda_ipc": ("cuda_ipc.write.batch={}@2", "cuda_ipc.queued={}@2"),
+    "nccl": ("stream.write.batch={}@1", "nccl.ready={}@1"),
+}
+"""Of the prefill worker. cuda_ipc, holding the fence: before a batch is queued, and after. nccl:
+before a batch is announced, and when the owner's kernel waits for it."""
 
 
-def test_a_pair_without_a_model_writes_over_cuda_ipc(tmp_path: Path, model_path: Path) -> None:
-    """Everything but the model: a failure here is none of vLLM's kernels."""
-    mock = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
-    cluster = Cluster(tmp_path / "mock", model_path, forked=False)
-    try:
-        cluster.start_servers()
-        cluster.launch("decode", *mock)
-        cluster.launch("prefill", *mock)
-        cluster.launch("frontend")
-        cluster.wait_ready(*cluster.workers)
-        cluster.set_router(policy="always_remote")
-        # Without log probabilities: nobody computes them.
-        prompt = random_prompt(700, seed=1)
-        answer = cluster.client().completions.create(model=MODEL, prompt=prompt, max_tokens=STEPS)
-        told = cluster.explain(answer.id)
-        assert (told["path"], told["remote_tokens"]) == ("remote", 699), told
-        written = cluster.counter("pullfill_kv_write_bytes_total", transport=TRANSPORT)
-        assert written >= told["kv_bytes"] > 0
-        cluster.assert_clean()
-    finally:
-        cluster.stop()
+def placed() -> dict[str, dict[str, str]]:
+    """Environment by role for nccl: a GPU each where there are two."""
+    if (count := gpu_count()) < 2:
+        shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        return {"decode": shared, "prefill": shared}
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return {
+        role: {"CUDA_VISIBLE_DEVICES": name}
+        for role, name in zip(("decode", "prefill"), names, strict=False)
+    }
+
+
+@pytest.fixture(scope="module", params=sorted(POINTS))
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "nccl":
+        kind = make_kind()
+        if (reason := kind.why_not()) is not None:
+            pytest.skip(reason)
+        if gpu_count() < 2 and kind.version() < 23000:
+            pytest.skip("one GPU, and this NCCL is older than 2.30: it allows one rank on each")
+    return name
 
 
 @pytest.fixture(scope="module")
-def shared(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuPair]:
+def shared(
+    transport: str, model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GpuPair]:
     # Development routes: a test empties the decode worker's prefix cache through them.
     env = {"frontend": {"VLLM_SERVER_DEV_MODE": "1"}}
-    with gpu_pair(tmp_path_factory.mktemp("gpu"), model_path, env=env) as pair:
+    if transport == "nccl":
+        env |= placed()
+    directory = tmp_path_factory.mktemp(transport)
+    with gpu_pair(directory, model_path, "--transports", transport, env=env) as pair:
         yield pair
 
 
 @pytest.fixture
-def gpu_cluster(shared: GpuPair) -> GpuPair:
-    shared.refresh(remote_timeout_s=30)
+def pair(shared: GpuPair) -> GpuPair:
+    shared.refresh(remote_timeout_s=60)
     return shared
 
 
 @pytest.fixture(scope="module")
-def gpu_oracle(model_path: Path) -> Iterator[Oracle]:
+def plain(model_path: Path) -> Iterator[Oracle]:
     with plain_engine(model_path) as engine:
         yield engine
 
@@ -79,95 +92,92 @@ def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> No
         assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
 
 
-def test_equal_tokens_over_cuda_ipc(gpu_cluster: GpuPair, gpu_oracle: Oracle) -> None:
+def test_equal_tokens(pair: GpuPair, plain: Oracle, transport: str) -> None:
+    """One after the other, then many at once: a step has 512 tokens, so a prompt comes in several
+    writes, between those of others."""
     prompts = [random_prompt(n, seed=1) for n in (2, 32, 33, 64, 200, 513, 1025, 2000)]
-    answers = [ask(gpu_cluster, prompt, STEPS) for prompt in prompts]
-    told = [gpu_cluster.explain(answer.request_id) for answer in answers]
-    assert [t["path"] for t in told] == ["remote"] * len(prompts), told
-    check(answers, prompts, gpu_oracle)
-    written = gpu_cluster.counter("pullfill_kv_write_bytes_total", transport=TRANSPORT)
+    answers = [ask(pair, prompt, STEPS) for prompt in prompts]
+    told = [pair.explain(answer.request_id) for answer in answers]
+    assert {(t["path"], t["transport"]) for t in told} == {("remote", transport)}, told
+    written = pair.counter("pullfill_kv_write_bytes_total", transport=transport)
     assert written >= sum(t["kv_bytes"] for t in told) > 0
-    gpu_cluster.assert_clean()
+    more = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
+    check(answers + ask_all(pair, more, STEPS, at_once=16), prompts + more, plain)
+    pair.assert_clean()
 
 
 def test_a_prefix_that_only_the_decode_worker_has_is_read(
-    gpu_cluster: GpuPair, gpu_oracle: Oracle
+    pair: GpuPair, plain: Oracle, transport: str
 ) -> None:
-    gpu_cluster.set_router(policy="always_local")
+    pair.set_router(policy="always_local")
     heads = [random_prompt(n, seed=2) for n in (32, 72, 256, 600)]
-    check(ask_all(gpu_cluster, heads, STEPS), heads, gpu_oracle)
-    gpu_cluster.set_router(policy="always_remote")
-    before = gpu_cluster.counter("pullfill_kv_read_bytes_total", transport=TRANSPORT)
+    check(ask_all(pair, heads, STEPS), heads, plain)
+    pair.set_router(policy="always_remote")
+    before = pair.counter("pullfill_kv_read_bytes_total", transport=transport)
     prompts = [head + random_prompt(n, seed=3) for head in heads for n in (1, 17, 300)]
-    answers = [ask(gpu_cluster, prompt, STEPS) for prompt in prompts]
-    check(answers, prompts, gpu_oracle)
+    answers = [ask(pair, prompt, STEPS) for prompt in prompts]
+    check(answers, prompts, plain)
     for answer in answers:
-        assert gpu_cluster.explain(answer.request_id)["prefix_hit_tokens"] >= BLOCK
-    after = gpu_cluster.counter("pullfill_kv_read_bytes_total", transport=TRANSPORT)
-    assert after > before
-    gpu_cluster.assert_clean()
+        assert pair.explain(answer.request_id)["prefix_hit_tokens"] >= BLOCK
+    assert pair.counter("pullfill_kv_read_bytes_total", transport=transport) > before
+    pair.assert_clean()
 
 
-def test_a_prefix_that_only_the_prefill_worker_has_is_written(
-    gpu_cluster: GpuPair, gpu_oracle: Oracle
-) -> None:
+def test_a_prefix_that_only_the_prefill_worker_has_is_written(pair: GpuPair, plain: Oracle) -> None:
     prompts = [random_prompt(n, seed=4) for n in (65, 257, 1200)]
-    check(ask_all(gpu_cluster, prompts, STEPS), prompts, gpu_oracle)
-    forget_decode_prefixes(gpu_cluster)
+    check(ask_all(pair, prompts, STEPS), prompts, plain)
+    forget_decode_prefixes(pair)
     again = [prompt + random_prompt(40, seed=5) for prompt in prompts]
-    answers = ask_all(gpu_cluster, again, STEPS)
-    check(answers, again, gpu_oracle)
+    answers = ask_all(pair, again, STEPS)
+    check(answers, again, plain)
     for prompt, answer in zip(again, answers, strict=True):
-        told = gpu_cluster.explain(answer.request_id)
+        told = pair.explain(answer.request_id)
         assert (told["path"], told["remote_tokens"]) == ("remote", len(prompt) - 1)
-    gpu_cluster.assert_clean()
+    pair.assert_clean()
 
 
-def test_chunks_of_many_prompts_at_once(gpu_cluster: GpuPair, gpu_oracle: Oracle) -> None:
-    """A step has 512 tokens, so a prompt comes in several writes, between those of others."""
-    prompts = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
-    check(ask_all(gpu_cluster, prompts, STEPS, at_once=16), prompts, gpu_oracle)
-    gpu_cluster.assert_clean()
-
-
-@pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
+@pytest.mark.parametrize("point", [0, 1])
 def test_a_killed_prefill_worker_costs_an_answer_nothing(
-    point: str, seed: int, gpu_cluster: GpuPair, gpu_oracle: Oracle
+    pair: GpuPair, plain: Oracle, transport: str, point: int
 ) -> None:
-    """Killed holding its fence, with copies about to be queued or in flight."""
-    gpu_cluster.kill_prefill_at(f"{point}=kill@2", gpu_oracle, seed)
+    pair.kill_prefill_at(POINTS[transport][point].format("kill"), plain, 100 * (point + 1))
 
 
-@pytest.mark.parametrize(("point", "seed"), [(IN_WRITE, 100), (IN_FLIGHT, 200)])
-def test_a_stopped_prefill_worker_holds_its_blocks_and_nobody_waits(
-    point: str, seed: int, gpu_cluster: GpuPair, gpu_oracle: Oracle
+@pytest.mark.parametrize("point", [0, 1])
+def test_nobody_waits_for_a_stopped_prefill_worker(
+    pair: GpuPair, plain: Oracle, transport: str, point: int
 ) -> None:
-    zombie = gpu_cluster.prefill
+    """Over cuda_ipc it holds its blocks. Over nccl the decode worker ends its own receive, on the
+    GPU too, and proves it quiet."""
+    zombie, seed = pair.prefill, 300 * (point + 1)
     late = dict.fromkeys(("revoked", "write"), (0, 1))
-    with checked(gpu_cluster, gpu_oracle, fallbacks={"timeout": 1}, stale=late) as check:
-        gpu_cluster.measure_pace(check, seed)
-        gpu_cluster.set_router(remote_timeout_s=1.5)
-        zombie.arm(f"{point}=stop@2")
-        told = check.told(check.ask(random_prompt(1800, seed=seed + 1)))
+    with checked(pair, plain, fallbacks={"timeout": 1}, stale=late) as check:
+        pair.measure_pace(check, seed)  # and the connection is there
+        pair.set_router(remote_timeout_s=1.5)
+        zombie.arm(POINTS[transport][point].format("stop"))
+        told = check.told(check.ask(random_prompt(1800, seed=seed)))
         assert (told["path"], told["fallback"]) == ("local", "timeout")
-        assert gpu_cluster.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
-        # Others compute in the meantime, and keep every byte of theirs.
-        gpu_cluster.set_router(policy="always_local")
-        for number in range(4):
+        if transport == "cuda_ipc":
+            assert pair.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
+        else:
+            until(lambda: not pair.counter("pullfill_quarantined_blocks"), 20, "proved quiet")
+        assert zombie.stopped, "it had no part in the proof"
+        pair.set_router(policy="always_local")
+        for number in range(4):  # others compute meanwhile, and keep every byte
             check.ask(random_prompt(1500, seed=seed + 10 + number), steps=24)
         zombie.signal(signal.SIGCONT)
-        until(lambda: not gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
+        until(lambda: not pair.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
+        pair.set_router(policy="always_remote", remote_timeout_s=60)
 
 
-def test_a_client_that_leaves_revokes_a_write_under_way(
-    gpu_cluster: GpuPair, gpu_oracle: Oracle
-) -> None:
-    worker = gpu_cluster.prefill
+@pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
+def test_a_client_that_leaves_revokes_a_write_under_way(pair: GpuPair, plain: Oracle) -> None:
+    worker = pair.prefill
     late = dict.fromkeys(("revoked", "write"), (0, 1))
-    with checked(gpu_cluster, gpu_oracle, cancelled=1, stale=late):
-        worker.arm(f"{IN_FLIGHT}=stop@2")
-        with going_away(gpu_cluster, random_prompt(1500, seed=300)):
+    with checked(pair, plain, cancelled=1, stale=late):
+        worker.arm("cuda_ipc.queued=stop@2")
+        with going_away(pair, random_prompt(1500, seed=300)):
             until(lambda: worker.stopped, 20, "stopped with copies in flight")
-        until(lambda: gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "in quarantine")
+        until(lambda: pair.counter("pullfill_quarantined_blocks"), 10, "in quarantine")
         worker.signal(signal.SIGCONT)
-        until(lambda: not gpu_cluster.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
+        until(lambda: not pair.counter("pullfill_quarantined_blocks"), 10, "proved quiet")

@@ -17,7 +17,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nccl.nccl_backend import make_kind
 from pullfill.transfer.owners import MappedRank, Owner
 from pullfill.transfer.shm.files import RegionFiles
-from tests.support.gpu_programs import GpuMemory, Program
+from tests.support.gpu_programs import GpuMemory, GpuProgram
 from tests.support.transfer_rigs import COMPAT
 from tests.support.waiting import eventually
 
@@ -73,12 +73,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.fixture
-def start(place: Place) -> Iterator[Callable[[], Program]]:
-    peers: list[Program] = []
+def start(place: Place) -> Iterator[Callable[[], GpuProgram]]:
+    peers: list[GpuProgram] = []
 
-    def begin() -> Program:
+    def begin() -> GpuProgram:
         last = torch.cuda.device_count() - 1
-        peers.append(Program("writer", place.path, FOREIGN, last, "nccl"))
+        peers.append(GpuProgram("writer", place.path, FOREIGN, last, "nccl"))
         assert peers[-1].greeting == "ready"
         return peers[-1]
 
@@ -87,27 +87,27 @@ def start(place: Place) -> Iterator[Callable[[], Program]]:
         peer.__exit__()
 
 
-def test_bytes_go_both_ways(place: Place, start: Callable[[], Program]) -> None:
+def test_bytes_go_both_ways(place: Place, start: Callable[[], GpuProgram]) -> None:
     token, peer = place.owner.fences.open(range(64)), start()
-    peer.tell("write", token.slot, token.epoch)
+    peer.tell("write", token)
     assert peer.answer() == "done"
     assert place.foreign() == LAYOUT.num_layers * LAYOUT.layer_stride
     place.fill(0x37)
-    peer.tell("read", token.slot, token.epoch)
+    peer.tell("read", token)
     assert peer.answer() == f"done {0x37}"
     assert place.owner.fences.try_revoke(token)
-    peer.tell("write", token.slot, token.epoch)
+    peer.tell("write", token)
     assert peer.answer() == "fenced"
     assert place.foreign() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_peer_stopped_or_killed_in_a_transfer_holds_nothing(
-    place: Place, start: Callable[[], Program], number: signal.Signals
+    place: Place, start: Callable[[], GpuProgram], number: signal.Signals
 ) -> None:
     fences = place.owner.fences
     token, peer = fences.open(range(64)), start()
-    peer.tell("loop", token.slot, token.epoch)
+    peer.tell("loop", token)
     eventually(lambda: place.foreign() > 0, "nothing arrives")
     os.kill(peer.process.pid, number)
     eventually(lambda: fences.try_revoke(token), "its blocks stay in quarantine")
@@ -117,6 +117,6 @@ def test_a_peer_stopped_or_killed_in_a_transfer_holds_nothing(
         assert peer.answer() == "fenced"
     assert place.foreign() == 0
     fresh, other = fences.open(range(64)), start()
-    other.tell("write", fresh.slot, fresh.epoch)
+    other.tell("write", fresh)
     assert other.answer() == "done"
     assert place.foreign() == LAYOUT.num_layers * LAYOUT.layer_stride

@@ -29,6 +29,7 @@ import os
 import select
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,8 @@ class FakeDriver:
     mps: bool = False
     module: str | None = SETTINGS
     fail_sync: bool = False
+    before_sync: Callable[[], object] = lambda: None
+    """Called by whoever begins to wait for a stream."""
     error: str = ""
     launch_error: Exception | None = None
     """What a launch of a kernel raises after it queued half of its runs."""
@@ -288,6 +291,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         driver = self._driver
+        driver.before_sync()
         driver.check()
         copies = [copy for batch in self.queued for copy in batch]
         if driver.fail_sync or any(map(driver.undefined, copies)):

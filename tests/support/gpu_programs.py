@@ -21,7 +21,6 @@ byte read), `fenced` or `failed TEXT`. Over `cuda_ipc`, or `nccl`.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from typing import Any
 import msgspec
 import torch
 
-from pullfill.errors import Fenced, PullfillError
 from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport
 from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
@@ -46,6 +44,7 @@ from pullfill.transfer.shm.kv_pool import describe
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.wire import FenceToken, RegionDescriptor
 from tests.support.transfer_rigs import COMPAT
+from tests.support.transfer_writer import Program, obey
 
 
 class GpuMemory:
@@ -103,31 +102,11 @@ class NcclToItself:
             one.stream.close()
 
 
-class Program:
-    """One of the programs, from outside. Killed at the end."""
+class GpuProgram(Program):
+    """One of the programs, from outside."""
 
     def __init__(self, *arguments: object, env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.gpu_programs", *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        self.greeting = self.answer()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self, *words: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, *words: object) -> str:
-        self.tell(*words)
-        return self.answer()
+        super().__init__("tests.support.gpu_programs", *arguments, env=env)
 
     def descriptor(self) -> RegionDescriptor:
         """An owner's. Raises msgspec.DecodeError with what it said instead."""
@@ -138,14 +117,7 @@ class Program:
         return FenceToken(slot=int(slot), epoch=int(epoch))
 
     def revoke(self, token: FenceToken) -> bool:
-        return self.ask("revoke", token.slot, token.epoch) == "True"
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+        return self.ask("revoke", token) == "True"
 
 
 def owner(directory: str, *shape: str) -> None:
@@ -195,19 +167,11 @@ def writer(path: str, fill: str, device: str = "0", transport: str = "cuda_ipc")
     if transport == "nccl":
         over = StreamTransport(make_kind())
     session = over.connect(kv.memory, descriptor)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        verb, slot, epoch = line.split()
-        token = FenceToken(slot=int(slot), epoch=int(epoch))
-        try:
-            print(_move(session, kv, verb, token), flush=True)
-        except Fenced:
-            print("fenced", flush=True)
-        except PullfillError as exc:
-            print(f"failed {exc}", flush=True)
+    obey(lambda verb, token: _move(session, kv, verb, token))
 
 
-def _move(session: PeerSession, kv: GpuMemory, verb: str, token: FenceToken) -> str:
+def _move(session: PeerSession, kv: GpuMemory, verb: str, token: FenceToken | None) -> str:
+    assert token is not None
     layout = kv.memory.layout
     blocks = range(layout.num_blocks)
     if verb == "read":
