@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,11 +21,19 @@ import pytest
 from numpy.typing import NDArray
 
 from pullfill.config import TRANSPORTS
+from pullfill.decode_worker.side import open_memory
 from pullfill.errors import BadMessage, ConfigError, Fenced, IncompatibleError, PeerUnavailable
-from pullfill.transfer.connect import backends, choose, connect, peer_transports, survey, why_absent
+from pullfill.options import WorkerOptions
+from pullfill.transfer.connect import (
+    backends,
+    choose,
+    connect,
+    peer_transports,
+    why_absent,
+    why_not_better,
+)
 from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.copying import copies_of, read_pages
-from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
 from pullfill.transfer.owners import MappedRank, Owner
@@ -30,8 +41,9 @@ from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import RegionDescriptor
-from tests.support.fake_gpu import FakeDriver
+from pullfill.wire import Commit, RegionDescriptor, StageTimings, encode
+from pullfill.wire import decode as decode_message
+from pullfill.worker.context import WorkerContext
 from tests.support.transfer_rigs import COMPAT, memory_over, shm_rig
 
 PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4
@@ -90,7 +102,7 @@ class Owned:
     descriptors: list[RegionDescriptor]
 
 
-def own(directory: Path, rects: list[Rect]) -> Owned:
+def own(directory: Path, rects: list[Rect], *, listen: bool = True, **options: Any) -> Owned:
     worker = RankedWorker(rects, seed=2)
     files = RegionFiles("decode-1", directory)
     paths: list[str] = []
@@ -101,8 +113,9 @@ def own(directory: Path, rects: list[Rect]) -> Owned:
         worker.data[rank] = shared
         worker.memories[rank] = replace(memory, address=shared.ctypes.data)
     ranks = [MappedRank(m, path) for m, path in zip(worker.memories, paths, strict=True)]
-    owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds={"tcp": TcpKind()})
-    owner.listen("127.0.0.1")
+    owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds={"tcp": TcpKind()}, **options)
+    if listen:
+        owner.listen("127.0.0.1")
     return Owned(worker, owner, owner.describe(COMPAT))
 
 
@@ -214,9 +227,75 @@ def test_best_reachable_transport_is_chosen_with_reasons(tmp_path: Path) -> None
     assert "does not offer" in why_not[0][1]
     assert "endpoint" in why_not[1][1]
     assert choose(descriptor, [odd])[0] is odd  # type: ignore[list-item]
+    assert why_not_better(descriptor, [tcp, ShmTransport()], {"nccl": "no GPU"}) == [  # type: ignore[list-item]
+        f"shm: {why_not[1][1]}",
+        "nccl: no GPU",
+    ]
     with pytest.raises(IncompatibleError, match=r"tcp: cut off; .*odd: not available") as caught:
         choose(descriptor, [Fake("tcp", "cut off")])  # type: ignore[list-item]
     assert caught.value.field == "endpoints"
+
+
+def test_a_reason_of_any_length_fits_a_commit(tmp_path: Path) -> None:
+    """What a library says when it cannot be loaded may be pages long; the commit must be read."""
+    decode = own(tmp_path, WHOLE)
+    absent = {"nccl": "not installed: " + "x" * 10_000, "shm": "y" * 10_000}
+    reasons = why_not_better(decode.descriptors[0], [StreamTransport(TcpKind())], absent)
+    decode.owner.close()
+    assert [reason.partition(":")[0] for reason in reasons] == ["shm", "nccl"]
+    commit = Commit(
+        rid=1, job_id="j", attempt=1, incarnation="i", blocks=1, kv_bytes=1,
+        timings=StageTimings(), why_not_better=tuple(reasons),
+    )  # fmt: skip
+    assert decode_message(encode(commit), Commit) == commit
+
+
+def test_a_peer_of_another_host_gets_tcp_by_itself(tmp_path: Path) -> None:
+    transports = [StreamTransport(TcpKind()), ShmTransport()]
+    decode = own(tmp_path, WHOLE)
+    (descriptor,) = decode.descriptors
+    assert choose(descriptor, transports)[0].name == "shm"
+    elsewhere = msgspec.structs.replace(descriptor, host_id="elsewhere")
+    chosen, why_not = choose(elsewhere, transports)
+    assert chosen.name == "tcp"
+    assert "another host" in dict(why_not)["shm"]
+    decode.owner.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_only_what_was_chosen_is_offered(tmp_path: Path, name: str) -> None:
+    decode = own(tmp_path, WHOLE, offered={name})
+    assert set(decode.descriptors[0].endpoints) == {name}
+    decode.owner.close()
+
+
+def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) -> None:
+    owner = own(tmp_path, WHOLE, listen=False).owner
+    assert "tcp" not in owner.endpoints(), "nothing listens yet"
+    owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
+    assert owner.endpoints()["tcp"] == "tcp://10.0.0.1:99"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            owner.listen("127.0.0.1", taken.getsockname()[1])
+    owner.close()
+    owner.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", [None, frozenset({"cuda_ipc"})])
+def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_asked_for(
+    tmp_path: Path, asked: frozenset[str] | None
+) -> None:
+    # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
+    parts = WorkerContext("decode-1", RegionFiles("decode-1", tmp_path))
+    parts.ranks = [MappedRank(replace(ON_CPU, device=0))]
+    make = partial(open_memory, parts, "", "i1", WorkerOptions(model="m", transports=asked), None)
+    if asked is None:
+        assert make() is None
+    else:
+        with pytest.raises(ConfigError, match="none of them reaches"):
+            make()
+    assert list(tmp_path.iterdir()) == []
 
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
@@ -262,21 +341,6 @@ def test_nixl_listens_on_loopback_or_where_the_operator_says(
 def test_what_was_asked_for_by_name_and_does_not_work_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--transports {name}"):
         peer_transports([name], [ON_CPU], None)
-
-
-def test_gpu_memory_is_mapped_only_where_deaths_can_be_proved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = FakeDriver()
-    monkeypatch.setattr(cuda, "load", lambda: driver)
-    assert survey(0)["cuda_ipc"] is None
-    assert survey(0)["shm"]
-    driver.mps = True
-    assert "MPS runs here" in (survey(0)["cuda_ipc"] or "")
-    monkeypatch.undo()
-    cuda.load.cache_clear()
-    if cuda.why_no_cuda() is not None:
-        assert "no CUDA driver" in (survey(0)["cuda_ipc"] or "")
 
 
 def test_the_survey_of_this_machine_is_json() -> None:

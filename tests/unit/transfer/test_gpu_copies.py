@@ -57,23 +57,6 @@ def test_engines_where_there_is_no_kernel() -> None:
     assert driver.engines == [False], "as the driver likes: the engines are slow within one GPU"
 
 
-def test_settled_only_when_the_device_is_done() -> None:
-    driver, copier = rig()
-    driver.fail_sync = True
-    with pytest.raises(TransferFailed, match="ILLEGAL_ADDRESS"):
-        move(driver, copier, batch((0, 0, 16)))
-    assert not copier.settled
-    with pytest.raises(TransferFailed, match="restart"):
-        move(driver, copier, batch((0, 0, 16)))
-    other = GpuCopier(driver.lane(0))
-    with pytest.raises(TransferFailed, match="restart"):
-        move(driver, other, batch((0, 0, 16)))
-    assert other.settled, "it queued nothing"
-    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
-    with pytest.raises(TransferFailed, match="restart"), driver.lane(0).fetched(memory, [1]):
-        pass
-
-
 def test_a_worker_that_can_copy_no_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take job after job, compute it, and fail to write it. With several ranks nothing
     else ends it: the error is in the main process, and the engine is in others."""
@@ -86,6 +69,10 @@ def test_a_worker_that_can_copy_no_more_is_told_once(monkeypatch: pytest.MonkeyP
         with pytest.raises(TransferFailed):
             move(driver, sessions, batch((0, 0, 16)))
     assert told == ["copies on a GPU have failed"]
+    assert not copier.settled
+    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
+    with pytest.raises(TransferFailed, match="restart"), driver.lane(0).fetched(memory, [1]):
+        pass
 
 
 def test_a_launch_that_failed_half_way_is_waited_for() -> None:
