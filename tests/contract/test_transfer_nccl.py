@@ -3,11 +3,10 @@ who can reach whom; and what ends when it goes wrong. NCCL and the GPUs are of p
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from pullfill.transfer.nccl.nccl_backend import PEER
 from pullfill.transfer.runs import stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
-from tests.support.nccl_rig import Calling, FakeKind, PairKind
+from tests.support.nccl_rig import Calling, FakeKind, PairKind, clean_world
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
 from tests.support.waiting import eventually
 
@@ -50,29 +49,21 @@ class Place:
 Make = Callable[..., Place]
 
 
-@contextmanager
-def places(directory: Path) -> Iterator[Make]:
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
     """Makes places. At the end each closes, and no communicator, stream or thread is left."""
-    before = set(threading.enumerate())
-    made: list[Place] = []
+    with ExitStack() as made:
 
-    def build(*, layout: str = "dense", local: str = "dense") -> Place:
-        world = World()
-        kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
-        rig = stream_rig(directory, kind)
-        place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(LAYOUTS[local]))
-        made.append(place)
-        return place
+        def build(*, layout: str = "dense", local: str = "dense") -> Place:
+            world = made.enter_context(clean_world())
+            kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
+            rig = stream_rig(tmp_path, kind)
+            place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(LAYOUTS[local]))
+            made.callback(place.region.owner.close)
+            made.callback(world.set, hang_init=False, hang_issue=False, dumb_streams=0)
+            return place
 
-    yield build
-    for place in made:
-        place.world.set(hang_init=False, hang_issue=False, dumb_streams=0)
-        place.region.owner.close()
-        world = place.world
-        eventually(lambda w=world: not (w.comms or w.streams), "a comm or a stream is left")  # type: ignore[misc]
-        assert place.world.violations == []
-        assert place.world.streams == {}
-    eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
+        yield build
 
 
 class Writing(Calling):
@@ -100,12 +91,6 @@ def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
         "the kernels do not start",
     )
     return writing
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with places(tmp_path) as build:
-        yield build
 
 
 # ---------------------------------------------------------------------- communicators come and go

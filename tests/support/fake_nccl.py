@@ -7,8 +7,6 @@ manual has it; the manual is NVIDIA's "NCCL documentation" 2.30. What breaks a r
 or hang a process some day, but need not at once, is noted in `World.violations`, empty at the end
 of each test.
 
-Kinder than the real one: two sides that name different sizes both get an error.
-
 Faults: `World.hang_init`, `World.hang_issue` (a group stays in progress), `World.hang` (kernels
 never finish), `World.kill(device)`, `World.dumb_streams` (CUDA fails to say what a stream does, so
 many times), `World.fail(device)` (an error in the background).
@@ -73,7 +71,7 @@ class FakeComm:
 class FakeStream:
     """CudaStream."""
 
-    def __init__(self, world: Kernels, device: str) -> None:
+    def __init__(self, world: World, device: str) -> None:
         self._world, self.device = world, device
         self.groups: deque[tuple[FakeComm, list[FakeMessage]]] = deque()
         self.running = False
@@ -96,18 +94,39 @@ class FakeStream:
             del self._world.streams[self.handle]
 
 
-class Kernels:
-    """All streams of a test, and what runs on them. Faults: World."""
+VERSION = 23203
+
+
+class _Mine(threading.local):
+    """What CUDA and NCCL keep of a thread: its device, the group that it has open, its aborts."""
+
+    device: str | None = None
+    group: list[tuple[FakeComm, FakeStream, FakeMessage]] | None = None
+
+    def __init__(self) -> None:
+        self.aborts: list[FakeComm] = []
+
+
+class World:
+    """libnccl, all communicators and streams of a test, and its faults."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self.pairs: dict[bytes, FakePair] = {}
         self.comms: dict[int, FakeComm] = {}
         self.streams: dict[int, FakeStream] = {}
+        self.memory: dict[int, np.ndarray] = {}
         self.sizes: list[int] = []
-        self.most_waiting = 0
-        self.hang_issue = self.hang = False
+        self.constructed = self.aborts = self.revokes = self.most_waiting = 0
+        self.violations: list[str] = []
+        self.hang_init = self.hang_issue = self.hang = False
         self.dumb_streams = 0
         self._numbers = 0
+        self._mine = _Mine()
+        self._inside: dict[str, threading.Thread] = {}
+        self._owners: dict[str, threading.Thread] = {}
+
+    # ------------------------------------------------------------------ kernels
 
     def number(self) -> int:
         self._numbers += 1
@@ -179,42 +198,13 @@ class Kernels:
                     halves[message.send].append(message)
             for source, target in zip(halves[True], halves[False], strict=False):
                 if source.nbytes != target.nbytes:
-                    # "ncclSend": the same datatype and count on both sides. Kinder than NCCL.
-                    for comm in pair.ranks.values():
-                        comm.state = REMOTE_ERROR
+                    # "ncclSend": the same datatype and count on both sides.
+                    self.violations.append(f"{source.nbytes} bytes sent, {target.nbytes} received")
                     return
                 ctypes.memmove(target.address, source.address, source.nbytes)
                 self.sizes.append(source.nbytes)
                 source.over = target.over = True
         pair.waiting = [entry for entry in pair.waiting if not entry[1].over]
-
-
-VERSION = 23203
-
-
-class _Mine(threading.local):
-    """What CUDA and NCCL keep of a thread: its device, the group that it has open, its aborts."""
-
-    device: str | None = None
-    group: list[tuple[FakeComm, FakeStream, FakeMessage]] | None = None
-
-    def __init__(self) -> None:
-        self.aborts: list[FakeComm] = []
-
-
-class World(Kernels):
-    """libnccl, all communicators of a test, and its faults."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs: dict[bytes, FakePair] = {}
-        self.memory: dict[int, np.ndarray] = {}
-        self.constructed = self.aborts = self.revokes = 0
-        self.violations: list[str] = []
-        self.hang_init = False
-        self._mine = _Mine()
-        self._inside: dict[str, threading.Thread] = {}
-        self._owners: dict[str, threading.Thread] = {}
 
     # ------------------------------------------------------------------ faults
 

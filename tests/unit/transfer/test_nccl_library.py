@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pwd
 from pathlib import Path
 from typing import Any
@@ -28,31 +27,6 @@ class Found:
         return getattr(self, name)
 
 
-class Loader:
-    """Stands in for `ctypes.CDLL` and `ctypes.PyDLL`.
-
-    files: the library at each path or name. Others cannot be opened.
-    loaded: whether this process has loaded `libnccl.so.2` already."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, files: dict[str, Found], loaded: bool = False
-    ) -> None:
-        self.files, self.loaded = files, loaded
-        self.asked: list[str] = []
-        patch.setattr(ctypes, "CDLL", self)
-        patch.setattr(ctypes, "PyDLL", self)
-
-    def __call__(self, name: str, mode: int = 0) -> Any:
-        if mode & os.RTLD_NOLOAD:
-            if self.loaded:
-                return Found()
-            raise OSError("not loaded")
-        self.asked.append(name)
-        if name not in self.files:
-            raise OSError(f"{name}: cannot open shared object file")
-        return self.files[name]
-
-
 def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, quick = Found(), Found()
     monkeypatch.setattr(ctypes, "CDLL", lambda *_: waiting)
@@ -64,13 +38,17 @@ def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyP
 
 
 def test_none_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    Loader(monkeypatch, {})
+    def refuse(name: str, mode: int = 0) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
     with pytest.raises(TransferFailed, match="nvidia-nccl-cu13"):
         library.load()
 
 
 def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    Loader(monkeypatch, {"libnccl.so.2": Found("ncclCommRevoke")}, loaded=True)
+    for name in ("CDLL", "PyDLL"):
+        monkeypatch.setattr(ctypes, name, lambda *_: Found("ncclCommRevoke"))
     with pytest.raises(TransferFailed, match=r"2\.28\.7 or newer"):
         library.load()
 
