@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -22,13 +23,13 @@ from pullfill.errors import (
     TransferFailed,
 )
 from pullfill.transfer.contract import Direction, PeerSession
-from pullfill.transfer.copying import copy_batch, read_pages
+from pullfill.transfer.copying import read_pages
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Copies
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
 from tests.support.fuzz import MANY
 from tests.support.leaks import grown, usage
+from tests.support.loopback import Faults
 from tests.support.transfer_rigs import (
     CONNECTS,
     DENSE,
@@ -43,38 +44,18 @@ from tests.support.transfer_rigs import (
     check_moved,
     scattered,
 )
-from tests.support.waiting import eventually
+from tests.support.waiting import Call, eventually
 
 
-class Held:
-    """A copier that stops inside the fence, before the first byte, until told to go on."""
-
-    def __init__(self) -> None:
-        self.inside, self.go_on = threading.Event(), threading.Event()
-        self.error: BaseException | None = None
-
-    def copy(self, source: int, target: int, batch: Copies) -> None:
-        self.inside.set()
-        assert self.go_on.wait(20)
-        copy_batch(source, target, batch)
-
-
-def start_held(
-    session: PeerSession, held: Held, verb: Direction, token: FenceToken
-) -> threading.Thread:
+def held(session: PeerSession, verb: Direction, token: FenceToken) -> tuple[Faults, Call]:
+    """A move that stops inside the fence, before the first byte, until it is told to go on."""
     assert isinstance(session, MappedSession)
-    session._copy = held.copy
-
-    def run() -> None:
-        try:
-            session.move(verb, token, [0, 1, 2], [3, 4, 5])
-        except BaseException as exc:
-            held.error = exc
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert held.inside.wait(20)
-    return thread
+    faults = Faults()
+    faults.hold()
+    session._copy = faults.copy
+    call = Call(session.move, verb, token, [0, 1, 2], [3, 4, 5])
+    assert faults.wait_held(20)
+    return faults, call
 
 
 @pytest.fixture(params=sorted(RIGS.keys() - {"loopback"}))
@@ -190,16 +171,14 @@ def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: Direction) -> None
     session, other = rig.connect(mine, region), rig.connect(mine, region)
     fences = region.owner.fences
     token, unrelated = fences.open(range(6)), fences.open(range(6, 9))
-    held = Held()
-    thread = start_held(session, held, verb, token)
+    faults, call = held(session, verb, token)
     assert not fences.try_revoke(token)
     assert not fences.try_revoke(token)
     with pytest.raises(Fenced):  # dying: no new batch, not even from another session
         other.move("write", token, [0], [0])
     assert fences.try_revoke(unrelated), "one stuck grant does not hold up another"
-    held.go_on.set()
-    thread.join(20)
-    assert held.error is None
+    faults.resume()
+    assert call.end() is None
     assert fences.try_revoke(token)
     with pytest.raises(Fenced):
         session.move(verb, token, [0], [1])
@@ -212,17 +191,13 @@ def test_close_waits_for_the_batch_under_way(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
     session = rig.connect(mine, region)
     token = region.owner.fences.open(range(6))
-    held = Held()
-    writer = start_held(session, held, "write", token)
-    closer = threading.Thread(target=session.close)
-    closer.start()
+    faults, call = held(session, "write", token)
+    closer = Call(session.close)
     closer.join(0.05)
     assert closer.is_alive()
     assert not region.owner.fences.try_revoke(token)
-    held.go_on.set()
-    writer.join(20)
-    closer.join(20)
-    assert held.error is None
+    faults.resume()
+    assert (call.end(), closer.end()) == (None, None)
     assert region.owner.fences.try_revoke(token)
     with pytest.raises(TransferFailed):
         session.move("write", region.owner.fences.open([0]), [0], [0])
@@ -356,27 +331,18 @@ def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:
     fences = region.owner.fences
     token = [fences.open(range(40))]
     stop = threading.Event()
-    failures: list[BaseException] = []
 
     def write(mine: Local) -> None:
         session = rig.connect(mine, region)
-        try:
-            while not stop.is_set():
-                try:
-                    session.move("write", token[0], range(40), range(40))
-                except Fenced:
-                    continue
-        except BaseException as exc:
-            failures.append(exc)
-        finally:
-            session.close()
+        while not stop.is_set():
+            with contextlib.suppress(Fenced):
+                session.move("write", token[0], range(40), range(40))
+        session.close()
 
-    writers = [threading.Thread(target=write, args=(rig.local(DENSE, seed),)) for seed in (8, 9)]
-    for writer in writers:
-        writer.start()
+    writers = [Call(write, rig.local(DENSE, seed)) for seed in (8, 9)]
     proved = 0
     try:
-        while proved < 30 and not failures:
+        while proved < 30 and all(writer.is_alive() for writer in writers):
             if not fences.try_revoke(token[0]):
                 continue
             proved += 1
@@ -388,7 +354,5 @@ def test_two_writers_of_one_grant_and_a_revoke_storm(rig: Rig) -> None:
             token[0] = fences.open(range(40))
     finally:
         stop.set()
-        for writer in writers:
-            writer.join(20)
-    assert failures == []
+    assert [writer.end() for writer in writers] == [None, None]
     assert proved == 30

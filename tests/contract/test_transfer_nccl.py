@@ -21,9 +21,9 @@ from pullfill.transfer.nccl.nccl_backend import PEER
 from pullfill.transfer.runs import stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
-from tests.support.nccl_rig import Calling, FakeKind, PairKind, clean_world
+from tests.support.nccl_rig import FakeKind, PairKind, clean_world
 from tests.support.transfer_rigs import DENSE, LAYOUTS, Local, Region, Rig, assert_same, stream_rig
-from tests.support.waiting import eventually
+from tests.support.waiting import Call, eventually
 
 
 @dataclass
@@ -66,31 +66,20 @@ def make(tmp_path: Path) -> Iterator[Make]:
         yield build
 
 
-class Writing(Calling):
-    """One write."""
-
-    def __init__(self, session: PeerSession, token: FenceToken, blocks: range) -> None:
-        super().__init__()
-        self.session, self.token, self.blocks = session, token, blocks
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.session.move("write", self.token, self.blocks, self.blocks)
-        except BaseException as exc:
-            self.error = exc
+def writing(session: PeerSession, token: FenceToken, blocks: range) -> Call:
+    return Call(session.move, "write", token, blocks, blocks)
 
 
-def hanging(place: Place, session: PeerSession, token: FenceToken) -> Writing:
+def hanging(place: Place, session: PeerSession, token: FenceToken) -> Call:
     """A write whose kernels never end, both sides inside."""
     session.move("write", token, range(1), range(1))
     place.world.set(hang=True)
-    writing = Writing(session, token, range(1, 40))
+    call = writing(session, token, range(1, 40))
     eventually(
         lambda: place.world.waiting("GPU-0") == place.world.waiting("GPU-1") == 1,
         "the kernels do not start",
     )
-    return writing
+    return call
 
 
 # ---------------------------------------------------------------------- communicators come and go
@@ -129,7 +118,7 @@ def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> N
     for session in sessions:
         session.move("write", token, [0], [0])
     place.world.set(hang=True)
-    writers = [Writing(session, token, range(40)) for session in sessions]
+    writers = [writing(session, token, range(40)) for session in sessions]
     eventually(lambda: place.world.waiting("GPU-0") == TURNS, "the kernels do not begin")
     time.sleep(0.05)
     assert place.world.most_waiting == TURNS
@@ -194,13 +183,13 @@ def test_can_reach_says_why_not(detail: str, why: str | None) -> None:
 def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    writing = hanging(place, session, token)
+    call = hanging(place, session, token)
     fences = place.region.owner.fences
     assert not fences.try_revoke(token)
     eventually(lambda: fences.try_revoke(token), "never proved")
     place.region.data[:] = 7
     place.world.set(hang=False)
-    assert isinstance(writing.end(), Fenced)
+    assert isinstance(call.end(), Fenced)
     assert bool((place.region.data == 7).all())
     fresh = place.token()
     session.move("write", fresh, range(40), range(40))
@@ -211,7 +200,7 @@ def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: 
 def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    writing = hanging(place, session, token)
+    call = hanging(place, session, token)
     place.world.set(dumb_streams=10**9)
     fences = place.region.owner.fences
     while place.world.revokes == 0:
@@ -221,7 +210,7 @@ def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> N
         time.sleep(0.002)  # the threads that would let go of the fence have time to do it
     place.world.set(dumb_streams=0)
     eventually(lambda: fences.try_revoke(token), "never proved")
-    assert isinstance(writing.end(), Fenced)
+    assert isinstance(call.end(), Fenced)
     session.close()
 
 
@@ -229,14 +218,14 @@ def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> 
     place = make()
     session, token = place.connect(), place.token()
     place.world.set(hang_issue=True)
-    writing = Writing(session, token, range(40))
+    call = writing(session, token, range(40))
     eventually(
         lambda: sum(comm.doing == "issue" for comm in place.world.comms.values()) == 2,
         "the groups do not begin",
     )
     fences = place.region.owner.fences
     eventually(lambda: fences.try_revoke(token), "never proved")
-    assert isinstance(writing.end(), Fenced)
+    assert isinstance(call.end(), Fenced)
     session.close()
 
 

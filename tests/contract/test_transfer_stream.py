@@ -34,8 +34,9 @@ from pullfill.transfer.stream.stream_peer import StreamSession, StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, decode, encode
 from tests.support.proxy import Proxy
-from tests.support.stream_held import Held, revoke, served, wait_for
+from tests.support.stream_held import Held, revoke, served
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
+from tests.support.waiting import eventually
 
 LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
 Make = Callable[..., Rig]
@@ -70,7 +71,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield build
     for region in regions:
         region.owner.close()
-    wait_for(lambda: not [t for t in set(threading.enumerate()) - before if t.is_alive()])
+    eventually(lambda: not [t for t in set(threading.enumerate()) - before if t.is_alive()])
 
 
 def start(make: Make, **options: Any) -> tuple[Rig, Region, Local, Any, FenceToken]:
@@ -84,7 +85,7 @@ def test_a_revoke_does_not_wait_for_a_writer_that_says_nothing(make: Make) -> No
     """Unlike shm: the receive is ours, so it is interrupted, and the proof comes by itself."""
     _, region, mine, session, token = start(make)
     held = Held(session, "write", token)
-    wait_for(lambda: (region.pages[0, :8] == mine.pages[0, :8]).all())  # the first batch
+    eventually(lambda: (region.pages[0, :8] == mine.pages[0, :8]).all())  # the first batch
     revoke(region, token)
     region.data[:] = 7
     reused = region.owner.fences.open(range(64))
@@ -118,10 +119,10 @@ def test_a_writer_between_batches_is_refused_early_and_the_connection_stays(make
     def revoke_after_two() -> bool:
         calls[0] += 1
         if calls[0] == 4:  # once at the start of the operation
-            wait_for(lambda: (region.pages[0, :16] == mine.pages[0, :16]).all())
+            eventually(lambda: (region.pages[0, :16] == mine.pages[0, :16]).all())
             revoke(region, token)
         if calls[0] == 5:
-            wait_for(real)  # the refusal of the third batch
+            eventually(real)  # the refusal of the third batch
         return bool(real())
 
     connection.input_waits = revoke_after_two
@@ -143,7 +144,7 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
     before = connections()
     held = Held(session, "write", token)
     (peer,) = served(region)
-    wait_for(lambda: peer.inside == token)
+    eventually(lambda: peer.inside == token)
     assert not region.owner.fences.try_revoke(token)
     assert not region.owner.fences.try_revoke(token)
     assert isinstance(held.finish(), Fenced)
@@ -257,7 +258,7 @@ def test_who_drips_is_gone_as_soon(make: Make, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kv_protocol, "HELLO_S", 0.05)
     with dial(make().region(DENSE)) as dripping:
         dripping.sendall(struct.pack("<I", 200))
-        wait_for(lambda: is_gone(dripping))
+        eventually(lambda: is_gone(dripping))
 
 
 def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,11 +330,11 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
     with Proxy(split_address(region.descriptor.endpoints["tcp"])) as proxy:
         session = rig.connect(mine, region, endpoints={"tcp": f"tcp://{proxy.address}"})
         proxy.reset()
-        wait_for(lambda: not connections())
+        eventually(lambda: not connections())
         session.move("write", token, [1], [1])
         assert proxy.accepted == 2
         proxy.reset()
-        wait_for(lambda: not connections())
+        eventually(lambda: not connections())
         region.owner.renew("i2")
         with pytest.raises(Fenced, match="incarnation"):
             session.move("write", token, [1], [1])
@@ -345,7 +346,7 @@ def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
     _, region, _, session, token = start(make)
     held = Held(session, "write", token)
     (peer,) = served(region)
-    wait_for(lambda: peer.inside == token)
+    eventually(lambda: peer.inside == token)
     session._connection._sock.setsockopt(
         socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
     )
@@ -359,7 +360,7 @@ def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     """Also without a revoke: nothing waits for ever."""
     _, region, _, session, token = start(make, stall_s=0.25)
     held = Held(session, "write", token)
-    wait_for(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
+    eventually(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
     assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
     session.move("write", token, [1], [1])
     session.close()
@@ -398,11 +399,11 @@ def test_connections_are_bounded_by_open_files(
     assert refused("open_files") - before == 1
     assert "ulimit -n" in caplog.text
     sessions.pop().close()
-    wait_for(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
+    eventually(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
     sessions.append(rig.connect(mine, region))
     for session in sessions:
         session.close()
-    wait_for(lambda: metrics.KV_CONNECTIONS._value.get() == connected)
+    eventually(lambda: metrics.KV_CONNECTIONS._value.get() == connected)
 
 
 def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,16 +414,16 @@ def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.Monke
     region, mine = rig.region(DENSE), rig.local(DENSE)
     fleet = [rig.connect(mine, region) for _ in range(8)]  # who has said hello is no stranger
     idle = [dial(region) for _ in range(4)]
-    wait_for(lambda: len(connections()) == 12)
+    eventually(lambda: len(connections()) == 12)
     for ended in range(3):
         rig.connect(mine, region).close()
         assert refused("strangers") - before == ended + 1, "they are bounded"
         assert idle[ended].recv(1) == b"", "the oldest was ended"
         idle.append(dial(region))
-        wait_for(lambda: len(connections()) == 12)
+        eventually(lambda: len(connections()) == 12)
     for each in (*idle, *fleet):
         each.close()  # type: ignore[attr-defined]
-    wait_for(lambda: not connections())
+    eventually(lambda: not connections())
 
 
 def test_idle_connections_do_not_use_up_the_open_files(
@@ -437,7 +438,7 @@ def test_idle_connections_do_not_use_up_the_open_files(
     rig.connect(mine, region).close()
     for each in idle:
         each.close()
-    wait_for(lambda: not connections())
+    eventually(lambda: not connections())
 
 
 def test_a_worker_raises_its_limit_of_open_files() -> None:

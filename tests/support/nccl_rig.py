@@ -20,7 +20,7 @@ from pullfill.transfer.nccl.library import NcclMove
 from pullfill.transfer.nccl.nccl_backend import NcclKind
 from pullfill.transfer.stream.backends import Backend
 from tests.support.fake_nccl import FakeStream, World
-from tests.support.waiting import eventually
+from tests.support.waiting import Call, eventually
 
 
 class FakeGpu:
@@ -169,39 +169,20 @@ class Here:
             comm.close()
 
 
-class Calling(threading.Thread):
-    """A call on a thread of its own. Subclasses store in `error` what the call raised."""
-
-    error: BaseException | None = None
-
-    def end(self) -> BaseException | None:
-        """Wait for the end of the call. Returns what it raised, or None."""
-        self.join(20)
-        assert not self.is_alive()
-        return self.error
-
-
-class Running(Calling):
+class Running(Call):
     """One `Communicator.run`."""
 
     other: Running | None = None
 
     def __init__(self, comm: Communicator, send: bool, *arrays: np.ndarray) -> None:
-        super().__init__(daemon=True)
         self.comm, self.arrays = comm, arrays
-        self.messages = [NcclMove(send, a.ctypes.data, a.nbytes) for a in arrays]
         self.stop = threading.Event()
-        self.start()
+        messages = [NcclMove(send, a.ctypes.data, a.nbytes) for a in arrays]
+        super().__init__(comm.run, messages, self.watch)
 
-    def run(self) -> None:
-        def watch() -> None:
-            if self.stop.is_set():
-                raise TransferFailed("stopped")
-
-        try:
-            self.comm.run(self.messages, watch)
-        except BaseException as exc:
-            self.error = exc
+    def watch(self) -> None:
+        if self.stop.is_set():
+            raise TransferFailed("stopped")
 
     def give_up(self) -> BaseException | None:
         self.stop.set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-
-_FAR_S = 20.0
 
 
 def patience(seconds: float) -> float:
@@ -17,11 +17,13 @@ def patience(seconds: float) -> float:
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def eventually(holds: Callable[[], bool], otherwise: str) -> None:
-    """Wait until `holds()`. Fails with `otherwise` after 20 s of `patience`."""
+def eventually(
+    holds: Callable[[], object], otherwise: str = "it never came", within_s: float = 20.0
+) -> None:
+    """Wait until `holds()`. Fails with `otherwise` after so many seconds of `patience`."""
     began = time.monotonic()
     while not holds():
-        assert time.monotonic() < began + patience(_FAR_S), otherwise
+        assert time.monotonic() < began + patience(within_s), otherwise
         time.sleep(0.002)
 
 
@@ -37,3 +39,25 @@ def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
         # Asked each time: the load average of a run that has just begun is low.
         assert time.monotonic() < began + patience(within_s), f"not within {within_s} s: {what}"
         time.sleep(0.05)
+
+
+class Call(threading.Thread):
+    """A call on a thread of its own."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        super().__init__(daemon=True)
+        self._call = partial(function, *arguments)
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as exc:
+            self._error = exc
+
+    def end(self) -> BaseException | None:
+        """Wait for its end. Returns what it raised."""
+        self.join(20)
+        assert not self.is_alive()
+        return self._error
