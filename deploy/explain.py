@@ -160,7 +160,7 @@ def _stages(record: ExplainRecord) -> Iterator[Text]:
     if record.prompt_tokens:
         yield Text(f"  prompt: {record.prompt_tokens} tokens")
     for each in record.stages:
-        style = "" if each.result in ("ok", "named") else "red"
+        style = "" if each.result == "ok" else "red"
         span = f"{each.begin_ms:.0f} to {each.end_ms:.0f} ms"
         named = f" ({each.source})" if each.source else ""
         yield Text(f"  {each.stage} at {each.server}{named}, {span}: {each.result}", style=style)

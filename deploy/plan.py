@@ -124,7 +124,7 @@ def check_counts(options: UpOptions) -> None:
     if options.frontends and not options.decode and not options.by_stock:
         raise ConfigError(
             "a frontend without a decode worker cannot serve: use --decode 1 or more, "
-            "--frontends 0, or stock vLLM servers (--forwarder)"
+            "--frontends 0, or stock vLLM servers (--servers)"
         )
 
 

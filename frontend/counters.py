@@ -61,8 +61,8 @@ PREFIX_MISSING = Gauge(
 )
 FORWARDED = Counter(
     "pullfill_forwarded",
-    "Requests that were served by stock vLLM servers, by forwarder (staged, batch) and result: ok, "
-    "refused (the server's own error), failed, broken (after the first byte), left (by the client)",
+    "Requests that were served by stock vLLM servers, by forwarder and result: ok, refused (the "
+    "server's own error), failed, broken (after the first byte), left (by the client)",
     ["forwarder", "result"],
 )
 FORWARD_FAILED = Counter(

@@ -327,7 +327,7 @@ class _Frontend:
             app = both = layer.Layer(
                 app,
                 lambda: bool(pool.candidates()),
-                stock.stock,
+                stock,
                 lambda: settings.current.stock_share,
                 requests,
             )

@@ -19,8 +19,8 @@ from pullfill.frontend.admission import error_of
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.frontend.forward.layer import Forwarding
 from pullfill.frontend.forward.sources import ROLES
+from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
 from pullfill.runtime import probe
@@ -48,7 +48,7 @@ class Admin:
     requests: RequestLog
     refused: Callable[[], list[dict[str, Any]]]
     page: live_page.LiveView
-    stock: Forwarding | None = None
+    stock: Stock | None = None
     draining: bool = False
 
     def attach(self) -> None:
@@ -67,7 +67,7 @@ class Admin:
         return bool(self.pool.candidates()) or self._by_stock()
 
     def _by_stock(self) -> bool:
-        return self.stock is not None and not self.stock.stock.trouble()
+        return self.stock is not None and not self.stock.trouble()
 
     def drain(self) -> None:
         """Take no new requests, and end the streams of the live page."""
@@ -81,12 +81,12 @@ class Admin:
         records = self.view.records()
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
-        stock, troubles = self.stock, [] if self.stock is None else self.stock.troubles()
+        stock, troubles = self.stock, [] if self.stock is None else self.stock.servers.troubles()
         by_stock = self._by_stock()
         ok = self.can_serve() and not self.draining
         reasons = ["this frontend drains"] if self.draining else []
         if not decode and not by_stock:
-            reasons.append(NO_WORKER if stock is None else stock.stock.trouble())
+            reasons.append(NO_WORKER if stock is None else stock.trouble())
         # Stock servers alone are a whole fleet.
         if not prefill and (decode or stock is None):
             reasons.append(NO_PREFILL)

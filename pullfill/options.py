@@ -33,21 +33,10 @@ class LogFormat(StrEnum):
 class ForwarderName(StrEnum):
     """`--forwarder`: how stock vLLM servers are used."""
 
-    PULL = "pull"
+    # Decode when the prefill is done, with the parameters that the prefill server returned.
     STAGED = "staged"
-    BATCH = "batch"
-
-
-class Dispatch(StrEnum):
-    """`--dispatch`: in which order both servers of a request are asked.
-
-    serial: decode when the prefill is done, with the parameters that the prefill server returned.
-    parallel: both at once. They find each other by an id.
-    single: the decode server only. It is told where its prefill server is."""
-
-    SERIAL = "serial"
+    # Both servers of a request are asked at once. They find each other by an id.
     PARALLEL = "parallel"
-    SINGLE = "single"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,23 +398,16 @@ class FrontendOptions(RoleOptions):
         parse=lambda text: check_url("--advertise", text),
     )
     forwarder: ForwarderName = flag(
-        ForwarderName.PULL,
-        "How stock vLLM servers are used. pull: not at all. staged: prefill first, then choose the "
-        "decode server. batch: choose both at once",
-        metavar="pull|staged|batch",
+        ForwarderName.STAGED,
+        "How stock vLLM servers are used. staged: prefill first, then decode. parallel: both at "
+        "once (mooncake, p2p)",
+        metavar="staged|parallel",
         up=True,
     )
     protocol: str = flag(
         "nixl",
-        "KV connector of the stock vLLM servers. p2p needs --forwarder batch",
+        "KV connector of the stock vLLM servers",
         metavar="nixl|mooncake|p2p",
-        up=True,
-    )
-    dispatch: Dispatch | None = flag(
-        None,
-        "With batch: ask the prefill server first, both at once, or the decode server only"
-        "  [default: serial; mooncake: parallel]",
-        metavar="serial|parallel|single",
         up=True,
     )
     servers: str | None = flag(
@@ -436,8 +418,8 @@ class FrontendOptions(RoleOptions):
     )
     servers_file: str | None = flag(
         None,
-        "YAML or JSON file of stock vLLM servers, a list of {role, url, kv}. It is watched: a "
-        "server that is taken out finishes its requests and gets no more",
+        "File of stock vLLM servers, a line ROLE=URL[@KV] for each. It is watched: a server that "
+        "is taken out finishes its requests and gets no more",
         metavar="PATH",
         up=True,
     )
@@ -472,6 +454,12 @@ class FrontendOptions(RoleOptions):
         least=1,
         up=True,
     )
+
+    @property
+    def by_stock(self) -> bool:
+        """Whether a flag names stock vLLM servers, or hears them."""
+        named_by = (self.servers, self.servers_file, self.heartbeats)
+        return any(source is not None for source in named_by)
 
 
 # --------------------------------------------------------------------------- pullfill up
@@ -512,7 +500,7 @@ class UpOptions:
     @property
     def by_stock(self) -> bool:
         """Whether frontends can serve without a decode worker: by stock vLLM servers."""
-        return self.frontend.forwarder is not ForwarderName.PULL
+        return self.frontend.by_stock
 
     def drain_s(self, role: str) -> float:
         """Return how long a process of this role may take to leave."""

@@ -1,7 +1,7 @@
 """One HTTP request to a stock server, and its answer as it is passed on to the client.
 
-An `Exchange` owns its connection. `close` closes it, unless the answer has been read to its end:
-then it stays open for the next request. vLLM aborts a request whose connection is closed.
+`asked` closes its connection at the end, unless the answer has been read to its end: then it stays
+open for the next request. vLLM aborts a request whose connection is closed.
 
 Bytes of a stream go on unchanged and at once, but only up to the end of an event. So if the server
 breaks off in the middle of one, the client gets whole events, then vLLM's error event and `[DONE]`.
@@ -9,10 +9,10 @@ breaks off in the middle of one, the client gets whole events, then vLLM's error
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -30,7 +30,8 @@ _PASSED_ON = frozenset({
 _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )
-_END = b"\n\n"
+# The end of an event.
+END = b"\n\n"
 
 
 class StageFailed(Exception):
@@ -72,104 +73,91 @@ def request_headers(
     return [*found, ("content-type", "application/json"), ("x-request-id", request_id)]
 
 
-class Exchange:
-    """An answer whose head and first bytes have come. Make it with `begin`.
+@dataclass(slots=True)
+class Answer:
+    """An answer whose head and first bytes have come.
 
-    first: its first bytes; all of it unless `events`. events: it is a stream of events.
-    status: that of the error, if the first event of a stream is one of vLLM's of 500 or more."""
+    status: that of the error, if the first event of a stream is one of vLLM's of 500 or more.
+    first: its first bytes; all of it unless `events`. events: it is a stream of events."""
 
-    def __init__(self, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
-        self.server = server
-        self.status = response.status
-        self.events = response.content_type == "text/event-stream"
-        self.first = first
-        self._response = response
-        if self.events and first.startswith(_ERROR_EVENT):
-            event = first.partition(b"\n")[0].removeprefix(b"data: ")
-            code = _error(event).get("code")
-            if isinstance(code, int) and code >= 500:
-                self.status, self.events, self.first = code, False, event
-
-    @classmethod
-    async def begin(
-        cls,
-        session: aiohttp.ClientSession,
-        server: Server,
-        path: str,
-        headers: list[tuple[str, str]],
-        body: bytes,
-        *,
-        silence_s: float,
-    ) -> Exchange:
-        """Send a request and wait for the answer, or for its first bytes if it is a stream.
-
-        silence_s: longest wait for the next bytes. Raises StageFailed."""
-        response: aiohttp.ClientResponse | None = None
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
-        try:
-            async with server.watched():
-                # Not as a context manager: the answer is read on after this.
-                response = await session.post(
-                    server.url + path,
-                    data=body,
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                )
-                if response.content_type != "text/event-stream":
-                    first = await response.read()
-                elif not (first := await response.content.readany()):
-                    raise aiohttp.ClientPayloadError("the answer is empty")
-            return cls(server, response, first)
-        except BaseException as exc:
-            if response is not None:
-                response.close()
-            if isinstance(exc, aiohttp.ClientError | TimeoutError | OSError):
-                raise failure(server, exc, silence_s) from exc
-            raise
+    server: Server
+    response: aiohttp.ClientResponse
+    status: int
+    first: bytes
+    events: bool
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers for the client."""
         return [
             (name.lower().encode("latin-1"), value.encode("latin-1"))
-            for name, value in self._response.headers.items()
+            for name, value in self.response.headers.items()
             if name.lower() not in _NOT_BACK
         ]
 
     async def blocks(self, silence_s: float) -> AsyncGenerator[bytes, None]:
-        """Yield a stream as it comes, in blocks of whole events. Raises StageFailed if it breaks
+        """Yield the answer as it comes, in blocks of whole events. Raises StageFailed if it breaks
         off. What came of an event is dropped then."""
         held = self.first
         self.server.streams += 1
         try:
-            while True:
-                if (end := held.rfind(_END) + len(_END)) >= len(_END):
+            while self.events:
+                if (end := held.rfind(END) + len(END)) >= len(END):
                     yield held[:end]
                     held = held[end:]
                 # Not around `yield`: there the caller waits for its client.
                 async with self.server.watched():
-                    chunk = await self._response.content.readany()
+                    chunk = await self.response.content.readany()
                 if not chunk:
                     break
                 held += chunk
-            if held:
+            if held or not self.events:
                 yield held
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise failure(self.server, exc, silence_s) from exc
         finally:
             self.server.streams -= 1
 
-    def close(self) -> None:
-        """Close the connection, unless the answer has been read to its end."""
-        self._response.close()
 
+@asynccontextmanager
+async def asked(
+    session: aiohttp.ClientSession,
+    server: Server,
+    path: str,
+    headers: list[tuple[str, str]],
+    body: bytes,
+    silence_s: float,
+    source: Server | None = None,
+) -> AsyncIterator[Answer]:
+    """Send a request. Gives the answer, or its first bytes if it is a stream. Raises StageFailed.
 
-async def drop(task: asyncio.Task[Exchange]) -> None:
-    """End a task, and close what it has begun."""
-    task.cancel()
-    (found,) = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(found, Exchange):
-        found.close()
+    silence_s: longest wait for the next bytes.
+    source: a prefill server whose KV is read before the answer begins."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
+    async with AsyncExitStack() as stack:
+        async with reading(server, source):
+            try:
+                async with server.watched():
+                    response = await session.post(
+                        server.url + path,
+                        data=body,
+                        headers=headers,
+                        timeout=timeout,
+                        allow_redirects=False,
+                    )
+                    stack.callback(response.close)
+                    events = response.content_type == "text/event-stream"
+                    first = await (response.content.readany() if events else response.read())
+                    if events and not first:
+                        raise aiohttp.ClientPayloadError("the answer is empty")
+            except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+                raise failure(server, exc, silence_s) from exc
+        status = response.status
+        if events and first.startswith(_ERROR_EVENT):
+            event = first.partition(b"\n")[0].removeprefix(b"data: ")
+            code = _error(event).get("code")
+            if isinstance(code, int) and code >= 500:
+                status, events, first = code, False, event
+        yield Answer(server, response, status, first, events)
 
 
 @asynccontextmanager
@@ -223,41 +211,6 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------- to the client
-
-
-async def relay(
-    exchange: Exchange, send: Send, silence_s: float, path: str
-) -> tuple[int, StageFailed | None]:
-    """Pass a server's answer on to the client.
-
-    Returns how many events it had, about one for each token, and how it broke off, if it did.
-
-    silence_s: longest silence of the server. path: of the request. Raises StageFailed if the server
-    broke off and nothing has been sent yet."""
-    head = {
-        "type": "http.response.start",
-        "status": exchange.status,
-        "headers": exchange.headers(),
-    }
-    if not exchange.events:
-        await send(head)
-        await send({"type": "http.response.body", "body": exchange.first})
-        return 1, None
-    events = 0
-    try:
-        async with aclosing(exchange.blocks(silence_s)) as blocks:
-            async for block in blocks:
-                if not events:
-                    await send(head)
-                events += block.count(_END) or 1
-                await send({"type": "http.response.body", "body": block, "more_body": True})
-    except StageFailed as exc:
-        if not events:
-            raise
-        await send({"type": "http.response.body", "body": broken(exc, path)})
-        return events, exc
-    await send({"type": "http.response.body", "body": b""})
-    return events, None
 
 
 async def refuse(failed: StageFailed, send: Send) -> None:

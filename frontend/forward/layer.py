@@ -4,7 +4,7 @@
 
 `router.stock_share` says which share of the requests the stock servers get: 0 none, 1 all. A side
 that can take no request leaves all to the other one. So a fleet is moved over in steps, and back.
-With `--forwarder pull` nothing of this is made.
+Without a flag that names stock servers nothing of this is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
@@ -32,19 +31,20 @@ from pullfill.frontend.admission import (
     route_of,
 )  # fmt: skip
 from pullfill.frontend.dispatch import NO_WORKER
-from pullfill.frontend.forward.protocols import dispatch_of, protocol_of
+from pullfill.frontend.forward.protocols import protocol_of
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.sources import (
     ROLES,
     Heartbeats,
-    ServerFile,
     bind_heartbeats,
+    follow,
     parse_list,
     read_file,
 )  # fmt: skip
-from pullfill.frontend.forward.stock import NAMED, ClientCall, Stock
+from pullfill.frontend.forward.stock import ClientCall, Stock
 from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.options import ForwarderName, FrontendOptions
+from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import ExplainRecord, RouterConfig, Timings
 
 PATHS = frozenset({
@@ -56,40 +56,18 @@ PATHS = frozenset({
 def check(options: FrontendOptions) -> None:
     """Raise ConfigError if the flags for stock servers do not fit together, or cannot be used."""
     protocol = protocol_of(options.protocol)
-    if options.forwarder is not ForwarderName.PULL:
-        dispatch_of(protocol, options.forwarder, options.dispatch)
-        parse_list(options.servers or "")
-        if options.servers_file is not None:
-            read_file(options.servers_file)
-        if options.heartbeats is not None:
-            bind_heartbeats(options.heartbeats, options.heartbeats_from).close()
-        elif options.heartbeats_from:
-            raise ConfigError("--heartbeats-from is for --heartbeats: give both, or neither")
-        return
-    flags = {
-        "--servers": options.servers,
-        "--servers-file": options.servers_file,
-        "--heartbeats": options.heartbeats,
-        "--heartbeats-from": options.heartbeats_from or None,
-        "--dispatch": options.dispatch,
-    }
-    for name, given in flags.items():
-        if given is not None:
-            raise ConfigError(f"{name} is for stock vLLM servers: add --forwarder staged or batch")
-
-
-@dataclass(slots=True)
-class Forwarding:
-    """file: the watched one, if there is one."""
-
-    servers: Servers
-    stock: Stock
-    file: ServerFile | None = None
-
-    def troubles(self) -> list[str]:
-        """Return a line for each server that takes no requests, and one for a broken file."""
-        broken = [] if self.file is None or not self.file.trouble else [self.file.trouble]
-        return [*self.servers.troubles(), *broken]
+    if options.forwarder is ForwarderName.PARALLEL and not protocol.parallel:
+        raise ConfigError(
+            f"--forwarder parallel cannot use the protocol {protocol.name}: its decode server "
+            "needs what the prefill server returns; use staged"
+        )
+    parse_list(options.servers or "")
+    if options.servers_file is not None:
+        read_file(options.servers_file)
+    if options.heartbeats is not None:
+        bind_heartbeats(options.heartbeats, options.heartbeats_from).close()
+    elif options.heartbeats_from:
+        raise ConfigError("--heartbeats-from is for --heartbeats: give both, or neither")
 
 
 @asynccontextmanager
@@ -98,17 +76,16 @@ async def forwarding(
     names: tuple[str, ...],
     settings: Callable[[], RouterConfig],
     key: str = "",
-) -> AsyncIterator[Forwarding | None]:
+) -> AsyncIterator[Stock | None]:
     """Start what the options ask for. Ends with all servers forgotten and all connections closed.
 
     Gives None if they ask for no stock servers.
 
     names: the served model names. key: API key of the servers. Empty: they want none."""
-    if options.forwarder is ForwarderName.PULL:
+    if not options.by_stock:
         yield None
         return
     protocol = protocol_of(options.protocol)
-    dispatch = dispatch_of(protocol, options.forwarder, options.dispatch)
     session = aiohttp.ClientSession(
         # vLLM closes an idle connection after 5 s.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
@@ -127,17 +104,12 @@ async def forwarding(
                 counters.STOCK_SERVERS.labels(role, state).set_function(
                     partial(servers.count, role, state)
                 )
-        stock = Stock(
-            options.forwarder, protocol, dispatch, servers, session,
-            key=key, silence_s=options.stock_silence_s,
-        )  # fmt: skip
         servers.set("--servers", parse_list(options.servers or ""))
-        file = None
-        if options.servers_file is not None:
-            file = ServerFile(
-                options.servers_file, lambda entries: servers.set("--servers-file", entries)
-            )
-            stack.callback(asyncio.create_task(file.run(), name="servers-file").cancel)
+        if (path := options.servers_file) is not None:
+            watched = WatchedFiles(path)
+            servers.set("--servers-file", read_file(path))
+            following = asyncio.create_task(follow(path, watched, servers), name="servers-file")
+            stack.callback(following.cancel)
         if options.heartbeats is not None:
             heartbeats = Heartbeats(
                 bind_heartbeats(options.heartbeats, options.heartbeats_from),
@@ -147,7 +119,10 @@ async def forwarding(
             )
             stack.callback(heartbeats.close)
             stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)
-        yield Forwarding(servers, stock, file)
+        yield Stock(
+            options.forwarder, protocol, servers, session,
+            key=key, silence_s=options.stock_silence_s,
+        )  # fmt: skip
 
 
 class Layer:
@@ -238,15 +213,13 @@ class Layer:
 
         answered_ms: how long it took. None: it was cancelled."""
         key = call.response_id or call.request_id
-        done = {stage.stage: stage for stage in call.stages if stage.result in ("ok", NAMED)}
+        done = {stage.stage: stage for stage in call.stages if stage.result == "ok"}
         prefill, decode = done.get("prefill"), done.get("decode")
-        spent = None
-        if prefill is not None and prefill.result != NAMED:
-            spent = prefill.end_ms - prefill.begin_ms
+        spent = prefill.end_ms - prefill.begin_ms if prefill else None
         told = ExplainRecord(
             request_id=key,
             path=self._stock.name,
-            reason=call.reason,
+            reason=call.whole or "two_stages",
             prompt_tokens=call.prompt_tokens,
             prefix_hit_tokens=0,
             remote_tokens=call.prompt_tokens if prefill else 0,

@@ -1,16 +1,14 @@
 """What stock vLLM's KV connectors need of a proxy: one small class for each.
 
-A protocol says what is in the bodies of both stages, which orders of dispatch its connector can
-work with, whether the servers must be known to each other before the prefill starts, and whether a
-request may come without a prefill stage. It sends no requests itself. It only tries whether a KV
-address answers (`check`).
+A protocol says what is in the bodies of both stages, whether both can start at once, and whether
+the servers must be known to each other before. It sends no requests itself. It only tries whether
+a KV address answers (`check`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +17,6 @@ import aiohttp
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.servers import ANSWER_S, Server
-from pullfill.options import Dispatch, ForwarderName
 
 # Asks an address over HTTP. Raises what aiohttp raises, or ValueError.
 Get = Callable[[str], Awaitable[bytes]]
@@ -30,7 +27,7 @@ class Stages:
     """One attempt at one request.
 
     key: 32 hex digits, new for each attempt. Connectors that meet by an id meet by this one.
-    prefill, decode: the servers. With `staged`, decode is None until the prefill is done.
+    prefill, decode: the servers. decode may be None until the prefill is done.
     returned: `kv_transfer_params` of the prefill server's answer."""
 
     key: str
@@ -39,20 +36,18 @@ class Stages:
     returned: dict[str, Any] | None = None
 
 
-class KvProtocol(ABC):
+class KvProtocol:
     """One connector.
 
     name: for `--protocol`. connector: its name in vLLM, for messages.
-    dispatches: orders of dispatch that it can work with, its usual one first.
-    pairs: whether the request of the prefill stage names both servers.
-    alone: whether a decode server can serve a request that had no prefill stage.
-    """
+    parallel: whether both stages can start at once.
+    pairs: each request names both servers. So both are chosen at once, and none can come without a
+    prefill stage."""
 
     name: ClassVar[str]
     connector: ClassVar[str]
-    dispatches: ClassVar[tuple[Dispatch, ...]]
+    parallel: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
-    alone: ClassVar[bool] = True
 
     @property
     def start_with(self) -> str:
@@ -60,13 +55,13 @@ class KvProtocol(ABC):
         how = f"a kv_connector for the protocol {self.name} ({self.connector})"
         return f"start it with --kv-transfer-config and {how}"
 
-    @abstractmethod
     def prefill(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the prefill stage."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the decode stage."""
+        raise NotImplementedError
 
     def request_id(self, stages: Stages, request_id: str) -> str:
         """Return the `X-Request-Id` of both stages. request_id: of the call."""
@@ -116,11 +111,11 @@ _NIXL_LOCATION = ("remote_block_ids", "remote_engine_id", "remote_host", "remote
 # - A decode server that cannot reach the KV address answers 500 after 5 s. In a stream, this is 200
 #   and an error as its first event.
 #
-# There is nothing to meet by before the prefill is done: dispatch is serial.
+# There is nothing to meet by before the prefill is done.
 class Nixl(KvProtocol):
     name = "nixl"
     connector = "NixlConnector"
-    dispatches = (Dispatch.SERIAL,)
+    parallel = False
 
     def prefill(self, stages: Stages) -> dict[str, Any]:
         return {
@@ -170,7 +165,6 @@ class Nixl(KvProtocol):
 class Mooncake(KvProtocol):
     name = "mooncake"
     connector = "MooncakeConnector"
-    dispatches = (Dispatch.PARALLEL, Dispatch.SERIAL)
 
     def prefill(self, stages: Stages) -> dict[str, Any]:
         return {
@@ -222,18 +216,15 @@ class Mooncake(KvProtocol):
 # MoRI-IO reads `transfer_id` and the direction in `kv_transfer_params`, too, and in its READ mode
 # the decode server needs what the prefill server returned. P2pNcclConnector ignores the parameters.
 #
-# - serial: for connectors that keep or return blocks (MoRI-IO READ).
+# - staged: for connectors that keep or return blocks (MoRI-IO READ).
 # - parallel: the prefill server pushes, and the decode server waits (MoRI-IO WRITE, P2pNccl PUT).
-# - single: the decode server alone has the request, and starts the prefill itself.
 #
 # A decode server takes the KV of each prompt to be elsewhere: no request comes without a prefill.
 # P2pNcclConnector would wait for the KV without end, and MoRI-IO READ would decode without it.
 class P2p(KvProtocol):
     name = "p2p"
     connector = "P2pNcclConnector or MoRIIOConnector"
-    dispatches = (Dispatch.SERIAL, Dispatch.PARALLEL, Dispatch.SINGLE)
     pairs = True
-    alone = False
 
     def request_id(self, stages: Stages, request_id: str) -> str:
         assert stages.decode is not None
@@ -299,25 +290,3 @@ def protocol_of(name: str) -> KvProtocol:
     if name not in known:
         raise ConfigError(f"no protocol is called {name!r}: use one of {', '.join(known)}")
     return known[name]()
-
-
-def dispatch_of(protocol: KvProtocol, forwarder: ForwarderName, asked: Dispatch | None) -> Dispatch:
-    """Return the order of dispatch to use. Raises ConfigError if the protocol cannot."""
-    can = protocol.dispatches
-    if forwarder is ForwarderName.STAGED:
-        if asked not in (None, Dispatch.SERIAL):
-            raise ConfigError(
-                f"--dispatch {asked} is for `--forwarder batch`: `staged` chooses the decode "
-                "server when the prefill is done"
-            )
-        if protocol.pairs:
-            raise ConfigError(
-                f"--forwarder staged cannot use the protocol {protocol.name}: its prefill server "
-                "must know the decode server from the beginning; use --forwarder batch"
-            )
-        asked = Dispatch.SERIAL
-    if asked is not None and asked not in can:
-        raise ConfigError(
-            f"the protocol {protocol.name} has no --dispatch {asked}: use {', '.join(can)}"
-        )
-    return asked or can[0]

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import re
 from array import array
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -54,8 +56,6 @@ _ASKED = (
     "vllm:external_prefix_cache_queries_total",
 )
 _UNSERVED = re.compile(r'finished_reason="(abort|error)"')
-_BLOCKS = re.compile(r'num_gpu_blocks="(\d+)"')
-_BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
 
 
 # A decode server without a KV connector computes each prompt itself, and nobody reads the KV of the
@@ -63,15 +63,12 @@ _BLOCK_SIZE = re.compile(r'[{,]block_size="(\d+)"')
 # with the load that this frontend knows.
 @dataclass(slots=True)
 class StockLoad:
-    """What a server's /metrics says. kv_blocks: all blocks. 0: unknown.
+    """What a server's /metrics says, in requests.
 
     bare: it has served requests, and has never asked a KV connector for one. False: not known."""
 
     running: float = 0.0
     waiting: float = 0.0
-    kv_used: float = 0.0
-    kv_blocks: int = 0
-    block_size: int = 0
     bare: bool = False
 
 
@@ -88,24 +85,16 @@ class _Models(msgspec.Struct):
 
 def load_of(text: str) -> StockLoad:
     """Read the text of vLLM's /metrics. Sums over engines. What is missing counts 0."""
-    load = StockLoad()
-    asked: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for name, labels, value in _METRIC.findall(text):
-        if name in _ASKED and not _UNSERVED.search(labels):
-            asked[name] = asked.get(name, 0.0) + float(value)
-        elif name == "vllm:num_requests_running":
-            load.running += float(value)
-        elif name == "vllm:num_requests_waiting":
-            load.waiting += float(value)
-        elif name == "vllm:kv_cache_usage_perc":
-            load.kv_used = max(load.kv_used, float(value))
-        elif name == "vllm:cache_config_info":
-            blocks, size = _BLOCKS.search(labels), _BLOCK_SIZE.search("," + labels)
-            load.kv_blocks += int(blocks[1]) if blocks else 0
-            load.block_size = int(size[1]) if size else load.block_size
-    served, cache, connector = (asked.get(name) for name in _ASKED)
-    load.bare = bool(served and cache) and connector == 0.0
-    return load
+        if not _UNSERVED.search(labels):
+            sums[name] += float(value)
+    served, cache, connector = (sums.get(name) for name in _ASKED)
+    return StockLoad(
+        running=sums["vllm:num_requests_running"],
+        waiting=sums["vllm:num_requests_waiting"],
+        bare=bool(served and cache) and connector == 0.0,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +117,6 @@ class Server:
     model: str = ""
     engine_id: str = ""
     load: StockLoad | None = None
-    misses: int = 0
     lacking_until: float = 0.0
     waits: dict[asyncio.Timeout, Server | None] = field(default_factory=dict)
     streams: int = 0
@@ -166,41 +154,41 @@ class Server:
         """End all waits for this server. A decode server that computes all it has needs no KV."""
         _end(w for w, at in self.waits.items() if at is None or at.load is None or at.load.waiting)
 
-    def misfits(self) -> None:
-        """End all waits for KV of this server, which gives none."""
-        _end(wait for wait, reader in self.waits.items() if reader is not None)
-
 
 # --------------------------------------------------------------------------- which gets a stage
 
 
 # Tokens of a hashed block.
 BLOCK = 64
-_MEAN = 0.95
+# /metrics counts requests, not their tokens. Each one that waits counts as so many tokens, and each
+# one that runs as so many blocks of KV.
+_WAITS_TOKENS = 512
+_RUNS_BLOCKS = 8
 
 
-def prompt_of(body: dict[str, Any] | None) -> Prompt:
+def prompt_of(body: dict[str, Any]) -> Prompt:
     """Return what the policies need of a prompt. It never fails: an odd prompt has no blocks.
 
     Nothing is tokenized here. The length of a text is taken as a quarter of its UTF-8 bytes, and
     its blocks are hashed over those bytes, four of them for one token. So equal beginnings have
     equal hashes, which is all that `kv` needs. The hashes mean nothing to a vLLM server."""
-    body = body or {}
-    ids, messages = body.get("prompt"), body.get("messages")
-    if isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
-        tokens = array("I", ids).tobytes()
-    elif isinstance(messages, list):
-        # A longer conversation begins with the text of a shorter one.
-        tools = body.get("tools")
-        parts = [tools, *messages] if tools else messages
-        tokens = b"".join(map(msgspec.json.encode, parts))
-    else:
-        tokens = ids.encode() if isinstance(ids, str) else msgspec.json.encode(ids)
+    what, messages = body.get("prompt"), body.get("messages")
+    try:
+        tokens = array("I", what or ()).tobytes()
+    except (TypeError, OverflowError):
+        tokens = b""
+    if not tokens:
+        if isinstance(messages, list):
+            # A longer conversation begins with the text of a shorter one.
+            what = [body.get("tools"), *messages]
+        text = what if isinstance(what, str) else json.dumps(what, ensure_ascii=False)
+        tokens = text.encode("utf-8", "surrogatepass")
     count = max(1, len(tokens) // 4)
-    salt, model = body.get("cache_salt"), body.get("model")
-    root = chain.root(
-        salt if isinstance(salt, str) else None, model if isinstance(model, str) else None, BLOCK
+    salt, model = (
+        value if isinstance(value, str) else None
+        for value in (body.get("cache_salt"), body.get("model"))
     )
+    root = chain.root(salt, model, BLOCK)
     return Prompt(count, BLOCK, chain.extend(root, tokens[: count * 4], BLOCK))
 
 
@@ -211,50 +199,6 @@ class Pick:
     server: Server
     share: Share
     choice: DecodeChoice
-
-
-class Picker:
-    """Chooses among the servers of one role, by the policies for decode workers (routing/choice).
-
-    A stock server tells no blocks, so the policy `kv` knows only where this frontend sent the
-    beginning of a prompt. The load of a server is what its /metrics says, and what this frontend
-    has sent since.
-
-    policy: returns the policy to use now."""
-
-    def __init__(self, policy: Callable[[], DecodePolicy], rng: random.Random) -> None:
-        self._policy = policy
-        # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
-        self._placer = Placer(rng, predicted_s=600.0)
-        self._mean_tokens = 256.0
-
-    def choose(
-        self, prompt: Prompt, servers: Sequence[Server], not_these: Collection[Server] = ()
-    ) -> Pick:
-        """Return one of `servers`, which is not empty, and count the prompt there.
-
-        not_these: chosen only if there are no others."""
-        left = [server for server in servers if server not in not_these] or servers
-        by_id = {server.url: server for server in left}
-        now, policy = asyncio.get_running_loop().time(), self._policy()
-        self._mean_tokens = _MEAN * self._mean_tokens + (1 - _MEAN) * prompt.tokens
-        if policy is not DecodePolicy.KV:
-            prompt = Prompt(prompt.tokens, BLOCK)
-        view, choice = self._placer.choose(policy, prompt, by_id, now)
-        share = self._placer.send(view, choice.matched_tokens, prompt, now)
-        return Pick(by_id[view.instance_id], share, choice)
-
-    def report(self, server: Server, load: StockLoad) -> None:
-        """Take the load that a server's /metrics shows."""
-        # /metrics counts waiting requests, not their tokens: each is taken for a mean prompt.
-        tokens = load.kv_blocks * load.block_size
-        used = load.kv_used * tokens / BLOCK if tokens else load.running * 8.0
-        free = (1 - load.kv_used) * tokens / BLOCK if tokens else None
-        self._placer.report(server.url, load.waiting * self._mean_tokens, used, free)
-
-    def gone(self, server: Server) -> None:
-        """Forget a server."""
-        self._placer.drop(server.url)
 
 
 # --------------------------------------------------------------------------- the servers
@@ -285,42 +229,39 @@ class Servers:
         self._names = names
         self._model = model
         self._protocol = protocol
-        self._pickers = {role: Picker(policy, random.Random()) for role in ROLES}
+        self._policy = policy
+        # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
+        self._placers = {role: Placer(random.Random(), predicted_s=600.0) for role in ROLES}
         self._headers = headers or {}
         self.look_s, self._answer_s = look_s, answer_s
         self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self.known: dict[StockEntry, Server] = {}
-        self._ready: dict[str, Sequence[Server]] = {role: () for role in ROLES}
         self._tasks: dict[asyncio.Task[None], Server] = {}
+        self.file_trouble = ""
 
     # ---------------------------------------------------------------- sources
 
     def set(self, source: str, entries: Iterable[StockEntry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
-        named: dict[tuple[str, str], list[str]] = {}
-        wanted: dict[tuple[str, str], StockEntry] = {}
+        named: dict[StockEntry, list[str]] = {}
         for name, found in self._sources.items():
             for entry in found:
-                place = entry.role, entry.url
-                named.setdefault(place, []).append(name)
-                if entry.kv or place not in wanted:
-                    wanted[place] = entry
-        for entry in self.known.keys() - set(wanted.values()):
+                named.setdefault(entry, []).append(name)
+        for entry in self.known.keys() - named.keys():
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"
-            self._pickers[server.role].gone(server)
+            self._placers[server.role].drop(server.url)
             _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
-        for place, entry in wanted.items():
+        for entry, names in named.items():
             if entry not in self.known:
                 server = self.known[entry] = Server(entry)
                 task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
                 self._tasks[task] = server
                 task.add_done_callback(self._tasks.pop)
                 _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
-            self.known[entry].sources = tuple(named[place])
-        self._update()
+            self.known[entry].sources = tuple(names)
 
     async def close(self) -> None:
         """Forget all servers. Requests that wait for them end."""
@@ -336,13 +277,12 @@ class Servers:
             server.state, server.why = "gone", why
             server.lose()
         self.known.clear()
-        self._update()
 
     # ---------------------------------------------------------------- questions
 
-    def ready(self, role: str) -> Sequence[Server]:
-        """Return the servers of a role that can take requests. A new list after each change."""
-        return self._ready[role]
+    def ready(self, role: str) -> list[Server]:
+        """Return the servers of a role that can take requests."""
+        return [s for s in self.known.values() if s.role == role and s.state == "ready"]
 
     def count(self, role: str, state: str) -> int:
         """Return how many servers of a role are in a state."""
@@ -351,9 +291,21 @@ class Servers:
     def pick(self, role: str, prompt: Prompt, bad: Collection[Server]) -> Pick | None:
         """Choose a server that is ready, and count the prompt there. None: there is none.
 
+        By the policies for decode workers (routing/choice). A stock server tells no blocks, so the
+        policy `kv` knows only where this frontend sent the beginning of a prompt. The load of a
+        server is what its /metrics says, and what this frontend has sent since.
+
         bad: chosen only if there are no others."""
-        servers = self._ready[role]
-        return self._pickers[role].choose(prompt, servers, bad) if servers else None
+        ready = self.ready(role)
+        by_url = {s.url: s for s in ready if s not in bad} or {s.url: s for s in ready}
+        if not by_url:
+            return None
+        placer, policy, now = self._placers[role], self._policy(), _now()
+        if policy is not DecodePolicy.KV:
+            prompt = Prompt(prompt.tokens, BLOCK)
+        view, choice = placer.choose(policy, prompt, by_url, now)
+        share = placer.send(view, choice.matched_tokens, prompt, now)
+        return Pick(by_url[view.instance_id], share, choice)
 
     def none_ready(self, role: str) -> str:
         """Return why no server of a role can take requests, for people."""
@@ -365,12 +317,13 @@ class Servers:
         return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 
     def troubles(self) -> list[str]:
-        """Return a line for each server that takes no requests, with the reason."""
-        return [
+        """Return a line for each server that takes no requests, and one for a broken file."""
+        lines = [
             f"stock {server.role} server {server.url} is {server.state}: {server.why}"
             for server in self.known.values()
             if server.state != "ready"
         ]
+        return [*lines, self.file_trouble] if self.file_trouble else lines
 
     def status(self) -> list[dict[str, Any]]:
         """Return what is known of each server, for JSON."""
@@ -390,20 +343,18 @@ class Servers:
         """A request could not reach a server. It gets no more until its health is good again."""
         if server.state == "ready":
             # Other requests may still get their answers there, so they are not ended.
-            self._turn(server, "failing", why, end=False)
+            self._turn(server, "failing", why)
 
     def lacks(self, server: Server, why: str) -> None:
         """A prefill server answered without what the protocol needs. It is left out for a while."""
-        server.lacking_until = asyncio.get_running_loop().time() + LACK_S
+        server.lacking_until = _now() + LACK_S
         self._turn(server, "refused", why)
 
     # ---------------------------------------------------------------- inside
 
-    def _turn(self, server: Server, state: str, why: str = "", *, end: bool = True) -> None:
-        if state == "failing" and end:
-            server.lose()
-        if state == "refused":
-            server.misfits()
+    def _turn(self, server: Server, state: str, why: str = "") -> None:
+        if state == "refused":  # it gives no KV, so nobody waits for that
+            _end(wait for wait, reader in server.waits.items() if reader is not None)
         if server.state == "gone" or (server.state, server.why) == (state, why):
             return
         before, server.state, server.why = server.state, state, why
@@ -411,50 +362,43 @@ class Servers:
             _log.info("stock %s server %s is ready", server.role, server.url)
         elif state != before or state == "refused":
             _log.warning("stock %s server %s is %s: %s", server.role, server.url, state, why)
-        self._update()
-
-    def _update(self) -> None:
-        for role in ROLES:
-            now = [s for s in self.known.values() if s.role == role and s.state == "ready"]
-            if now != list(self._ready[role]):
-                self._ready[role] = now
 
     async def _watch(self, server: Server) -> None:
+        misses = 0
         while server.state != "gone" or server.waits or server.streams:
             try:
                 await self._look(server)
+                misses = 0
             except ConfigError as exc:
                 self._turn(server, "refused", str(exc))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-                server.misses += 1
-                text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
-                if server.state not in ("ready", "gone") or server.misses >= MISSES:
+                misses += 1
+                if server.state not in ("ready", "gone") or misses >= MISSES:
+                    server.lose()
+                    text = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
                     self._turn(server, "failing", f"/health does not answer ({text})")
             except Exception as exc:
                 if server.state != "failing":
                     _log.exception("cannot look at stock %s server %s", server.role, server.url)
                 why = f"its health cannot be read: see the log of this frontend ({exc!r})"
-                self._turn(server, "failing", why, end=False)
+                self._turn(server, "failing", why)
             await asyncio.sleep(self.look_s)
 
     async def _look(self, server: Server) -> None:
         """Ask for the health, for the load, and for the models if that matters."""
         await self._get(server.url + "/health")
-        server.misses = 0
-        load: StockLoad | None = None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, ConfigError):
-            server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
-        if server.state == "ready":
-            if why := self._bare(server):
-                self._turn(server, "refused", why)
-        elif server.state != "gone":
-            why = self._bare(server) or await self._refusal(server)
-            if why or asyncio.get_running_loop().time() < server.lacking_until:
-                self._turn(server, "refused", why or server.why)
-                return
-            self._turn(server, "ready")
-        if load is not None and server.state == "ready":
-            self._pickers[server.role].report(server, load)
+            server.load = load_of((await self._get(server.url + "/metrics")).decode())
+        if server.state != "gone":
+            why = self._bare(server)
+            if not why and server.state != "ready":
+                why = await self._refusal(server)
+                if not why and _now() < server.lacking_until:
+                    why = server.why
+            self._turn(server, "refused" if why else "ready", why)
+        if server.state == "ready" and (load := server.load) is not None:
+            tokens, blocks = load.waiting * _WAITS_TOKENS, load.running * _RUNS_BLOCKS
+            self._placers[server.role].report(server.url, tokens, blocks, None)
 
     def _bare(self, server: Server) -> str:
         """Return what to do about a server that has no KV connector. Empty: nothing."""
@@ -481,14 +425,12 @@ class Servers:
             )
         name = self._names[0]
         server.model = served[name]
-        others = [s for s in self.known.values() if s is not server and s.state == "ready"]
-        for model, who in [(self._model, "this frontend"), *((s.model, s.url) for s in others)]:
-            if stem(model) != stem(server.model):
-                return (
-                    f"it serves {server.model} as {name}, and {who} serves {model} under that "
-                    "name: give one of the models another --served-model-name, or, if they are "
-                    "the same model, give its folders the same name"
-                )
+        if stem(self._model) != stem(server.model):
+            return (
+                f"it serves {server.model} as {name}, and this frontend serves {self._model} under "
+                "that name: give one of the models another --served-model-name, or, if they are "
+                "the same model, give its folders the same name"
+            )
         return await self._protocol.check(server, self._get)
 
     async def _get(self, url: str) -> bytes:
@@ -508,10 +450,13 @@ class Servers:
 
 
 def _end(waits: Iterable[asyncio.Timeout]) -> None:
-    now = asyncio.get_running_loop().time()
     for wait in list(waits):
         if not wait.expired():
-            wait.reschedule(now)
+            wait.reschedule(_now())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def stem(model: str) -> str:

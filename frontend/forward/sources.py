@@ -12,9 +12,9 @@ import ipaddress
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -27,10 +27,11 @@ from pullfill.options import Network
 from pullfill.runtime import log
 from pullfill.runtime.watched_files import WatchedFiles
 
+if TYPE_CHECKING:
+    from pullfill.frontend.forward.servers import Servers
+
 _log = log.get("frontend.forward")
 
-# Servers that one source may name.
-MAX_SERVERS = 512
 ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
 FORM = (
@@ -53,10 +54,12 @@ class StockEntry:
 
 def parse_list(text: str) -> tuple[StockEntry, ...]:
     """Return the servers of `ROLE=URL[@KV],…`. Raises ConfigError."""
+    return _parse(text.split(","))
+
+
+def _parse(parts: Iterable[str]) -> tuple[StockEntry, ...]:
     found = []
-    for part in (p.strip() for p in text.split(",")):
-        if not part:
-            continue
+    for part in filter(None, map(str.strip, parts)):
         role, equals, rest = part.partition("=")
         url, _, kv = rest.partition("@")
         if not equals:
@@ -103,92 +106,46 @@ def _shown(text: str) -> str:
 
 
 FILE_BYTES = 128 << 10
-_FILE_FORM = "give a list of servers, e.g. `- {role: decode, url: http://10.0.0.2:8200}`"
 
 
-class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    role: str
-    url: str
-    kv: str = ""
+async def follow(path: str, watched: WatchedFiles, servers: Servers) -> None:
+    """Take the servers of a file after each change, until cancelled.
 
-
-class ServerFile:
-    """The watched file of `--servers-file`. `run` it as a task.
-
-        - {role: prefill, url: "http://10.0.0.1:8100", kv: "10.0.0.1:8998"}
-        - {role: decode, url: "http://10.0.0.2:8200"}
-
-    A file that is broken or gone changes nothing: the last good servers stay.
-
-    publish: gets the servers of the file, at the start and after each change.
-    trouble: why the file cannot be used now. Empty: it is used.
-
-    Raises ConfigError if the file cannot be used at the start."""
-
-    def __init__(self, path: str, publish: Callable[[tuple[StockEntry, ...]], None]) -> None:
-        self._path = path
-        self._publish = publish
-        self._watched = WatchedFiles(path)
-        self.trouble = ""
-        publish(read_file(path))
-
-    async def run(self) -> None:
-        """Look once a second until cancelled."""
-        while True:
-            await self.look()
-            await asyncio.sleep(1.0)
-
-    async def look(self) -> None:
-        """Look once, and publish what the file says if it is new."""
-        if not await self._watched.changed():
-            return
+    A file that is broken or gone changes nothing: the last good servers stay."""
+    while True:
+        await watched.wait()
         try:
-            found = await asyncio.to_thread(read_file, self._path)
+            found = await asyncio.to_thread(read_file, path)
         except ConfigError as exc:
-            self.trouble = f"{exc}; the last good servers stay"
-            _log.warning("%s", self.trouble)
+            servers.file_trouble = f"{exc}; the last good servers stay"
+            _log.warning("%s", servers.file_trouble)
         else:
-            self.trouble = ""
-            _log.info("%s names %d stock servers", self._path, len(found))
-            self._publish(found)
+            servers.file_trouble = ""
+            _log.info("%s names %d stock servers", path, len(found))
+            servers.set("--servers-file", found)
 
 
 def read_file(path: str) -> tuple[StockEntry, ...]:
-    """Return the servers of a YAML or JSON file. Raises ConfigError."""
+    """Return the servers of a file: a line `ROLE=URL[@KV]` for each. Raises ConfigError."""
     try:
         # Not a pipe or a device: opening or reading one might never end.
         if os.path.exists(path) and not os.path.isfile(path):
-            raise ConfigError(f"{path} is no file: give a YAML or JSON file of servers")
-        with open(path, "rb") as file:
-            data = file.read(FILE_BYTES + 1)
+            raise ConfigError(f"{path} is no file: give one with a line ROLE=URL[@KV] per server")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(FILE_BYTES + 1)
     except OSError as exc:
         raise NotNow(f"cannot read {path} ({exc.strerror}): check --servers-file") from None
-    if len(data) > FILE_BYTES:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no text: {FORM}") from None
+    if len(text) > FILE_BYTES:
         raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: name fewer servers")
     # Many editors and `cp` empty a file before they write it.
-    if not data.strip():
-        raise ConfigError(f"{path} is empty: give [] if there are no servers")
-    if data.lstrip().startswith(b"["):
-        data = data.replace(b"\t", b" ")  # JSON may have tabs, YAML may not
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: give a line # if there are no servers")
     try:
-        rows = msgspec.yaml.decode(data, type=list[_Row])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        why = " ".join(str(exc).split()) or type(exc).__name__
-        raise ConfigError(f"{path}: {why}: {_FILE_FORM}") from None
-    if len(rows) > MAX_SERVERS:
-        raise ConfigError(f"{path} names {len(rows)} servers: {MAX_SERVERS} at most")
-    found: dict[tuple[str, str], StockEntry] = {}
-    for number, row in enumerate(rows, 1):
-        try:
-            entry = make(row.role, row.url, row.kv)
-            if (other := found.setdefault((entry.role, entry.url), entry)) != entry:
-                raise ConfigError(
-                    f"{entry.url} stands above already, with the KV address {other.kv!r} instead "
-                    f"of {entry.kv!r}: give each server its own URL"
-                )
-        except ConfigError as exc:
-            raise ConfigError(f"{path}, server {number}: {exc}") from None
-    return tuple(found.values())
+        return _parse(line for line in text.splitlines() if not line.startswith("#"))
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from None
 
 
 # --------------------------------------------------------------------------- heartbeats
@@ -199,7 +156,8 @@ MAX_BYTES = 4096
 BATCH = 64
 # Messages that wait for each sender.
 WAITING = 16
-_MAX_LINES = 32
+# Servers that may send heartbeats.
+MAX_SERVERS = 512
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -279,9 +237,9 @@ class Heartbeats:
         self._silence_s = silence_s
         self._clock = clock
         self._heard: dict[tuple[str, str], _Heard] = {}
-        self._changed = False
+        self._published: tuple[StockEntry, ...] = ()
         self._looked = clock()
-        self._told: set[str] = set()
+        self._seldom = log.Seldom(60.0)
         self.url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         _log.info("stock servers may send heartbeats to %s", self.url)
 
@@ -300,28 +258,27 @@ class Heartbeats:
             await asyncio.sleep(0.05)
 
     def hear(self, sender: str, frames: Sequence[bytes]) -> None:
-        """Note a message. What is not taken is counted, and each reason is logged once.
+        """Note a message. What is not taken is counted, and logged now and then.
 
         sender: its IP address."""
-        if not self._may_send(sender):
-            self._refuse(
-                "refused",
-                f"a heartbeat came from {sender}, which is in no network of --heartbeats-from: add "
-                "it if it is a stock vLLM server",
-            )
-            return
+        why = ""
         try:
+            if not self._may_send(sender):
+                raise ConfigError(
+                    f"a heartbeat came from {sender}, which is in no network of --heartbeats-from: "
+                    "add it if it is a stock vLLM server"
+                )
             beat = _heartbeat.decode(b"".join(frames))
+            self._note(make(beat.type, beat.http_address, beat.zmq_address))
+            result = "heard"
+        except ConfigError as exc:
+            result, why = "refused", str(exc)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             form = "send type (P or D), http_address and zmq_address"
-            self._refuse("unreadable", f"cannot read a heartbeat: {exc}; {form}")
-            return
-        try:
-            self._note(make(beat.type, beat.http_address, beat.zmq_address))
-        except ConfigError as exc:
-            self._refuse("refused", str(exc))
-        else:
-            counters.HEARTBEATS.labels("heard").inc()
+            result, why = "unreadable", f"cannot read a heartbeat: {exc}; {form}"
+        counters.HEARTBEATS.labels(result).inc()
+        if why and (more := self._seldom.due(result)) is not None:
+            _log.warning("%s%s", why, more)
 
     def look(self) -> None:
         """Forget the silent ones, and publish what has changed."""
@@ -334,14 +291,12 @@ class Heartbeats:
         for key, heard in list(self._heard.items()):
             if now - heard.at > self._silence_s:
                 del self._heard[key]
-                self._changed = True
-                role, url = key
-                _log.warning(
-                    "stock %s server %s has sent no heartbeat for %g s", role, url, self._silence_s
-                )
-        if self._changed:
-            self._changed = False
-            self._publish(tuple(heard.entry for heard in self._heard.values()))
+                text = "stock %s server %s has sent no heartbeat for %g s"
+                _log.warning(text, *key, self._silence_s)
+        entries = tuple(heard.entry for heard in self._heard.values())
+        if entries != self._published:
+            self._published = entries
+            self._publish(entries)
 
     def close(self) -> None:
         """Close the socket."""
@@ -355,12 +310,6 @@ class Heartbeats:
         address = getattr(address, "ipv4_mapped", None) or address
         return address.is_loopback or any(address in network for network in self._networks)
 
-    def _refuse(self, result: str, why: str) -> None:
-        counters.HEARTBEATS.labels(result).inc()
-        if why not in self._told and len(self._told) < _MAX_LINES:
-            self._told.add(why)
-            _log.warning("%s (said once; pullfill_stock_heartbeats_total counts)", why)
-
     def _note(self, entry: StockEntry) -> None:
         now, key = self._clock(), (entry.role, entry.url)
         heard = self._heard.get(key)
@@ -368,7 +317,6 @@ class Heartbeats:
             if heard is None and len(self._heard) >= MAX_SERVERS:
                 raise ConfigError(f"{MAX_SERVERS} servers send heartbeats: no more are taken")
             self._heard[key] = _Heard(entry, now)
-            self._changed = True
             return
         # Two servers that share a role and a URL would take turns.
         if heard.entry != entry:

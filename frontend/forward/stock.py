@@ -1,11 +1,11 @@
-"""`--forwarder staged` and `batch`: prefill at one stock vLLM server, decode at another.
+"""`--forwarder staged` and `parallel`: prefill at one stock vLLM server, decode at another.
 
-    staged   prefill server → its answer → the decode server that suits best now
-    batch    both are chosen at once; dispatch is serial, parallel or single (`options.Dispatch`)
+    staged     prefill server → its answer → the decode server that suits best now
+    parallel   both are asked at once
 
 A stage that fails is repeated at another server, with a new prefill, until the first byte of the
-answer has been sent. A decode server that did not get the request is replaced without a new
-prefill. After a server broke off, or after a 500, a request is repeated once only: it may be why.
+answer has been sent. After a server broke off, or after a 500, a request is repeated once only: it
+may be why.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Scope, Send
 from pullfill.frontend.forward.exchange import (
-    Exchange,
+    END,
+    Answer,
     StageFailed,
-    drop,
+    asked,
+    broken,
     message_of,
-    reading,
     refuse,
-    relay,
     request_headers,
 )
 from pullfill.frontend.forward.protocols import KvProtocol, Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of
 from pullfill.frontend.routing.choice import Prompt
-from pullfill.options import Dispatch, ForwarderName
+from pullfill.options import ForwarderName
 from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
@@ -48,8 +47,6 @@ RISKY = 2
 # A decode server may be silent for so much longer if the answer is not streamed.
 WHOLE = 10
 MAX_ID = 128
-# Result of the prefill stage with single dispatch: the decode server was told to start it.
-NAMED = "named"
 _BUSY = (429, 503)
 NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
@@ -99,7 +96,7 @@ def prefill_body(body: dict[str, Any], kv: dict[str, Any]) -> bytes:
     changed |= {"stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": kv}
     if "max_completion_tokens" in body:
         changed["max_completion_tokens"] = 1
-    return msgspec.json.encode(changed)
+    return json.dumps(changed).encode()
 
 
 def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
@@ -109,7 +106,7 @@ def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
     changed = {key: value for key, value in body.items() if key != "kv_transfer_params"}
     if kv is not None:
         changed["kv_transfer_params"] = kv
-    return msgspec.json.encode(changed)
+    return json.dumps(changed).encode()
 
 
 @dataclass(slots=True)
@@ -123,12 +120,11 @@ class ClientCall:
     prompt: what the policies need of it.
     whole: why it has no prefill stage. Empty: it has one.
     response_id: the `id` of the answer. Empty: unknown.
-    reason: why the stages are as they are, for `explain`. stages: what was done.
+    stages: what was done.
     prompt_tokens: length of the prompt. 0: unknown.
-    arrived: `time.monotonic` when it came.
+    arrived: `time.monotonic` when it came. first_byte_ms: None: no byte of an answer was sent.
     bad: servers that failed it. risky: how often, by whether they answered (RISKY).
-    picks: what counts in the load of servers until it has ended. tails: stages that go on beside
-    the answer."""
+    picks: what counts in the load of servers until the attempt has ended."""
 
     scope: Scope
     path: str
@@ -138,14 +134,12 @@ class ClientCall:
     prompt: Prompt
     whole: str
     response_id: str = ""
-    reason: str = ""
     stages: list[ForwardStage] = field(default_factory=list)
     prompt_tokens: int = 0
     arrived: float = field(default_factory=time.monotonic)
     first_byte_ms: float | None = None
     bad: set[Server] = field(default_factory=set)
     picks: list[Pick] = field(default_factory=list)
-    tails: list[asyncio.Task[bool]] = field(default_factory=list)
     risky: Counter[bool] = field(default_factory=Counter)
 
     @classmethod
@@ -154,13 +148,13 @@ class ClientCall:
         asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         good = 0 < len(asked) <= MAX_ID and asked.isascii() and asked.isprintable()
         try:
-            found = msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            found, body = None, _without_kv(body)
+            found = json.loads(body)  # as vLLM does: it also reads NaN and UTF-16
+        except (ValueError, RecursionError):
+            found = None
         read = found if isinstance(found, dict) else None
         request_id = asked if good else uuid.uuid4().hex
         whole = whole_because(path, read)
-        return cls(scope, path, body, read, request_id, prompt_of(read), whole)
+        return cls(scope, path, body, read, request_id, prompt_of(read or {}), whole)
 
     @property
     def stream(self) -> bool:
@@ -170,16 +164,6 @@ class ClientCall:
     def ms(self) -> float:
         """Return the milliseconds since it came."""
         return round((time.monotonic() - self.arrived) * 1000.0, 3)
-
-    async def end(self) -> None:
-        """End what belongs to one attempt."""
-        for pick in self.picks:
-            pick.share.end()
-        for task in self.tails:
-            task.cancel()
-        await asyncio.gather(*self.tails, return_exceptions=True)
-        self.picks.clear()
-        self.tails.clear()
 
     @contextlib.contextmanager
     def noted(self, stage: str, pick: Pick) -> Iterator[None]:
@@ -194,35 +178,17 @@ class ClientCall:
             result = "cancelled"
             raise
         finally:
-            self.note(stage, pick, result, begin)
-
-    def note(self, stage: str, pick: Pick, result: str, begin_ms: float) -> None:
-        """Note that a stage ends now."""
-        self.stages.append(
-            ForwardStage(
-                stage=stage,
-                server=pick.server.url,
-                result=result,
-                begin_ms=begin_ms,
-                end_ms=self.ms(),
-                choice=pick.choice,
-                source=", ".join(pick.server.sources),
+            self.stages.append(
+                ForwardStage(
+                    stage=stage,
+                    server=pick.server.url,
+                    result=result,
+                    begin_ms=begin,
+                    end_ms=self.ms(),
+                    choice=pick.choice,
+                    source=", ".join(pick.server.sources),
+                )
             )
-        )
-
-
-def _without_kv(body: bytes) -> bytes:
-    """Return a body that is no strict JSON, without parameters for the KV connector.
-
-    vLLM also reads NaN and UTF-16. Parameters of a client's would end its engine."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return body
-    if not isinstance(found, dict) or "kv_transfer_params" not in found:
-        return body
-    del found["kv_transfer_params"]
-    return json.dumps(found).encode()
 
 
 class Stock:
@@ -246,7 +212,6 @@ class Stock:
         self,
         name: ForwarderName,
         protocol: KvProtocol,
-        dispatch: Dispatch,
         servers: Servers,
         session: aiohttp.ClientSession,
         *,
@@ -256,8 +221,7 @@ class Stock:
         self.name = str(name)
         self.servers = servers
         self._protocol = protocol
-        self._dispatch = dispatch
-        self._early = name is ForwarderName.BATCH
+        self._parallel = name is ForwarderName.PARALLEL
         self._session = session
         self._key = key
         self._silence_s = silence_s
@@ -269,8 +233,8 @@ class Stock:
         return "" if self._may_skip() else self.servers.none_ready("prefill")
 
     def suits(self, call: ClientCall) -> bool:
-        """Return whether the decode servers can serve it: see `KvProtocol.alone`."""
-        return self._protocol.alone or not call.whole
+        """Return whether the decode servers can serve it: see `KvProtocol.pairs`."""
+        return not (self._protocol.pairs and call.whole)
 
     async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
         """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
@@ -292,84 +256,76 @@ class Stock:
     # ---------------------------------------------------------------- attempts
 
     async def _serve(self, call: ClientCall, send: Send) -> None:
-        call.reason = call.whole or str(self._dispatch)
         failed: StageFailed | None = None
         for _ in range(ATTEMPTS):
-            exchange: Exchange | None = None
             try:
-                exchange = await self._attempt(call)
-                await self._answer(call, exchange, send)
+                await self._attempt(call, send)
                 return
             except StageFailed as exc:
                 # That no server is left, or that one is lost after its error, tells less.
-                known = exc.server is None or (failed and exc.lost and exc.server is failed.server)
-                if failed is None or not known:
-                    failed = exc
+                failed = failed or exc
                 self._failed(call, exc)
+                if call.first_byte_ms is not None:
+                    counters.FORWARDED.labels(self.name, "broken").inc()
+                    await send({"type": "http.response.body", "body": broken(exc, call.path)})
+                    return
                 risky = max(call.risky.values(), default=0) >= RISKY
                 if not exc.again or risky or not self.servers.ready("decode"):
                     break
             finally:
-                if exchange is not None:
-                    exchange.close()
-                await call.end()
+                for pick in call.picks:
+                    pick.share.end()
+                call.picks.clear()
         assert failed is not None
         counters.FORWARDED.labels(self.name, "failed").inc()
         await refuse(failed, send)
 
-    async def _attempt(self, call: ClientCall) -> Exchange:
-        """Go through the stages once. Returns the begun answer. Raises StageFailed."""
+    async def _attempt(self, call: ClientCall, send: Send) -> None:
+        """Go through the stages once, and pass the answer on. Raises StageFailed."""
         # These have no prefill stage and go to a decode server as they came: those that one prefill
         # cannot stand for (`whole_because`); those that a prefill server refuses as wrong (4xx), so
         # that the client gets the decode server's words; and all while every prefill server is
         # down. One that is only wrongly set up is no reason: then the error says what to change.
         if not call.whole and not self.servers.ready("prefill") and self._may_skip():
-            call.whole = call.reason = "no_prefill"
-        if call.whole and not self._protocol.alone:
+            call.whole = "no_prefill"
+        if not self.suits(call):
             raise StageFailed(None, NEEDS_PREFILL.format(call.whole), again=False, status=400)
         if call.whole:
-            return await self._decode(call, None, self._pick(call, "decode"))
-        prefill = self._pick(call, "prefill")
-        decode = self._pick(call, "decode") if self._early else None
+            await self._decode(call, None, self._pick(call, "decode"), send)
+            return
+        prefill, decode = self._pick(call, "prefill"), None
+        if self._parallel or self._protocol.pairs:
+            decode = self._pick(call, "decode")
         stages = Stages(uuid.uuid4().hex, prefill.server, decode.server if decode else None)
-        if self._dispatch is Dispatch.SINGLE:
+        if self._parallel:
             assert decode is not None
-            call.note("prefill", prefill, NAMED, call.ms())
-            return await self._decode(call, stages, decode)
-        if self._dispatch is Dispatch.PARALLEL:
-            assert decode is not None
-            return await self._both(call, stages, prefill, decode)
-        if not await self._prefill(call, stages, prefill):
-            return await self._decode(call, None, decode or self._pick(call, "decode"))
-        while True:
-            decode = decode or self._pick(call, "decode")
-            stages.decode = decode.server
-            try:
-                return await self._decode(call, stages, decode)
-            except StageFailed as exc:
-                others = [s for s in self.servers.ready("decode") if s is not exc.server]
-                if not exc.unsent or self._protocol.pairs or not others:
-                    raise
-                self._failed(call, exc)
-                decode = None
+            if await self._both(call, stages, prefill, decode, send):
+                return
+            computed = False
+        else:
+            computed = await self._prefill(call, stages, prefill)
+        decode = decode or self._pick(call, "decode")
+        await self._decode(call, stages if computed else None, decode, send)
 
     async def _both(
-        self, call: ClientCall, stages: Stages, prefill: Pick, decode: Pick
-    ) -> Exchange:
-        """Ask both at once. The first one that fails ends the other one."""
+        self, call: ClientCall, stages: Stages, prefill: Pick, decode: Pick, send: Send
+    ) -> bool:
+        """Ask both at once. The first one that fails before the answer begins ends the other one.
+
+        Returns False if the prefill has left no KV, and so no answer has begun."""
         first = asyncio.create_task(self._prefill(call, stages, prefill))
-        second = asyncio.create_task(self._decode(call, stages, decode))
-        # A prefill server may say that it is done after the decode server has begun to answer.
-        call.tails.append(first)
+        second = asyncio.create_task(self._decode(call, stages, decode, send))
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            if not first.done() or first.result():
-                return await second
-        except BaseException:
-            await drop(second)
-            raise
-        await drop(second)
-        return await self._decode(call, None, decode)
+            # A prefill server may say that it is done after the decode server has begun to answer.
+            if call.first_byte_ms is None and first.done() and not first.result():
+                return False
+            await second
+            return True
+        finally:
+            for task in (first, second):
+                task.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
 
     # ---------------------------------------------------------------- stages
 
@@ -380,36 +336,34 @@ class Stock:
         body = prefill_body(call.json, self._protocol.prefill(stages))
         request_id = self._protocol.request_id(stages, call.request_id)
         with call.noted("prefill", pick):
-            exchange = await self._begin(call, server, request_id, body)
-            exchange.close()
+            async with self._ask(call, server, request_id, body) as answer:
+                status, told = answer.status, answer.first
             pick.share.end()
-            if exchange.status != 200:
-                if b"kv_transfer_params" in exchange.first:
-                    text = f"does not understand kv_transfer_params: {message_of(exchange.first)}"
-                    raise self._lacks(server, text)
-                if not self._protocol.alone:
-                    status, told = exchange.status, exchange.first
+            if status != 200:
+                if self._protocol.pairs:
                     text = f"{server.role} server {server.url} answers {status}"
                     raise StageFailed(None, text, again=False, status=status, body=told)
-                call.whole = call.reason = "prefill_refused"
+                call.whole = "prefill_refused"
                 return False
             try:
-                answer = json.loads(exchange.first)
-                stages.returned = answer.get("kv_transfer_params")
-                call.prompt_tokens = int(answer["usage"]["prompt_tokens"])
+                read = json.loads(told)
+                stages.returned = read.get("kv_transfer_params")
+                call.prompt_tokens = int(read["usage"]["prompt_tokens"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise self._lacks(server, "answered what vLLM does not answer") from None
             if lack := self._protocol.lacks(stages):
                 raise self._lacks(server, lack)
         if self._protocol.empty(stages):
-            call.whole = call.reason = "no_kv"
+            call.whole = "no_kv"
         return not call.whole
 
-    async def _decode(self, call: ClientCall, stages: Stages | None, pick: Pick) -> Exchange:
-        """Begin the decode stage. stages: None: it has no prefill stage."""
-        request_id, body = call.request_id, call.body
+    async def _decode(
+        self, call: ClientCall, stages: Stages | None, pick: Pick, send: Send
+    ) -> None:
+        """Run the decode stage, and pass its answer on. stages: None: it has no prefill stage."""
+        request_id, body, source = call.request_id, call.body, None
         if stages is not None:
-            stages.decode = pick.server
+            stages.decode, source = pick.server, stages.prefill
             assert call.json is not None
             body = decode_body(call.json, self._protocol.decode(stages))
             request_id = self._protocol.request_id(stages, request_id)
@@ -419,63 +373,61 @@ class Stock:
             call.response_id = prefix + request_id
         try:
             with call.noted("decode", pick):
-                async with reading(pick.server, stages.prefill if stages else None):
-                    return await self._begin(call, pick.server, request_id, body, stages)
+                async with self._ask(call, pick.server, request_id, body, source) as answer:
+                    await self._relay(call, answer, pick, send)
         except StageFailed as exc:
-            if stages is not None and exc.status == 500:
+            if stages is not None and exc.status in (500, 504) and call.first_byte_ms is None:
                 call.bad.add(stages.prefill)  # perhaps its KV cannot be read
-            if stages is not None and exc.status == 504 and not exc.body:
                 where = f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
-                exc.why += (
-                    f". If its log says that it waits for KV, look whether it reaches {where}"
+                exc.body = b""
+                exc.why = (
+                    f"{exc.why.rstrip('.')}. If its log tells of KV, look whether it reaches "
+                    f"{where}; if it has another connector, {self._protocol.start_with}"
                 )
             raise
 
-    async def _begin(
+    @contextlib.asynccontextmanager
+    async def _ask(
         self,
         call: ClientCall,
         server: Server,
         request_id: str,
         body: bytes,
-        stages: Stages | None = None,
-    ) -> Exchange:
-        """Send a request. stages: it reads the KV of a prefill stage."""
+        source: Server | None = None,
+    ) -> AsyncIterator[Answer]:
+        """Send a request. source: it reads the KV of this prefill server."""
         headers = request_headers(call.scope["headers"], request_id, self._key)
         # An answer that is not streamed may be a long one.
         long = server.role == "decode" and not call.stream
-        silence = WHOLE * self._silence_s if long else self._silence_s
-        exchange = await Exchange.begin(
-            self._session, server, call.path, headers, body, silence_s=silence
-        )
-        if exchange.status >= 500 or exchange.status in _BUSY:
-            exchange.close()
-            status, told = exchange.status, exchange.first
-            why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"
-            if stages is not None and status == 500:
-                told = b""
-                why = why.rstrip(".") + (
-                    f". If it has another connector, {self._protocol.start_with}"
-                    if "EngineCore" in why
-                    else ". If its log says `KV load failure`, it could not read the KV of "
-                    f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
-                )
-            raise StageFailed(server, why, status=status, body=told)
-        return exchange
+        silence_s = WHOLE * self._silence_s if long else self._silence_s
+        async with asked(
+            self._session, server, call.path, headers, body, silence_s, source
+        ) as answer:
+            if answer.status >= 500 or answer.status in _BUSY:
+                status, told = answer.status, answer.first
+                why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"
+                raise StageFailed(server, why, status=status, body=told)
+            yield answer
 
-    async def _answer(self, call: ClientCall, exchange: Exchange, send: Send) -> None:
-        pick = call.picks[-1]
-        pick.share.first()
-        call.first_byte_ms = call.ms()
-        made, broken = await relay(exchange, send, self._silence_s, call.path)
-        pick.share.end(made)
-        result = "broken" if broken else "ok" if exchange.status == 200 else "refused"
-        if broken:
-            self._failed(call, broken)
-            # A prefill stage of parallel dispatch may have ended after this one began.
-            last = max(n for n, stage in enumerate(call.stages) if stage.stage == "decode")
-            call.stages[last] = msgspec.structs.replace(
-                call.stages[last], result=broken.why, end_ms=call.ms()
-            )
+    async def _relay(self, call: ClientCall, answer: Answer, pick: Pick, send: Send) -> None:
+        """Pass an answer on to the client. Raises StageFailed if the server breaks off."""
+        head = {
+            "type": "http.response.start",
+            "status": answer.status,
+            "headers": answer.headers(),
+        }
+        events = 0  # about one for each token
+        async with contextlib.aclosing(answer.blocks(self._silence_s)) as blocks:
+            async for block in blocks:
+                if call.first_byte_ms is None:
+                    pick.share.first()
+                    call.first_byte_ms = call.ms()
+                    await send(head)
+                events += block.count(END) or 1
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        pick.share.end(events)
+        result = "ok" if answer.status == 200 else "refused"
         counters.FORWARDED.labels(self.name, result).inc()
 
     # ---------------------------------------------------------------- inside
@@ -507,7 +459,7 @@ class Stock:
         """Whether requests may come now: a prefill server is ready, or they may do without."""
         if self.servers.ready("prefill"):
             return True
-        return self._protocol.alone and not self.servers.count("prefill", "refused")
+        return not (self._protocol.pairs or self.servers.count("prefill", "refused"))
 
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}

@@ -255,7 +255,7 @@ class ForwardStage(Message, frozen=True, kw_only=True):
     stage: str
     # Its URL.
     server: str
-    # `ok`, `named` (the decode server was told to start the prefill), or what went wrong.
+    # `ok`, or what went wrong.
     result: str
     # Since the request came.
     begin_ms: Finite

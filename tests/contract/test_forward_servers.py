@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from aiohttp import web
 from pullfill.frontend import counters
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
-from pullfill.frontend.forward.sources import Heartbeats, ServerFile, bind_heartbeats
+from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
 from tests.support.frontend_rig import PATIENCE_S, ForwardRig, forwarding, until
 
@@ -25,10 +24,6 @@ METRICS = """\
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
-vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
-vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0
-vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="1000"} 1.0
 """
 
 ASKED = """\
@@ -72,23 +67,13 @@ async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(data
         await rig.states(ready=1)
 
 
-async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets_no_more(
-    tmp_path: Path,
-) -> None:
-    async with forwarding(decode=2, known=False) as rig:
-        path, lines = tmp_path / "servers.yaml", []
-        for role, fakes in (("prefill", rig.prefill), ("decode", rig.decode)):
-            lines += [f"- {{role: {role}, url: '{fake.url}'}}\n" for fake in fakes]
-        path.write_text("".join(lines))
-        file = ServerFile(str(path), lambda found: rig.servers.set("--servers-file", found))
-        await rig.states(ready=3)
+async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -> None:
+    async with forwarding(decode=2) as rig:
         first, second = rig.decode
         first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
         asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
         await until(lambda: first.open and second.open)
-        path.write_text("".join(lines[:-1]))
-        for _ in range(2):
-            await file.look()
+        rig.servers.set("test", list(rig.servers.known)[:-1])
         await rig.states(ready=2)
         first.stalls.set()
         second.stalls.set()
@@ -100,7 +85,8 @@ async def test_a_server_that_is_taken_out_of_the_file_ends_its_requests_and_gets
 
 async def test_explain_and_the_status_say_what_named_a_server() -> None:
     async with forwarding() as rig:
-        rig.servers.set("--servers-file", [sources.make("decode", rig.decode[0].url)])
+        decode = rig.decode[0]
+        rig.servers.set("--servers-file", [sources.make("decode", decode.url, decode.kv)])
         assert (await rig.ask(headers=[(b"x-request-id", b"r1")])).status == 200
         rows = {row["role"]: row["sources"] for row in rig.servers.status()}
         assert rows == {"prefill": ("test",), "decode": ("test", "--servers-file")}
@@ -163,7 +149,7 @@ async def test_servers_get_only_those_headers_of_a_client_that_vllm_reads() -> N
 async def test_a_kv_address_that_cannot_be_used_is_refused(
     protocol: str, role: str, kv: str, told: str
 ) -> None:
-    async with forwarding("batch", protocol, known=False) as rig:
+    async with forwarding("staged", protocol, known=False) as rig:
         register(rig, role, kv.replace("DECODE", rig.decode[0].kv))
         line = await trouble(rig)
         assert told in line
@@ -180,12 +166,12 @@ async def test_a_server_that_lacks_one_of_our_names_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("dispatch", ["serial", "parallel"])
+@pytest.mark.parametrize("how", ["staged", "parallel"])
 async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_connector(
-    dispatch: str, stream: bool
+    how: str, stream: bool
 ) -> None:
     """P2pNcclConnector returns nothing that would show it before, and waits without end."""
-    async with forwarding("batch", "p2p", dispatch) as rig:
+    async with forwarding(how, "p2p") as rig:
         prefill, decode = rig.prefill[0], rig.decode[0]
         prefill.connector = ""
         asking = asyncio.create_task(rig.ask(stream=stream))
@@ -258,8 +244,7 @@ async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_wi
 
 def test_the_load_is_read_from_metrics() -> None:
     load = load_of(METRICS)
-    assert (load.running, load.waiting, load.kv_used) == (3.0, 4.0, 0.5)
-    assert (load.kv_blocks, load.block_size) == (2000, 16)
+    assert (load.running, load.waiting) == (3.0, 4.0)
     assert load_of("nothing") == StockLoad()
 
 
@@ -365,7 +350,7 @@ async def test_requests_wait_a_moment_for_a_server_that_comes_back() -> None:
 
 
 async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:
-    async with forwarding("batch", "p2p") as rig:
+    async with forwarding("staged", "p2p") as rig:
         rig.workers = True
         assert (await rig.ask(n=2)).status == 200
         assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 0)
@@ -383,7 +368,7 @@ async def asked(rig: ForwardRig, prompts: list[str]) -> dict[str, list[list[int]
     }
 
 
-@pytest.mark.parametrize("how", [("staged", "nixl"), ("batch", "p2p")])
+@pytest.mark.parametrize("how", [("staged", "nixl"), ("parallel", "p2p")])
 @pytest.mark.parametrize("policy", list(DecodePolicy))
 async def test_servers_are_chosen_by_the_policy(policy: DecodePolicy, how: tuple[str, str]) -> None:
     async with forwarding(*how, prefill=2, decode=2) as rig:
@@ -472,7 +457,7 @@ async def beating(rig: ForwardRig, dealer: Any) -> AsyncIterator[None]:
 @pytest.mark.essential
 async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
     async with (
-        forwarding("batch", "p2p", known=False) as rig,
+        forwarding("staged", "p2p", known=False) as rig,
         hearing(rig, 1.0) as url,
         dealing(url) as dealer,
     ):

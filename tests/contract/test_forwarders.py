@@ -1,4 +1,4 @@
-"""The promises of `frontend/forward/layer.py`, for each forwarder, protocol and dispatch."""
+"""The promises of `frontend/forward/layer.py`, for each forwarder and protocol."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from pullfill.wire import DecodePolicy
 from tests.support.frontend_rig import Got, events, forwarding, until
 
 STOCK = [
-    ("staged", "nixl", None),
-    ("batch", "mooncake", "serial"),
-    ("batch", "mooncake", "parallel"),
-    ("batch", "p2p", "serial"),
-    ("batch", "p2p", "parallel"),
+    ("staged", "nixl"),
+    ("staged", "mooncake"),
+    ("parallel", "mooncake"),
+    ("staged", "p2p"),
+    ("parallel", "p2p"),
 ]
-ALL = [*STOCK, ("batch", "p2p", "single")]
 ALONE = [how for how in STOCK if how[1] != "p2p"]
 """Those whose decode servers can serve a request without a prefill."""
-each = pytest.mark.parametrize("how", ALL, ids=lambda how: "-".join(filter(None, how)))
-each_alone = pytest.mark.parametrize("how", ALONE, ids=lambda how: "-".join(filter(None, how)))
-each_stock = pytest.mark.parametrize("how", STOCK, ids=lambda how: "-".join(filter(None, how)))
-
-
-def of(how: Any, **options: Any) -> Any:
-    return forwarding(*how, **options)
+each_alone = pytest.mark.parametrize("how", ALONE, ids="-".join)
+each_stock = pytest.mark.parametrize("how", STOCK, ids="-".join)
 
 
 def streamed(request_id: str = "r1", **fields: Any) -> bytes:
@@ -38,9 +32,9 @@ def streamed(request_id: str = "r1", **fields: Any) -> bytes:
 ID = [(b"x-request-id", b"r1")]
 
 
-@each
+@each_stock
 async def test_an_answer_comes_whole_and_a_stream_unchanged(how: Any) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         got = await rig.ask(headers=ID)
         assert (got.status, got.ended) == (200, True)
         assert got.json["choices"][0]["text"] == " 0é 1é 2é 3é"
@@ -54,10 +48,10 @@ async def test_an_answer_comes_whole_and_a_stream_unchanged(how: Any) -> None:
         assert body == streamed(max_tokens=7)
 
 
-@each
+@each_stock
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: bool) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         for fake in rig.all:
             fake.stalls = asyncio.Event()
         leave = asyncio.Event()
@@ -71,7 +65,7 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
 
 @each_stock
 async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: Any) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         await rig.ask(max_tokens=3, temperature=0.5, kv_transfer_params={"mine": 1})
         ((_, _, first),) = rig.prefill[0].requests
         ((_, _, second),) = rig.decode[0].requests
@@ -91,7 +85,7 @@ async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: 
 async def test_a_failed_stage_is_repeated_at_another_server(
     how: Any, role: str, fault: str
 ) -> None:
-    async with of(how, prefill=2, decode=2) as rig:
+    async with forwarding(*how, prefill=2, decode=2) as rig:
         bad = getattr(rig, role)[0]
         if fault == "breaks":
             bad.breaks = 0
@@ -107,7 +101,7 @@ async def test_a_failed_stage_is_repeated_at_another_server(
 
 @each_stock
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_repeated(how: Any) -> None:
-    async with of(how, decode=2) as rig:
+    async with forwarding(*how, decode=2) as rig:
         for fake in rig.decode:
             fake.breaks = 2
         got = await rig.ask(stream=True)
@@ -124,7 +118,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_repeated(h
 @each_stock
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_silent_server_is_an_error_not_a_hang(how: Any, role: str) -> None:
-    async with of(how, silence_s=0.2) as rig:
+    async with forwarding(*how, silence_s=0.2) as rig:
         for fake in getattr(rig, role):
             fake.stalls = asyncio.Event()
         got = await rig.ask(stream=True)
@@ -135,7 +129,7 @@ async def test_a_silent_server_is_an_error_not_a_hang(how: Any, role: str) -> No
 
 @each_stock
 async def test_a_lost_server_ends_its_waits(how: Any) -> None:
-    async with of(how, decode=2) as rig:
+    async with forwarding(*how, decode=2) as rig:
         stuck = rig.decode[0]
         stuck.stalls = asyncio.Event()
         asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
@@ -148,7 +142,7 @@ async def test_a_lost_server_ends_its_waits(how: Any) -> None:
 
 @each_stock
 async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         rig.decode[0].stops = True
         got = Got()
         asking = asyncio.create_task(rig.ask(stream=True, got=got))
@@ -163,7 +157,7 @@ async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
 
 @each_alone
 async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         rig.prefill[0].alive = False
         await rig.states(failing=1)
         got = await rig.ask()
@@ -176,7 +170,7 @@ async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> Non
 
 @each_stock
 async def test_a_wrong_request_gets_the_words_of_the_server(how: Any) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         for fake in rig.all:
             fake.refuse = (400, "max_tokens is wrong")
         got = await rig.ask()
@@ -187,7 +181,7 @@ async def test_a_wrong_request_gets_the_words_of_the_server(how: Any) -> None:
 
 @each_stock
 async def test_overload_is_passed_on(how: Any) -> None:
-    async with of(how, prefill=2, decode=2) as rig:
+    async with forwarding(*how, prefill=2, decode=2) as rig:
         for fake in rig.all:
             fake.refuse = (429, "too many")
         got = await rig.ask()
@@ -208,7 +202,7 @@ async def test_overload_is_passed_on(how: Any) -> None:
 async def test_what_one_prefill_cannot_stand_for_has_none(
     how: Any, fields: dict[str, Any], reason: str
 ) -> None:
-    async with of(how) as rig:
+    async with forwarding(*how) as rig:
         got = await rig.ask(**fields)
         record = rig.requests.get(got.json["id"])
         assert record is not None
@@ -216,29 +210,12 @@ async def test_what_one_prefill_cannot_stand_for_has_none(
         assert not rig.prefill[0].requests
 
 
-async def test_single_dispatch_asks_the_decode_server_only() -> None:
-    async with forwarding("batch", "p2p", "single") as rig:
-        got = await rig.ask()
-        assert got.status == 200
-        name = rig.decode[0].requests[0][1]["x-request-id"]
-        assert name.startswith(
-            f"___prefill_addr_{rig.prefill[0].kv}___decode_addr_{rig.decode[0].kv}_"
-        )
-        assert not rig.prefill[0].requests
-        record = rig.requests.get(got.json["id"])
-        assert record is not None
-        assert record.prefill_instance == rig.prefill[0].url
-        assert [(s.stage, s.server, s.result) for s in record.stages] == [
-            ("prefill", rig.prefill[0].url, "named"), ("decode", rig.decode[0].url, "ok"),
-        ]  # fmt: skip
-
-
-@pytest.mark.parametrize("dispatch", ["serial", "parallel", "single"])
+@pytest.mark.parametrize("how", ["staged", "parallel"])
 async def test_a_request_that_can_have_no_prefill_is_refused_if_decode_servers_need_one(
-    dispatch: str,
+    how: str,
 ) -> None:
     """P2pNcclConnector would wait for its KV without end, with all of the engine."""
-    async with forwarding("batch", "p2p", dispatch) as rig:
+    async with forwarding(how, "p2p") as rig:
         got = await rig.ask(n=2)
         assert got.status == 400
         assert (
@@ -327,7 +304,7 @@ async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: 
         got = await rig.ask(stream=stream)
         assert (got.status, len(rig.decode[0].requests)) == (500, 2)
     assert "answers 500: Internal server error" in got.message
-    assert "could not read the KV of http://127.0.0.1" in got.message
+    assert "look whether it reaches http://127.0.0.1" in got.message
     assert "at 127.0.0.1:5600" in got.message
 
 
@@ -346,7 +323,8 @@ async def test_the_error_of_a_server_that_then_ends_is_the_one_that_is_told() ->
         got = await rig.ask()
         assert len(decode.requests) == 2
     assert got.status == 500
-    assert "EngineCore encountered an issue. If it has another connector, start it" in got.message
+    assert "EngineCore encountered an issue. If its log tells of KV, look" in got.message
+    assert "if it has another connector, start it with" in got.message
 
 
 async def test_a_stream_that_begins_with_an_error_goes_to_another_pair() -> None:
@@ -372,25 +350,12 @@ async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_f
             assert got.status == 200, got.message
 
 
-@pytest.mark.parametrize("fields", [{}, {"stop_token_ids": [7]}])
-async def test_a_prompt_whose_answer_is_empty_gets_it(fields: dict[str, Any]) -> None:
-    """The prefill server seems to have no connector, if its one token ends the answer."""
-    async with forwarding() as rig:
-        rig.prefill[0].ends = True
-        assert (await rig.ask(**fields)).status == 200
-        ((_, _, second),) = rig.decode[0].requests
-        assert rig.decode[0].remote == 1
-    assert "ignore_eos" not in second
-    assert second.get("stop_token_ids") == fields.get("stop_token_ids")
-
-
 async def test_a_decode_server_that_waits_for_kv_too_long_names_where_it_should_come_from() -> None:
-    async with forwarding("batch", "mooncake", "serial", silence_s=0.2) as rig:
+    async with forwarding("staged", "mooncake", silence_s=0.2) as rig:
         rig.decode[0].stalls = asyncio.Event()
         got = await rig.ask(stream=True)
     assert got.status == 504
-    where = f"{rig.prefill[0].url} at {rig.prefill[0].kv}"
-    assert got.message.endswith(f"it waits for KV, look whether it reaches {where}")
+    assert f"look whether it reaches {rig.prefill[0].url} at {rig.prefill[0].kv}" in got.message
 
 
 async def test_a_prefill_without_its_place_never_reaches_a_decode_server() -> None:
@@ -424,6 +389,7 @@ async def test_parameters_in_a_body_that_only_vllm_can_read_are_dropped(code: st
     async with forwarding() as rig:
         await rig.ask(text.encode(code))
         ((_, _, body),) = rig.decode[0].requests
+    assert body.pop("kv_transfer_params")["remote_engine_id"] == "e", "not the client's"
     assert json.dumps(body) == '{"prompt": "x", "odd": NaN}'
 
 

@@ -28,7 +28,7 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
     (tmp_path / "etcd").mkdir()
     async with prefill.running(), decode.running():
         servers = f"prefill={prefill.url},decode={decode.url}"
-        flags = ("--port", "0", "--forwarder", "staged", "--servers", servers)
+        flags = ("--port", "0", "--servers", servers)
         with EtcdServer(tmp_path / "etcd") as etcd:
             process = contextlib.ExitStack()
             served = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""One stock prefill server and one stock decode server with NixlConnector behind our frontends."""
+"""One stock prefill server and one stock decode server with NixlConnector behind our frontend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pullfill.frontend.forward.servers import load_of
 from tests.support.etcd import EtcdServer
 from tests.support.frontend_http import Served, frontend
 from tests.support.oracle import Oracle
@@ -27,7 +26,6 @@ pytestmark = [
         find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
     ),
 ]
-FORWARDERS = {"staged": ("staged",), "batch": ("batch", "--dispatch", "serial")}
 COUNT = 8
 """How many tokens an answer has unless a test says otherwise."""
 LONG = 64
@@ -67,22 +65,24 @@ class Got:
 
 @dataclass
 class Peers:
-    """The servers, prefill servers first. frontends: by forwarder, see FORWARDERS."""
+    """The servers, and the frontend before them."""
 
-    servers: list[StockVllm]
-    frontends: dict[str, Served]
-
-    def of(self, role: str) -> list[StockVllm]:
-        return [server for server in self.servers if server.role == role]
+    prefill: StockVllm
+    decode: StockVllm
+    frontend: Served
 
     async def ask(
-        self, how: str, ids: Sequence[int], got: Got | None = None, *, path: str = "completions",
+        self,
+        ids: Sequence[int],
+        got: Got | None = None,
+        *,
+        path: str = "completions",
         **fields: Any,
-    ) -> Got:  # fmt: skip
+    ) -> Got:
         """Send a request with this prompt and read the answer to its end."""
         got = got or Got()
         told = body(ids) | fields
-        url = f"{self.frontends[how].url}/v1/{path}"
+        url = f"{self.frontend.url}/v1/{path}"
         async with asyncio.timeout(END_S), httpx.AsyncClient(verify=False, timeout=END_S) as http:
             async with http.stream(
                 "POST", url, json=told, headers={"x-request-id": got.request_id}
@@ -93,32 +93,29 @@ class Peers:
                     got.first.set()
         return got
 
-    async def stages(self, how: str, got: Got) -> list[tuple[str, str]]:
+    async def stages(self, got: Got) -> list[tuple[str, str]]:
         """What became of each stage of a request to /v1/completions: its name and its result."""
-        url = f"{self.frontends[how].url}/pullfill/requests/cmpl-{got.request_id}"
+        url = f"{self.frontend.url}/pullfill/requests/cmpl-{got.request_id}"
         async with asyncio.timeout(END_S), httpx.AsyncClient(verify=False) as http:
             while "path" not in (told := (await http.get(url)).json()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         return [(stage["stage"], stage["result"]) for stage in told["stages"]]
 
-    async def ready(self, prefill: int, decode: int) -> None:
-        """Wait until the frontends see so many servers that can take requests."""
-        wanted = {"prefill": prefill, "decode": decode}
+    async def ready(self) -> None:
+        """Wait until the frontend sees both."""
+        wanted, url = {"prefill": 1, "decode": 1}, f"{self.frontend.url}/ready"
         async with asyncio.timeout(END_S), httpx.AsyncClient(verify=False) as http:
-            for served in self.frontends.values():
-                while (await http.get(f"{served.url}/ready")).json()["stock"] != wanted:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            while (await http.get(url)).json()["stock"] != wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
     async def idle(self) -> None:
         """Wait until no server that is alive works at a request or has one that waits."""
-        await self._loads(lambda load: (load.running, load.waiting) == (0, 0), 5.0)
+        await self._none(WORK, 5.0)
 
     async def freed(self) -> None:
         """Wait until no server that is alive holds a block. Blocks that nobody has read, a prefill
         server holds for its lease."""
-        await self._loads(
-            lambda load: (load.running, load.waiting, load.kv_used) == (0, 0, 0), LEASE_S + 20.0
-        )
+        await self._none([*WORK, "vllm:kv_cache_usage_perc"], LEASE_S + 20.0)
 
     async def counter(self, name: str, server: StockVllm) -> float:
         """The sum of a counter in a server's /metrics."""
@@ -126,44 +123,22 @@ class Peers:
             lines = (await http.get(f"{server.url}/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    async def _loads(self, holds: Any, within_s: float) -> None:
-        async with httpx.AsyncClient(verify=False) as http, asyncio.timeout(within_s):
-            for server in (s for s in self.servers if s.alive):
-                while not holds(load_of((await http.get(f"{server.url}/metrics")).text)):  # noqa: ASYNC110
+    async def _none(self, gauges: Sequence[str], within_s: float) -> None:
+        async with asyncio.timeout(within_s):
+            for server in (s for s in (self.prefill, self.decode) if s.alive):
+                while any([await self.counter(name, server) for name in gauges]):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
 
-@contextmanager
-def stock_peers(directory: Path, model: Path, prefill: int, decode: int) -> Iterator[Peers]:
-    """So many servers of each role, and the frontends, all ready."""
-    roles = ["prefill"] * prefill + ["decode"] * decode
-    (directory / "etcd").mkdir()
-    with ExitStack() as stack:
-        servers = stack.enter_context(stock_vllm(directory, model, roles))
-        etcd = stack.enter_context(EtcdServer(directory / "etcd"))
-        names = ",".join(f"{server.role}={server.url}" for server in servers)
-        frontends = {}
-        for how, flags in FORWARDERS.items():
-            told = ("--port", "0", "--servers", names, "--forwarder", *flags)
-            log = directory / f"frontend-{how}.log"
-            frontends[how] = stack.enter_context(frontend(etcd, log, model, *told))
-        peers = Peers(servers, frontends)
-        for server in servers:
-            server.ready()
-        asyncio.run(peers.ready(prefill, decode))
-        yield peers
-
-
 async def killed(peers: Peers, server: StockVllm, first: int) -> tuple[list[list[int]], list[Got]]:
-    """Kill a server while both frontends have requests, and wait for all answers.
+    """Kill a server while the frontend has requests, and wait for all answers.
 
     The first answer has begun then. Returns the prompts and the answers."""
     prompts = [prompt(first + n, 300) for n in range(4 * SEQS)]
     answers = [Got() for _ in prompts]
-    ways = list(FORWARDERS)
     asking = asyncio.gather(
         *(
-            peers.ask(ways[n % 2], ids, got, stream=n % 4 < 2, max_tokens=LONG)
+            peers.ask(ids, got, stream=n % 4 < 2, max_tokens=LONG)
             for n, (ids, got) in enumerate(zip(prompts, answers, strict=True))
         )
     )
@@ -193,34 +168,42 @@ def right(oracle: Oracle, prompts: list[list[int]], count: int = COUNT) -> list[
     return [list(told.token_ids) for told in oracle.generate(prompts, count, ignore_eos=True)]
 
 
-each = pytest.mark.parametrize("how", FORWARDERS)
+WORK = ["vllm:num_requests_running", "vllm:num_requests_waiting"]
 READ = "vllm:external_prefix_cache_hits_total"
 """Counts the tokens whose KV a server has got through its connector."""
 
 
 @pytest.fixture(scope="module")
 def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peers]:
-    with stock_peers(tmp_path_factory.mktemp("pair"), model_path, 1, 1) as peers:
+    directory = tmp_path_factory.mktemp("pair")
+    (directory / "etcd").mkdir()
+    with ExitStack() as stack:
+        servers = stack.enter_context(stock_vllm(directory, model_path, ["prefill", "decode"]))
+        etcd = stack.enter_context(EtcdServer(directory / "etcd"))
+        told = ("--port", "0", "--servers", ",".join(f"{s.role}={s.url}" for s in servers))
+        served = stack.enter_context(frontend(etcd, directory / "frontend.log", model_path, *told))
+        peers = Peers(*servers, served)
+        for server in servers:
+            server.ready()
+        asyncio.run(peers.ready())
         yield peers
 
 
-@each
 @pytest.mark.essential
-async def test_a_pair_answers_as_one_engine(how: str, pair: Peers, oracle: Oracle) -> None:
-    first = list(FORWARDERS).index(how) * 10
-    prompts = [prompt(first), prompt(first + 1, 17), prompt(first + 2, 700)]
-    (decode,) = pair.of("decode")
-    before = await pair.counter(READ, decode)
-    asked = [await pair.ask(how, ids, stream=n % 2 == 0) for n, ids in enumerate(prompts)]
+async def test_a_pair_answers_as_one_engine(pair: Peers, oracle: Oracle) -> None:
+    prompts = [prompt(0), prompt(1, 17), prompt(2, 700)]
+    before = await pair.counter(READ, pair.decode)
+    asked = [await pair.ask(ids, stream=n % 2 == 0) for n, ids in enumerate(prompts)]
     assert [got.tokens for got in asked] == right(oracle, prompts)
     said = [{"role": "user", "content": "What is said here is long enough for a block of KV."}]
     chat = [
-        await pair.ask(how, (), path="chat/completions", messages=said, stream=stream)
+        await pair.ask((), path="chat/completions", messages=said, stream=stream)
         for stream in (False, True)
     ]
     asked_for = chat[0].events[0]["prompt_token_ids"]
     assert [got.tokens for got in chat] == right(oracle, [asked_for]) * 2
-    assert await pair.counter(READ, decode) - before > 800, "the KV has been read, not computed"
+    read = await pair.counter(READ, pair.decode) - before
+    assert read > 800, "the KV has been read, not computed"
     await pair.idle()
 
 
@@ -228,37 +211,32 @@ async def _comes_back(pair: Peers, server: StockVllm, oracle: Oracle, first: int
     """Start a server again. KV travels as before."""
     server.launch()
     await asyncio.to_thread(server.ready)
-    await pair.ready(1, 1)
-    (decode,) = pair.of("decode")
-    before = await pair.counter(READ, decode)
+    await pair.ready()
+    before = await pair.counter(READ, pair.decode)
     prompts = [prompt(first), prompt(first + 1)]
-    asked = [await pair.ask(how, ids) for how, ids in zip(FORWARDERS, prompts, strict=True)]
+    asked = [await pair.ask(ids) for ids in prompts]
     assert [got.tokens for got in asked] == right(oracle, prompts)
-    assert await pair.counter(READ, decode) - before > 300
+    assert await pair.counter(READ, pair.decode) - before > 300
 
 
 @pytest.mark.long
 async def test_no_request_fails_when_the_prefill_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:
-    (prefill,) = pair.of("prefill")
-    prompts, answers = await killed(pair, prefill, 200)
+    prompts, answers = await killed(pair, pair.prefill, 200)
     assert [got.error for got in answers] == [""] * len(answers)
     assert [got.tokens for got in answers] == right(oracle, prompts, LONG)
-    stages = [
-        await pair.stages(how, got)
-        for how, got in zip([*FORWARDERS] * 2 * SEQS, answers, strict=True)
-    ]
+    stages = [await pair.stages(got) for got in answers]
     assert {told[-1] for told in stages} == {("decode", "ok")}
-    assert any(prefill.url in result for told in stages for _, result in told)
-    await _comes_back(pair, prefill, oracle, 250)
+    assert any(pair.prefill.url in result for told in stages for _, result in told)
+    await _comes_back(pair, pair.prefill, oracle, 250)
 
 
 @pytest.mark.long
 async def test_each_request_ends_when_the_decode_server_is_killed(
     pair: Peers, oracle: Oracle
 ) -> None:
-    (decode,) = pair.of("decode")
+    decode = pair.decode
     prompts, answers = await killed(pair, decode, 300)
     failed = [got for got in answers if got.error]
     assert failed
@@ -268,9 +246,8 @@ async def test_each_request_ends_when_the_decode_server_is_killed(
     for got in failed:
         assert f"decode server {decode.url} " in got.error
         assert "look whether it runs" in got.error
-    for how in FORWARDERS:
-        refused = await pair.ask(how, prompt(1))
-        assert refused.status == 503
-        assert f"no stock decode server is ready: {decode.url} is failing" in refused.error
+    refused = await pair.ask(prompt(1))
+    assert refused.status == 503
+    assert f"no stock decode server is ready: {decode.url} is failing" in refused.error
     await pair.freed()
     await _comes_back(pair, decode, oracle, 350)

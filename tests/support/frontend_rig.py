@@ -33,7 +33,7 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import WAITS, Waits
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.layer import Layer
-from pullfill.frontend.forward.protocols import dispatch_of, protocol_of
+from pullfill.frontend.forward.protocols import protocol_of
 from pullfill.frontend.forward.servers import Servers
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.request_log import RequestLog
@@ -42,7 +42,7 @@ from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.ids import new_incarnation
 from pullfill.net.this_host import host_id
-from pullfill.options import Dispatch, ForwarderName
+from pullfill.options import ForwarderName
 from pullfill.snapshot import Explained
 from pullfill.wire import DecodePolicy, ExplainRecord, Timings, WorkerRecord, WorkerState, u32
 from tests.support.fake_vllm import (
@@ -518,10 +518,8 @@ class FakeStock:
     breaks: it closes the connection after so many events; 0: at once.
     stalls: it answers no request until this is set.
     stops: it sends nothing after the first event of a stream.
-    ends: the first token ends each answer. Then most connectors give no KV.
     leaves_out: what its parameters lack.
     key: an API key that it asks for, or empty.
-    fetches: as a decode server it has the prefill run itself (single dispatch).
     alive: /health answers. metrics_status: of /metrics. models: `data` of its /v1/models.
     requests: (path, headers, body) of each request. remote: how many came with blocks.
     open: requests that it works at. left: requests whose client has left."""
@@ -535,7 +533,6 @@ class FakeStock:
         self.breaks: int | None = None
         self.stalls: asyncio.Event | None = None
         self.stops = False
-        self.fetches = self.ends = False
         self.key = self.leaves_out = ""
         self.alive = True
         self.metrics_status = 200
@@ -604,10 +601,7 @@ class FakeStock:
             await asyncio.sleep(60)
         if self.stalls is not None:
             await self.stalls.wait()
-        params = None
-        stops = self.ends and (not body.get("ignore_eos") or body.get("stop_token_ids"))
-        if not stops or body["max_tokens"] != 1:
-            params = await self._connect(request_id, body.get("kv_transfer_params") or {})
+        params = await self._connect(request_id, body.get("kv_transfer_params") or {})
         kind = "application/json"
         if not body.get("stream"):
             return web.Response(body=whole(request_id, body, params), content_type=kind)
@@ -652,8 +646,6 @@ class FakeStock:
             if self.connector == "mooncake":
                 assert params["remote_engine_id"] == "engine-7"
                 assert params["remote_bootstrap_addr"].startswith("http://127.0.0.1:")
-            if self.fetches:
-                self.world[name].set()
             await self.world[params.get("remote_request_id", name)].wait()
             self.remote += 1
         return None
@@ -777,7 +769,6 @@ class ForwardRig:
 async def forwarding(
     name: str = "staged",
     protocol: str = "nixl",
-    dispatch: str | None = None,
     *,
     prefill: int = 1,
     decode: int = 1,
@@ -794,12 +785,10 @@ async def forwarding(
         world = World()
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
         for fake in fakes:
-            fake.fetches = dispatch == "single"
             await stack.enter_async_context(fake.running())
         session = aiohttp.ClientSession(auto_decompress=False)
         stack.push_async_callback(session.close)
         spoken, forwarder = protocol_of(protocol), ForwarderName(name)
-        order = dispatch_of(spoken, forwarder, Dispatch(dispatch) if dispatch else None)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
@@ -808,7 +797,7 @@ async def forwarding(
                 look_s=look_s, answer_s=0.5,
             )  # fmt: skip
         stack.push_async_callback(servers.close)
-        stock = Stock(forwarder, spoken, order, servers, session, key=key, silence_s=silence_s)
+        stock = Stock(forwarder, spoken, servers, session, key=key, silence_s=silence_s)
         made = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
         if known:
             found = [sources.make("prefill", f.url, f.kv) for f in made.prefill]

@@ -16,7 +16,6 @@ from pullfill.deploy import up as command_up
 from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
-    Dispatch,
     Flag,
     FrontendOptions,
     RoleOptions,
@@ -34,7 +33,7 @@ KINDS = {"decode": WorkerOptions, "prefill": WorkerOptions, "frontend": Frontend
 FORMS: dict[str, Any] = {
     "instance_id": "i-1", "cores": (2, 0), "transports": frozenset({"shm", "tcp"}),
     "advertise_kv": "tcp://h:2", "advertise_control": "tcp://h:5", "advertise": "https://h",
-    "kv_credits": 8 << 20, "concurrency": 2, "own_port": 12, "dispatch": Dispatch.SERIAL,
+    "kv_credits": 8 << 20, "concurrency": 2, "own_port": 12,
     "heartbeats": "tcp://10.0.0.1:7", "heartbeats_from": parse_networks("10.0.0.0/24,fd00::/64"),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ from pullfill.deploy.supervisor import (
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
-from pullfill.options import ForwarderName, FrontendOptions
+from pullfill.options import FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.http_stub import serving
@@ -242,7 +242,7 @@ async def test_a_frontend_of_stock_servers_is_not_waited_for(
     """They may come later, by heartbeats for example."""
     monkeypatch.setattr(members, "why_not_ready", lambda *_, **__: ["no server is ready"])
     rig.add("frontend-0")
-    stock = FrontendOptions(forwarder=ForwarderName.STAGED, servers="decode=http://h:1")
+    stock = FrontendOptions(servers="decode=http://h:1")
     async with (
         asyncio.timeout(60.0),
         rig.up(decode=0, prefill=0, frontends=1, port=0, frontend=stock) as lines,
