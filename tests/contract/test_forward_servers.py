@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import zmq.asyncio
-from aiohttp import web
 
 from pullfill.frontend import counters
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
-from tests.support.frontend_rig import PATIENCE_S, ForwardRig, forwarding, until
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, Got, forwarding, until
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -47,23 +47,40 @@ async def trouble(rig: ForwardRig) -> str:
     return line
 
 
-async def test_another_model_under_one_name_is_refused() -> None:
+NO_MODELS = "its /v1/models lists no models as vLLM does"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"models": None}, NO_MODELS),
+        ({"models": [5]}, NO_MODELS),
+        ({"models": [{"id": ["m"]}]}, NO_MODELS),
+        (
+            {"models": [{"id": "m", "root": "/models/other"}]},
+            "serves /models/other as m, and this frontend serves /m under that name: give one",
+        ),
+        (
+            {"models": [{"id": "other"}]},
+            "it serves other, and this frontend serves m: start it with --served-model-name m",
+        ),
+        (
+            {"key": "secret"},
+            "/v1/models answers 401: start it without an API key, or give this frontend the same "
+            "one as [frontend] stock_key_file of --security",
+        ),
+    ],
+)
+async def test_a_server_that_does_not_fit_is_refused_until_it_does(
+    wrong: dict[str, Any], told: str
+) -> None:
     async with forwarding(known=False) as rig:
-        rig.decode[0].models = [{"id": "m", "root": "/models/other"}]
+        good = {name: getattr(rig.decode[0], name) for name in wrong}
+        vars(rig.decode[0]).update(wrong)
         register(rig, "decode", "")
-        assert "serves /models/other as m, and this frontend serves /m under that" in (
-            await trouble(rig)
-        )
+        assert told in await trouble(rig)
         assert (await rig.ask()).status == 503
-
-
-@pytest.mark.parametrize("data", [None, [5], [{"id": ["m"]}]])
-async def test_models_that_cannot_be_read_are_a_refusal_and_asked_for_again(data: Any) -> None:
-    async with forwarding(known=False) as rig:
-        good, rig.decode[0].models = rig.decode[0].models, data
-        register(rig, "decode", "")
-        assert "its /v1/models lists no models as vLLM does" in await trouble(rig)
-        rig.decode[0].models = good
+        vars(rig.decode[0]).update(good)
         await rig.states(ready=1)
 
 
@@ -95,21 +112,10 @@ async def test_explain_and_the_status_say_what_named_a_server() -> None:
         assert [stage.source for stage in record.stages] == ["test", "test, --servers-file"]
 
 
-async def test_servers_that_ask_for_an_api_key() -> None:
-    async with forwarding(known=False) as rig:
-        rig.decode[0].key = "secret"
-        register(rig, "decode", "")
-        line = await trouble(rig)
-        assert "/v1/models answers 401: start it without an API key, or give this frontend" in line
-        assert "[frontend] stock_key_file of --security" in line
-    async with forwarding(known=False, key="secret") as rig:
+async def test_servers_that_ask_for_an_api_key_get_ours() -> None:
+    async with forwarding(key="secret", wait=False) as rig:
         for fake in rig.all:
             fake.key = "secret"
-        entry = [
-            sources.make("prefill", rig.prefill[0].url),
-            sources.make("decode", rig.decode[0].url),
-        ]
-        rig.servers.set("test", entry)
         await rig.states(ready=2)
         got = await rig.ask(headers=[(b"authorization", b"Bearer of the client")])
         assert got.status == 200
@@ -157,14 +163,6 @@ async def test_a_kv_address_that_cannot_be_used_is_refused(
         assert (await rig.ask()).status == 503
 
 
-async def test_a_server_that_lacks_one_of_our_names_is_refused() -> None:
-    async with forwarding(known=False) as rig:
-        rig.decode[0].models = [{"id": "other"}]
-        register(rig, "decode", "")
-        wanted = "it serves other, and this frontend serves m: start it with --served-model-name m"
-        assert wanted in await trouble(rig)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("how", ["staged", "parallel"])
 async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_connector(
@@ -184,14 +182,8 @@ async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_co
         assert "start it with --kv-transfer-config" in got.message
 
 
-async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with forwarding(decode=2) as rig:
-        rig.servers.look_s = 60.0
-        # A look sets a new load last. The one after it waits for the long pause.
-        before = [(server, server.load) for server in rig.servers.known.values()]
-        await until(lambda: all(server.load is not load for server, load in before))
+async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good() -> None:
+    async with forwarding(decode=2, look_s=60.0) as rig:
         rig.decode[0].breaks = 0
         for number in range(4):
             assert (await rig.ask(prompt=f"p{number}")).status == 200
@@ -204,42 +196,19 @@ async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_wi
     gone: bool,
 ) -> None:
     """gone: and it is registered no more. It is looked at until its answers have ended."""
-    bodies: list[bytes] = []
-    waits, reads = asyncio.Event(), asyncio.Event()
-    asked = [{"type": "http.request", "body": b'{"prompt": "p", "stream": true}'}]
-
-    async def streams(request: web.Request, *_: Any) -> Any:
-        answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await answer.prepare(request)
-        for number in range(2):
-            await answer.write(b"data: %d\n\n" % number)
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(60)
-
-    async def receive() -> Any:
-        return asked.pop() if asked else await asyncio.sleep(60)
-
-    async def send(message: Any) -> None:
-        bodies.append(message.get("body", b""))
-        if len(bodies) == 3:  # after the head and the first event
-            waits.set()
-            await reads.wait()
-
+    got = Got(reads=(reads := asyncio.Event()))
     async with forwarding() as rig:
-        rig.decode[0]._answer = streams  # type: ignore[method-assign]
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        asking = asyncio.create_task(rig.layer(scope, receive, send))
-        await waits.wait()
+        rig.decode[0].stops = True
+        asking = asyncio.create_task(rig.ask(stream=True, got=got))
+        await got.first.wait()
         if gone:
             register(rig, "prefill", "")
         rig.decode[0].alive = False
         await asyncio.sleep(0.2)  # many looks
         reads.set()
-        async with asyncio.timeout(5):
-            await asking
-    assert bodies[1:3] == [b"data: 0\n\n", b"data: 1\n\n"]
-    assert bodies[3].startswith(b'data: {"error"')
-    assert bodies[3].endswith(b"data: [DONE]\n\n")
+        await asking
+    assert got.parts[1].startswith(b'data: {"error"')
+    assert got.parts[1].endswith(b"data: [DONE]\n\n")
 
 
 def test_the_load_is_read_from_metrics() -> None:
@@ -358,43 +327,30 @@ async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:
         assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 1)
 
 
-async def asked(rig: ForwardRig, prompts: list[str]) -> dict[str, list[list[int]]]:
-    """Which prompts each server of a role gets, as numbers, sent one after the other."""
-    for prompt in prompts:
-        assert (await rig.ask(prompt=prompt)).status == 200
-    return {
-        role: [[prompts.index(body["prompt"]) for _, _, body in fake.requests] for fake in fakes]
-        for role, fakes in (("prefill", rig.prefill), ("decode", rig.decode))
-    }
-
-
 @pytest.mark.parametrize("how", [("staged", "nixl"), ("parallel", "p2p")])
-@pytest.mark.parametrize("policy", list(DecodePolicy))
-async def test_servers_are_chosen_by_the_policy(policy: DecodePolicy, how: tuple[str, str]) -> None:
+@pytest.mark.parametrize("policy", [DecodePolicy.LEAST_LOADED, DecodePolicy.KV])
+async def test_servers_are_chosen_by_load_or_prefix(
+    policy: DecodePolicy, how: tuple[str, str]
+) -> None:
     async with forwarding(*how, prefill=2, decode=2) as rig:
         rig.policy = policy
-        if policy is not DecodePolicy.KV:
+        if policy is DecodePolicy.LEAST_LOADED:
             for fake in (rig.prefill[0], rig.decode[0]):
                 fake.metrics = "vllm:num_requests_waiting{} 50.0\n"
             loads = rig.servers.known.values()
             await until(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
-        # Three conversations take turns, so a turn in two is at the other server if it is by turns.
-        talks = [f"{number} " * 400 for number in range(3)]
-        prompts = [talk + "more " * turn for turn in range(8) for talk in talks]
-        for busy, other in (await asked(rig, prompts)).values():
-            if policy is DecodePolicy.ROUND_ROBIN:
-                assert {n % 2 for n in busy} != {n % 2 for n in other}
-                assert len(busy) == len(other) == 12
-            elif policy is DecodePolicy.LEAST_LOADED:
+        # Three conversations take turns.
+        for turn in range(8):
+            for talk in "abc":
+                assert (await rig.ask(prompt=f"{talk} " * 400 + "more " * turn)).status == 200
+        for fakes in (rig.prefill, rig.decode):
+            busy, other = ({b["prompt"][0] for _, _, b in fake.requests} for fake in fakes)
+            if policy is DecodePolicy.LEAST_LOADED:
                 assert not busy
-            elif policy is DecodePolicy.RANDOM:
-                assert busy
-                assert other
-                assert len({n % 2 for n in busy}) == 2, "by turns"
             else:
-                assert not {n % 3 for n in busy} & {n % 3 for n in other}, "away from its prefix"
-                assert busy
-                assert other
+                assert not busy & other, "away from its prefix"
+                assert busy | other == {*"abc"}
+                assert min(busy, other)
 
 
 # ---------------------------------------------------------------------------
@@ -409,36 +365,24 @@ def beat(rig: ForwardRig, role: str) -> bytes:
 
 
 @asynccontextmanager
-async def hearing(rig: ForwardRig, silence_s: float, socket: Any = None) -> AsyncIterator[str]:
-    """A frontend that hears heartbeats for a rig. Gives the address."""
-    socket = socket or bind_heartbeats("tcp://127.0.0.1:*", ())
-    beats = Heartbeats(
-        socket, (), lambda entries: rig.servers.set("heartbeats", entries), silence_s
-    )
-    task = asyncio.create_task(beats.run())
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Until the block ends."""
+    task = asyncio.create_task(work)
     try:
-        yield beats.url
+        yield
         assert not task.done()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        beats.close()
 
 
-@asynccontextmanager
-async def dealing(url: str) -> AsyncIterator[Any]:
-    """A DEALER, as connectors have one."""
-    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    dealer.connect(url)
-    try:
-        yield dealer
-    finally:
-        dealer.close(linger=0)
+def heartbeats(rig: ForwardRig, socket: Any, silence_s: float) -> Heartbeats:
+    return Heartbeats(socket, (), lambda found: rig.servers.set("heartbeats", found), silence_s)
 
 
-@asynccontextmanager
-async def beating(rig: ForwardRig, dealer: Any) -> AsyncIterator[None]:
-    """Send a heartbeat of each role every 0.1 s, until the block ends."""
+@pytest.mark.essential
+async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)  # as connectors have one
 
     async def beats() -> None:
         while True:
@@ -446,67 +390,31 @@ async def beating(rig: ForwardRig, dealer: Any) -> AsyncIterator[None]:
                 await dealer.send(beat(rig, role))
             await asyncio.sleep(0.1)
 
-    task = asyncio.create_task(beats())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-@pytest.mark.essential
-async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
-    async with (
-        forwarding("staged", "p2p", known=False) as rig,
-        hearing(rig, 1.0) as url,
-        dealing(url) as dealer,
-    ):
-        bad = counters.HEARTBEATS.labels("unreadable")._value.get()
-        for odd in (b"\xc1", b"", b"x" * 4000, msgspec.msgpack.encode(["P"])):
-            await dealer.send(odd)
-        async with beating(rig, dealer):
-            await rig.states(ready=2)
-            assert counters.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
-            assert {row["sources"] for row in rig.servers.status()} == {("heartbeats",)}
-            assert (await rig.ask()).status == 200
-        await until(lambda: not rig.servers.known)
-        assert "no stock decode server is known" in (await rig.ask()).message
-        await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
-        async with beating(rig, dealer):
-            await rig.states(ready=2)
-
-
-class Frame:
-    """A frame of a sender on this machine."""
-
-    def __init__(self, data: bytes) -> None:
-        self.bytes = data
-
-    def get(self, name: str) -> str:
-        assert name == "Peer-Address"
-        return "127.0.0.1"
-
-
-class Flood:
-    """A socket that always has a message. It stops a loop that gives no time to others."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.read = data, 0
-
-    def recv_multipart(self, flags: int, *, copy: bool) -> list[Frame]:
-        self.read += 1
-        assert self.read < 100_000
-        return [Frame(b"id"), Frame(self.data)]
-
-    def getsockopt_string(self, option: int) -> str:
-        return "tcp://127.0.0.1:1"
-
-    def close(self, linger: int) -> None: ...
+    async with forwarding("staged", "p2p", known=False) as rig:
+        heard = heartbeats(rig, bind_heartbeats("tcp://127.0.0.1:*", ()), 1.0)
+        dealer.connect(heard.url)
+        async with running(heard.run()):
+            bad = counters.HEARTBEATS.labels("unreadable")._value.get()
+            for odd in (b"\xc1", b"", b"x" * 4000, msgspec.msgpack.encode(["P"])):
+                await dealer.send(odd)
+            async with running(beats()):
+                await rig.states(ready=2)
+                assert counters.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
+                assert {row["sources"] for row in rig.servers.status()} == {("heartbeats",)}
+                assert (await rig.ask()).status == 200
+            await until(lambda: not rig.servers.known)
+            assert "no stock decode server is known" in (await rig.ask()).message
+            await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
+            async with running(beats()):
+                await rig.states(ready=2)
+        dealer.close(linger=0)
+        heard.close()
 
 
 async def test_a_flood_leaves_time_for_others() -> None:
     async with forwarding(known=False) as rig:
-        flood = Flood(beat(rig, "D"))
-        async with hearing(rig, 5.0, flood):
+        frame = mock.Mock(bytes=beat(rig, "D"), get=lambda _: "127.0.0.1")
+        socket = mock.Mock(recv_multipart=mock.Mock(return_value=[frame, frame]))
+        async with running(heartbeats(rig, socket, 5.0).run()):
             await rig.states(ready=1)
-            assert flood.read < 10_000
+            assert socket.recv_multipart.call_count < 10_000

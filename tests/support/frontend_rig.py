@@ -653,13 +653,16 @@ class FakeStock:
 
 @dataclass
 class Got:
-    """What a client gets. parts: the pieces of the body as they came."""
+    """What a client gets. parts: the pieces of the body as they came.
+
+    first: set with the first of them. reads: the next one is taken when this is set."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
     ended: bool = False
     first: asyncio.Event = field(default_factory=asyncio.Event)
+    reads: asyncio.Event | None = None
 
     @property
     def body(self) -> bytes:
@@ -745,6 +748,8 @@ class ForwardRig:
             assert not got.ended
             got.parts.append(message.get("body", b""))
             got.first.set()
+            if got.reads is not None:
+                await got.reads.wait()
             got.ended = not message.get("more_body", False)
 
         async with asyncio.timeout(PATIENCE_S):
