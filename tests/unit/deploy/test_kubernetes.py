@@ -5,20 +5,14 @@ No Kubernetes here. Helm itself renders the chart; test_kubernetes_schema.py val
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
-from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
-from pullfill.config import split_urls
-from pullfill.deploy import cli
 from pullfill.deploy.planner import PlanSettings
-from pullfill.registry import live_settings
 from pullfill.runtime.lifecycle import EXIT_S
-from pullfill.wire import QueueSettings
 from tests.support.chart import CHART, of_kind, pods, render, the_container
 from tests.support.flags import expand, parse
 
@@ -31,46 +25,6 @@ SECRET = {"securitySecret": "keys"}
 
 def arguments(container: dict[str, Any]) -> list[str]:
     return [expand(a, {"POD_IP": "10.0.0.7"}, r"\$\((\w+)\)") for a in container["args"]]
-
-
-def members(name: str) -> set[str]:
-    """Names under which the pods of a StatefulSet are known."""
-    found = of_kind(render(), "StatefulSet")[name]
-    service = of_kind(render(), "Service")[found["spec"]["serviceName"]]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"]
-    return {f"{name}-{i}.{service['metadata']['name']}" for i in range(found["spec"]["replicas"])}
-
-
-def hosts(urls: str, port: int) -> set[str]:
-    """Host names of `urls`, each of which names this port."""
-    found = [urlsplit(url) for url in split_urls(urls)]
-    assert {one.port for one in found} == {port}
-    return {str(one.hostname) for one in found}
-
-
-@pytest.mark.parametrize("role", sorted(ROLES))
-def test_a_pods_command_line(role: str) -> None:
-    template = pods(render())[f"pullfill-{role}"]
-    container = the_container(template)
-    env = {e["name"]: e["valueFrom"] for e in container["env"]}
-    assert env["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-    options = parse(arguments(container))
-    assert container["args"][0] == role
-    assert hosts(options["etcd"], 2379) == members("pullfill-etcd")
-    assert hosts(options["nats"], 4222) == members("pullfill-nats")
-    assert options["model"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    ports = {p["name"]: p["containerPort"] for p in container["ports"]}
-    if role == "frontend":
-        assert ports == {"http": options["port"]}
-        assert options["advertise"] == f"http://10.0.0.7:{options['port']}"
-    else:
-        known = ("http", "kv", "control", "data")
-        assert ports == {n: options[f"{n}_port"] for n in known if f"{n}_port" in options}
-        assert {"http", "kv"} <= set(ports)
-        assert options["host"] == "10.0.0.7"
-        assert env["OMP_NUM_THREADS"]["resourceFieldRef"]
-        assert env["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}
 
 
 @pytest.mark.parametrize("drain", [60, 600])
@@ -104,19 +58,17 @@ def test_the_values_for_gpus() -> None:
 
 
 def test_probes_and_rights() -> None:
+    """tests/netns/test_chart.py asks the probes of running pods."""
     for name, template in pods(render(**SECRET)).items():
         container = the_container(template)
-        probes = {k: p["httpGet"] for k, p in container.items() if k.endswith("Probe")}
-        assert {p["port"] for p in probes.values()} <= {p["name"] for p in container["ports"]}
-        if name in OURS:
-            assert [probes[f"{kind}Probe"]["path"] for kind in ("startup", "liveness")] == [
-                "/live", "/live",
-            ]  # fmt: skip
-            assert probes["readinessProbe"]["path"] == "/ready"
-        elif name == "pullfill-nats":
+        if name == "pullfill-nats":
             # A server that waits for the others must not be restarted for it.
-            assert probes["livenessProbe"]["path"] == "/healthz?js-enabled-only=true"
-            assert probes["readinessProbe"]["path"] == "/healthz?js-server-only=true"
+            alive, ready = (
+                container[f"{k}Probe"]["httpGet"]["path"] for k in ("liveness", "readiness")
+            )
+            assert (alive, ready) == (
+                "/healthz?js-enabled-only=true", "/healthz?js-server-only=true",
+            )  # fmt: skip
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
 
@@ -162,29 +114,11 @@ def test_what_selects_pods_finds_them() -> None:
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------ servers
-
-
-def test_the_servers_are_three_and_the_streams_have_as_many_replicas() -> None:
-    found = of_kind(render(), "StatefulSet")
-    assert {name: one["spec"]["replicas"] for name, one in found.items()} == dict.fromkeys(
-        SERVERS, 3
-    )
-    for one in found.values():
+def test_the_servers_are_three() -> None:
+    for one in of_kind(render(), "StatefulSet").values():
+        assert one["spec"]["replicas"] == 3
         assert one["spec"]["podManagementPolicy"] == "Parallel", "one alone never becomes ready"
         assert one["spec"]["volumeClaimTemplates"]
-    (job,) = of_kind(render(**SECRET), "Job").values()
-    container = the_container(job["spec"]["template"])
-    assert container["args"][:2] == ["config", "set"]
-    command = cli.config.commands["set"]
-    told = command.make_context("set", container["args"][2:]).params
-    assert live_settings.find(told["key"]) == (QueueSettings, "replicas")
-    etcd: Any = AsyncMock()
-    etcd.get.return_value = None
-    stored = live_settings.Settings(etcd, "n", QueueSettings).set("replicas", told["value"])
-    assert asyncio.run(stored).replicas == 3
-    assert hosts(told["etcd"], 2379) == members("pullfill-etcd")
-    assert told["namespace"] == options_of(render())["namespace"]
 
 
 # ------------------------------------------------------------------ KEDA
@@ -216,7 +150,3 @@ def test_keda_scales_deployments_that_exist() -> None:
         assert urlsplit(trigger["metadata"]["serverAddress"]).port
         assert trigger["metadata"]["threshold"] == "1"
         assert trigger["metadata"]["ignoreNullValues"] == "false", "no figures are not no load"
-
-
-def options_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    return parse(arguments(the_container(pods(documents)["pullfill-decode"])))
