@@ -102,13 +102,13 @@ class Command(click.Command):
     @cached_property
     def _own(self) -> list[click.Parameter]:
         # `up` has some flags in two classes: of workers and of frontends.
-        found = {_key(one): _click_parameter(one) for _, _, flags in self._parts() for one in flags}
+        found = {one.field: _click_parameter(one) for *_, flags in self._parts() for one in flags}
         return [*([_file()] if self.name == "up" else []), *found.values()]
 
     def invoke(self, ctx: click.Context) -> None:
         values: dict[str, Any] = {"vllm_args": ctx.args} if self.allow_extra_args else {}
         for name, kind, flags in self._parts():
-            given = {one.field: one.parse(ctx.params[_key(one)]) for one in flags}
+            given = {one.field: one.parse(ctx.params[one.field]) for one in flags}
             if kind is ClusterRef:
                 values[name] = ClusterOptions(**given).find_to_ask(ctx.params.get("url"))
             elif kind is StateDir:
@@ -153,36 +153,18 @@ class Command(click.Command):
                 yield one
 
 
-def _key(one: Flag) -> str:
-    """Return the name of the flag's value: `kv_mode` for `--kv-mode`."""
-    if not one.name.startswith("-"):
-        return one.field
-    return one.name.split()[0].partition("/")[0].lstrip("-").replace("-", "_")
-
-
-class _Word(click.Choice[str]):
-    """One of the values of an enum."""
-
-    def __init__(self, kind: type[Enum]) -> None:
-        super().__init__([str(member.value) for member in kind])
-        self._kind = kind
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        return self._kind(super().convert(value, param, ctx))
-
-
 def _click_parameter(one: Flag) -> click.Parameter:
     (kind,) = [each for each in get_args(one.type) if each is not NoneType] or [one.type]
     many = get_origin(kind) is list
     form: Any = get_args(kind)[0] if many else kind
     bounds: Any = (one.least, one.most)
     if issubclass(form, Enum):
-        form = _Word(form)
+        form = click.Choice(form, case_sensitive=False)  # its words are the lower-case names
     elif bounds != (None, None):
         form = (click.IntRange if kind is int else click.FloatRange)(*bounds)
     if not one.name.startswith("-"):
         needed = not one.name.startswith("[")
-        return click.Argument([_key(one)], metavar=one.name, type=form, required=needed)
+        return click.Argument([one.field], metavar=one.name, type=form, required=needed)
     default = one.default.value if isinstance(one.default, Enum) else one.default
 
     def refuse(_: click.Context, __: click.Parameter, value: Any) -> Any:
@@ -190,7 +172,7 @@ def _click_parameter(one: Flag) -> click.Parameter:
         return value
 
     return click.Option(
-        [*one.name.split(), _key(one)],
+        [*one.name.split(), one.field],
         metavar=one.metavar,
         type=form,
         is_flag=kind is bool,

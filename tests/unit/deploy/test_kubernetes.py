@@ -36,9 +36,9 @@ def test_kubernetes_waits_longer_than_a_drain(drain: int) -> None:
     for role in ROLES:
         template = templates[f"pullfill-{role}"]
         options = parse(arguments(the_container(template)))
-        assert options["drain_timeout"] == drain
+        assert options["drain_timeout_s"] == drain
         assert "lifecycle" not in the_container(template)
-        ready = options["ready_grace"] if role == "frontend" else 0.0
+        ready = options["ready_grace_s"] if role == "frontend" else 0.0
         assert template["spec"]["terminationGracePeriodSeconds"] >= ready + drain + EXIT_S
 
 

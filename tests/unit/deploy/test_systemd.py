@@ -42,6 +42,6 @@ def test_a_units_command_line(unit: Path) -> None:
     options = parse(words[1:])
     assert options["host"] == "10.0.0.7"
     assert float(service["TimeoutStopSec"]) >= (
-        options["drain_timeout"] + options.get("ready_grace", 0.0) + EXIT_S
+        options["drain_timeout_s"] + options.get("ready_grace_s", 0.0) + EXIT_S
     )
     assert service["RestartPreventExitStatus"] == "2"
