@@ -119,9 +119,7 @@ class HttpAuth:
             if self._root_path:
                 scope["root_path"] = self._root_path
             page = _is_page(scope)
-            if page:
-                _use_password(scope)
-            _use_api_key(scope)
+            _use_bearer(scope, page)
             status, why = self._judge(scope, page)
             path = route_of(scope)
             # Not before the key is right: without it nobody learns which routes there are.
@@ -205,29 +203,28 @@ def _is_page(scope: Scope) -> bool:
     return path == PAGE or path.startswith(_PAGE_PREFIX)
 
 
-def _use_password(scope: Scope) -> None:
-    """Turn the password of HTTP Basic into a Bearer key. The user's name may be any."""
-    headers = []
+def _use_bearer(scope: Scope, page: bool) -> None:
+    """Turn each key into a Bearer key: `x-api-key`, unless the request has another one, and for the
+    live page the password of HTTP Basic. The user's name may be any."""
+    headers, bearer, api = [], list[bytes](), list[bytes]()
     for name, value in scope["headers"]:
-        scheme, _, coded = value.partition(b" ")
-        if name == b"authorization" and scheme.lower() == b"basic":
-            try:
-                _, _, password = base64.b64decode(coded, validate=True).partition(b":")
-            except binascii.Error:
-                continue
-            value = b"Bearer " + password
-        headers.append((name, value))
-    scope["headers"] = headers
+        if name == b"authorization":
+            bearer.append(_of_password(value) if page else value)
+        elif name == b"x-api-key":
+            api.append(b"Bearer " + value)
+        else:
+            headers.append((name, value))
+    scope["headers"] = headers + [(b"authorization", value) for value in bearer or api]
 
 
-def _use_api_key(scope: Scope) -> None:
-    """Turn `x-api-key` into a Bearer key, unless the request has another one."""
-    keys = [value for name, value in scope["headers"] if name == b"x-api-key"]
-    if keys:
-        headers = [h for h in scope["headers"] if h[0] != b"x-api-key"]
-        if not any(name == b"authorization" for name, _ in headers):
-            headers += [(b"authorization", b"Bearer " + key) for key in keys]
-        scope["headers"] = headers
+def _of_password(value: bytes) -> bytes:
+    scheme, _, coded = value.partition(b" ")
+    if scheme.lower() != b"basic":
+        return value
+    try:
+        return b"Bearer " + base64.b64decode(coded, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _from_here(scope: Scope, page: bool) -> bool:

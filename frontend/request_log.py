@@ -15,7 +15,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -326,7 +326,8 @@ class RequestLog:
         self._refused: OrderedDict[HttpCall, None] = OrderedDict()
         self._by_id: dict[str, list[HttpCall]] = {}
         self._by_key: dict[str, RequestRecord] = {}
-        self._told: OrderedDict[RequestRecord, None] = OrderedDict()
+        # The records that were told, and their serials then. One may be told again.
+        self._told: deque[tuple[int, RequestRecord]] = deque(maxlen=limit)
         self._serial = 0
         self._news = asyncio.Event()
 
@@ -410,14 +411,10 @@ class RequestLog:
         _send_spans(record, error or ("aborted" if record.answer_ms is None else ""))
 
     def take(self, payload: Any) -> None:
-        """Keep the records that a worker sent. Raises BadMessage."""
+        """Keep the records that a worker sent, but those of unknown requests. Raises BadMessage."""
         for told in front_wire.decode_explain(payload):
-            self.put(told)
-
-    def put(self, told: ExplainRecord) -> None:
-        """Keep a worker's record. Unknown requests are dropped."""
-        if (record := self._open.pop(told.request_id, None)) is not None:
-            self.tell(record, told)
+            if (record := self._open.pop(told.request_id, None)) is not None:
+                self.tell(record, told)
 
     def tell(self, record: RequestRecord, told: ExplainRecord) -> None:
         """Keep what was told of a request."""
@@ -428,19 +425,17 @@ class RequestLog:
     def _tell(self, record: RequestRecord) -> None:
         self._serial += 1
         record.serial = self._serial
-        self._told.pop(record, None)
-        self._told[record] = None
-        if len(self._told) > self._limit:
-            self._told.popitem(last=False)
+        self._told.append((self._serial, record))
 
     # ---------------------------------------------------------------- reading
 
     def since(self, serial: int) -> Iterator[RequestRecord]:
         """Yield the records that came after the one with this number, newest first."""
-        for record in reversed(self._told):
-            if record.serial <= serial:
+        for number, record in reversed(self._told):
+            if number <= serial:
                 return
-            yield record
+            if number == record.serial:
+                yield record
 
     async def settled(self, request_id: str) -> None:
         """Wait until everything is known of the requests with this id that have just ended."""

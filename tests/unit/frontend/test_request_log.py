@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.engine import front_wire
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
@@ -34,7 +35,7 @@ def finish(requests: RequestLog, key: str) -> None:
     one = RequestRecord(key, 0.5, 7.0)
     requests.begin(one)
     requests.sent(f"{key}-12345678", one, one.to("d"))
-    requests.put(record(f"{key}-12345678"))
+    requests.take(front_wire.encode_explain([record(f"{key}-12345678")]))
     one.answer_ms = 1.0
     requests.over(one)
 
@@ -190,7 +191,7 @@ async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
 
 async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> None:
     requests = RequestLog(limit=3)
-    requests.put(record("stranger"))
+    requests.take(front_wire.encode_explain([record("stranger")]))
     for number in range(5):
         await serve(requests, answering(requests, f"k{number}", f"k{number}-0"))
     for number in range(5):
