@@ -311,10 +311,8 @@ class _Frontend:
             pool.made,
             frontend=self._instance_id,
             model=model,
-            since=self._started_at,
             frontends=frontends,
         )
-        directory.subscribe(live.marks.on_change)
         stock_key = cluster.security.frontend.stock_key()
         stock = await stack.enter_async_context(
             layer.forwarding(options, prepared.names, lambda: settings.current, stock_key)

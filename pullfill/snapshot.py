@@ -4,8 +4,8 @@
     workers' /status: `Report` ──► `cluster_of` ──► `Cluster` ──► status, /ready
                                                         └─ with its requests: `LiveSnapshot`
 
-A frontend makes a `LiveSnapshot` a second while somebody looks, and nothing otherwise. The first
-one that a viewer gets is `whole`: it also has the history. `/pullfill/ui/events` sends them.
+A frontend makes a `LiveSnapshot` a second while somebody looks, and nothing otherwise.
+`/pullfill/ui/events` sends them.
 
 Times named `at` are seconds since 1970 by the frontend's clock. Other times are seconds (`_s`) or
 milliseconds (`_ms`). None: unknown, or not measured.
@@ -35,12 +35,8 @@ UNTOLD = "unknown: no worker answers that is connected to NATS"
 NOT_LINKED = "no decode worker is connected to it"
 LOST = f"it does not answer, and {NOT_LINKED}"
 NOT_CLAIMED = "no prefill worker has claimed its last jobs"
-# How far back the history goes.
-HISTORY_S = 900.0
-# Seconds of one `Point`.
-STEP_S = 5.0
-# Finished requests that a frontend tells of a new viewer.
-RECENT = 200
+# Finished requests in one snapshot, the latest.
+RECENT = 50
 # Most requests under way in one snapshot, the oldest.
 FLOWS = 120
 FAILED = "failed"
@@ -324,51 +320,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stages: dict[str, float] = {}
 
 
-class WorkerPoint(msgspec.Struct, frozen=True, array_like=True):
-    """A worker at one point of the history: its figures as in `WorkerRow`."""
-
-    kv: float | None = None
-    running: int | None = None
-    waiting: int | None = None
-    tokens_per_s: float | None = None
-
-
-class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """STEP_S seconds of the history, or the part of them that is over.
-
-    at: when they began. seconds: how many are over.
-    done: requests that ended. good: those of them within their targets.
-    tokens_per_s: tokens of answers. None: nobody looked.
-    ttft_ms, itl_ms: median and 95th percentile of the requests that ended.
-    decisions: how often each `path reason` was decided, of those.
-    backlog_s: seconds of work in the queue. None: nobody looked."""
-
-    at: float
-    seconds: float = STEP_S
-    done: int = 0
-    good: int = 0
-    tokens_per_s: float | None = None
-    ttft_ms: tuple[float, float] | None = None
-    itl_ms: tuple[float, float] | None = None
-    decisions: dict[str, int] = {}
-    backlog_s: float | None = None
-    workers: dict[str, WorkerPoint] = {}
-
-
-class Mark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that happened.
-
-    kind: `outage` (a server did not answer), `drain`, `lost` (a worker did not answer), `joined`,
-    `left`, `restarted`.
-    until: when it was over. None: it is not over, or has no length."""
-
-    at: float
-    kind: str
-    who: str
-    text: str = ""
-    until: float | None = None
-
-
 class Now(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Figures of the last minute; `backlog_s`, `in_flight` and `failed` are of this moment.
 
@@ -388,26 +339,19 @@ class Now(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LiveSnapshot(Cluster, frozen=True, kw_only=True, omit_defaults=True):
     """The cluster, and the requests of the frontend that tells.
 
-    since: when the frontend started. A viewer that reconnects sees by it that this one is new.
     targets_ms: time to first token and between tokens, of requests that name none.
     flows: requests under way. hidden: how many more there are.
-    ended: requests that have ended since the last snapshot, oldest first. Whole: the last ones.
-    points: the point of now, and the one before when it has just ended. Whole: the history.
-    marks: all of the history."""
+    ended: the requests that have ended last, oldest first."""
 
     at: float
     frontend: str
     model: str
-    since: float
     frontends: int = 1
-    whole: bool = False
     targets_ms: tuple[float, float] = (0.0, 0.0)
     now: Now = Now()
     flows: tuple[Flow, ...] = ()
     hidden: int = 0
     ended: tuple[Ended, ...] = ()
-    points: tuple[Point, ...] = ()
-    marks: tuple[Mark, ...] = ()
 
 
 # ------------------------------------------------------------------------- from reports to rows

@@ -14,8 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -37,19 +44,16 @@ from pullfill.frontend import counters
 from pullfill.frontend.admission import unless_deaf
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.live.history import Marks, Series
-from pullfill.frontend.live.rows import ended_of, flows_of
+from pullfill.frontend.live.rows import ended_of, flows_of, minute_of
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
-from pullfill.snapshot import HISTORY_S, RECENT, Ended, LiveSnapshot, WorkerPoint
+from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
 
 # Each viewer gets something this often, at least.
 QUIET_S = 5.0
 # With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
 MAX_VIEWERS = 32
-# So many records of the past are counted before other callbacks of the event loop run.
-_SLICE = 256
 FILES = Path(__file__).parent.parent / "ui"
 HEADERS = {
     "content-security-policy": (
@@ -75,12 +79,11 @@ class LiveView:
     report, takes what has ended from the request log, and makes one snapshot. When the last viewer
     has gone, the task ends. Then nothing is asked.
 
-    Each viewer takes the newest snapshot. Who has missed one gets it whole, with the history. So
-    nothing waits for a viewer.
+    Each viewer takes the newest snapshot, so nothing waits for a viewer. Prometheus has the past.
 
     Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
 
-    frontend: instance id of this frontend. since: when it started, in seconds since 1970.
+    frontend: instance id of this frontend.
     targets_ms: returns the targets of requests that name none.
     flights: returns the requests under way.
     made: returns how many tokens each decode worker has sent so far.
@@ -94,28 +97,25 @@ class LiveView:
     _: KW_ONLY
     frontend: str
     model: str
-    since: float
     frontends: Callable[[], int] = lambda: 1
     period_s: float = 1.0
     quiet_s: float = QUIET_S
-    marks: Marks = field(default_factory=Marks)
     viewers: int = 0
-    _series: Series = field(default_factory=Series)
     # When the last look was, and `made` at that time. None: nobody has looked.
     _made: tuple[float, Mapping[str, int]] | None = None
     _task: asyncio.Task[None] | None = None
     _closed: bool = False
     _broken: bool = False  # the last look has failed
     _serial: int = 0
-    _ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=RECENT))
-    # The last snapshot, its JSON, its number. An event that is set when the next one is there.
-    _snapshot: LiveSnapshot | None = None
-    _part: bytes = b""
-    _number: int = 0
+    # The last requests that ended, and those that were answered within the last minute.
+    _ended: Sequence[Ended] = ()
+    _minute: Sequence[Ended] = ()
+    # The last snapshot as JSON. An event that is set when the next one is there.
+    _body: bytes = b""
     _next: asyncio.Event = field(default_factory=asyncio.Event)
 
     def watch(self) -> AsyncGenerator[bytes, None]:
-        """Return snapshots as JSON until `close`. The first one is whole.
+        """Return snapshots as JSON until `close`.
 
         Raises OverloadedError if there are too many viewers."""
         if self.viewers >= MAX_VIEWERS:
@@ -126,17 +126,16 @@ class LiveView:
         self.viewers += 1
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name="live view")
-        taken, seen = self._number, False
+        seen = self._body
         try:
             while not self._closed:
-                if taken == self._number:
+                if seen is self._body:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self.quiet_s):
                             await self._next.wait()
-                if taken != self._number:
-                    missed = not seen or taken + 1 != self._number
-                    taken, seen = self._number, True
-                    yield self._encoded(whole=missed)
+                if seen is not self._body:
+                    seen = self._body
+                    yield seen
                 # Empty bytes show that the connection is alive. While snapshots fail nothing is
                 # sent, so viewers time out.
                 elif not (self._closed or self._broken):
@@ -145,16 +144,6 @@ class LiveView:
             self.viewers -= 1
             if not self.viewers:
                 self._stop()
-
-    def _encoded(self, *, whole: bool) -> bytes:
-        assert self._snapshot is not None
-        if not whole:
-            return self._part
-        points = self._series.points(self._snapshot.at)
-        ended = tuple(self._ended)
-        return msgspec.json.encode(
-            msgspec.structs.replace(self._snapshot, whole=True, ended=ended, points=points)
-        )
 
     def close(self) -> None:
         """End all viewers. Later ones end at once."""
@@ -186,73 +175,59 @@ class LiveView:
     async def _look(self) -> None:
         """Make one snapshot and give it to all viewers."""
         reports = await self.view.reports(jobs=True)
-        ended = await self._take_ended()
-        now, flights = time.time(), list(self.flights())
-        seconds, rates = self._rates()
+        self._take_ended()
+        now, flights, rates = time.time(), list(self.flights()), self._rates()
         cluster = self.view.cluster(reports, rates)
-        self.marks.seen(cluster)
-        points = {
-            row.instance_id: WorkerPoint(row.kv, row.running, row.waiting, row.tokens_per_s)
-            for row in cluster.workers
-        }
-        if seconds:
-            tokens = sum(rates.values()) * seconds
-            self._series.sampled(now, seconds, tokens, cluster.backlog_s, points)
         flows, hidden = flows_of(flights, reports, time.monotonic())
-        figures = self._series.now(now, sum(rates.values()))
-        self._snapshot = LiveSnapshot(
+        snapshot = LiveSnapshot(
             at=now,
             frontend=self.frontend,
             model=self.model,
-            since=self.since,
             frontends=max(1, self.frontends()),
             targets_ms=self.targets_ms(),
             **msgspec.structs.asdict(cluster),
             now=msgspec.structs.replace(
-                figures,
+                minute_of(self._minute),
+                tokens_per_s=sum(rates.values()),
                 backlog_s=cluster.backlog_s,
                 in_flight=len(flights),
                 failed=int(next(iter(counters.FAILED.collect())).samples[0].value),
             ),
             flows=flows,
             hidden=hidden,
-            ended=tuple(ended[-RECENT:]),
-            points=self._series.points(now, 2),
-            marks=self.marks.marks(),
+            ended=tuple(self._ended),
         )
-        self._part = msgspec.json.encode(self._snapshot)  # once for all viewers
-        self._number += 1
+        self._body = msgspec.json.encode(snapshot)  # once for all viewers
         self._next.set()
         self._next = asyncio.Event()
 
-    def _rates(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last look, and tokens per second since then by worker."""
+    def _rates(self) -> dict[str, float]:
+        """Return tokens per second since the last look, by worker."""
         at, made = time.monotonic(), self.made()
         last, self._made = self._made, (at, made)
         if last is None or at <= last[0]:
-            return 0.0, {}
+            return {}
         seconds, before = at - last[0], last[1]
         # A worker that has come back begins at 0.
         new = {name: max(0, count - before.get(name, 0)) for name, count in made.items()}
-        return seconds, {name: count / seconds for name, count in new.items()}
+        return {name: count / seconds for name, count in new.items()}
 
-    async def _take_ended(self) -> list[Ended]:
-        """Return the requests that have ended since the last look, oldest first, and count them."""
-        targets, oldest = self.targets_ms(), time.time() - HISTORY_S
-        found, rows = list(self.requests.since(self._serial)), list[Ended]()
-        # Before the first pause: a request that goes on elsewhere gets a new serial.
-        self._serial = found[0].serial if found else self._serial
-        for number, record in enumerate(found, 1):
+    def _take_ended(self) -> None:
+        """Take the requests that have ended since the last look."""
+        targets, oldest, rows = self.targets_ms(), time.time() - 60.0, list[Ended]()
+        for record in self.requests.since(self._serial):  # the newest first
+            self._serial = max(self._serial, record.serial)
             row = ended_of(record, targets)
-            if row.at is not None and row.at < oldest:
+            if len(rows) >= RECENT and row.at is not None and row.at < oldest:
                 break
-            self._series.ended(row)
             rows.append(row)
-            if number % _SLICE == 0:
-                await asyncio.sleep(0)  # streams go on
         rows.reverse()
-        self._ended.extend(rows)
-        return rows
+        self._ended = [*self._ended, *rows][-RECENT:]
+        self._minute = [
+            row
+            for row in [*self._minute, *rows]
+            if row.at is not None and row.at >= oldest and row.path != FAILED
+        ]
 
 
 # --------------------------------------------------------------------------- HTTP

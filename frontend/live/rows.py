@@ -8,7 +8,7 @@ of other frontends. Reports are up to a second older than flights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.request_log import RequestRecord
@@ -18,6 +18,7 @@ from pullfill.snapshot import (
     Ended,
     Flow,
     HeldJob,
+    Now,
     OpenJob,
     Reports,
     Stage,
@@ -64,6 +65,25 @@ def ended_of(request: RequestRecord, targets_ms: tuple[float, float]) -> Ended:
         prefill=record.prefill_instance or "",
         stages=stages,
     )
+
+
+def minute_of(ended: Sequence[Ended]) -> Now:
+    """Return the figures of requests that were answered within one minute."""
+    return Now(
+        ttft_ms=_percentiles([row.ttft_ms for row in ended if row.ttft_ms is not None]),
+        itl_ms=_percentiles([row.itl_ms for row in ended if row.itl_ms is not None]),
+        done_per_s=len(ended) / 60.0,
+        good_per_s=sum(bool(row.good) for row in ended) / 60.0,
+    )
+
+
+def _percentiles(values: list[float]) -> tuple[float, float] | None:
+    """Return the median and the 95th percentile, by nearest rank. None: there are no values."""
+    if not values:
+        return None
+    values.sort()
+    last = len(values) - 1
+    return values[round(0.5 * last)], values[round(0.95 * last)]
 
 
 def predicted_of(record: ExplainRecord) -> float | None:

@@ -1,13 +1,11 @@
 // The live page of a pullfill frontend.
 //
-// State: the last snapshot, and the history that this page has seen. The frontend sends a snapshot a
-// second (pullfill/snapshot.py). When it goes away the page keeps what it has, and connects again. A
-// frontend that has restarted knows less than this page, so its history is merged into ours.
-// A hidden page disconnects: nobody looks at it.
+// State: the last snapshot, and the requests that this page has seen end. The frontend sends a
+// snapshot a second (pullfill/snapshot.py). When it goes away the page keeps what it has, and connects
+// again. A hidden page disconnects: nobody looks at it.
 
-import { Chart } from "./charts.js";
 import { Detail } from "./detail.js";
-import { count, h, ms, outages, seconds } from "./dom.js";
+import { h, outages } from "./dom.js";
 import { Flow } from "./flow.js";
 import { Memory } from "./memory.js";
 import * as tables from "./tables.js";
@@ -23,48 +21,17 @@ class Page {
     this.source = null;
     this.pressed = false;
     this.detail = new Detail(byId("detail"), {
-      points: () => this.memory.points(),
-      marks: () => this.memory.marks(),
       get snapshot() { return page.memory.snapshot; },
       get ended() { return page.memory.ended; },
     });
     this.flow = new Flow(byId("flow"), (id) => this.detail.request(id));
-    this.charts = this.makeCharts();
-    byId("charts").append(...this.charts.map((chart) => chart.element));
     byId("pause").addEventListener("click", () => this.pause(!this.paused));
     document.addEventListener("keydown", (event) => this.onKey(event));
     document.addEventListener("visibilitychange", () => this.onVisible());
     // What is under a pressed pointer is not replaced, or the click would be lost.
     document.addEventListener("pointerdown", () => { this.pressed = true; });
     for (const end of ["pointerup", "pointercancel"]) document.addEventListener(end, () => setTimeout(() => { this.pressed = false; }));
-    new ResizeObserver(() => this.charts.forEach((chart) => chart.draw())).observe(byId("charts"));
     this.connect();
-  }
-
-  makeCharts() {
-    const pair = (pick, colour) => [
-      { name: "p50", pick: (point) => pick(point)?.[0] ?? null, colour },
-      { name: "p95", pick: (point) => pick(point)?.[1] ?? null, colour, dash: true },
-    ];
-    const target = (index) => () => this.memory.snapshot?.targets_ms?.[index] || null;
-    const rate = (point, number) => number / (point.seconds ?? 5);
-    return [
-      new Chart({ title: "Time to first token", format: ms, lines: pair((point) => point.ttft_ms, "blue"), target: target(0) }),
-      new Chart({ title: "Time between tokens", format: ms, lines: pair((point) => point.itl_ms, "purple"), target: target(1), note: "Mean of each answer" }),
-      new Chart({ title: "Tokens/s", format: count, top: 1, lines: [{ name: "answers", pick: (point) => point.tokens_per_s ?? null, colour: "green", area: true }] }),
-      new Chart({ title: "Requests/s", format: count, top: 1, note: "Goodput: within the targets for TTFT and ITL", lines: [
-        { name: "ended", pick: (point) => rate(point, point.done ?? 0), colour: "grey", dash: true },
-        { name: "in target", pick: (point) => rate(point, point.good ?? 0), colour: "green" }] }),
-      new Chart({ title: "Queue, seconds of work", format: seconds, top: 1, lines: [{ name: "queue", pick: (point) => point.backlog_s ?? null, colour: "orange", area: true }] }),
-      new Chart({ title: "KV use of decode workers", format: (v) => (v === null ? "–" : `${Math.round(100 * v)} %`), top: 1, lines: [
-        { name: "highest", pick: (point) => this.highestKv(point), colour: "blue", area: true }] }),
-    ];
-  }
-
-  highestKv(point) {
-    const decode = (this.memory.snapshot?.workers ?? []).filter((row) => row.role === "decode").map((row) => row.instance_id);
-    const values = decode.map((id) => point.workers?.[id]?.[0]).filter((value) => value !== undefined && value !== null);
-    return values.length === 0 ? null : Math.max(...values);
   }
 
   // ------------------------------------------------------------------ the connection
@@ -107,7 +74,7 @@ class Page {
     this.paused = paused;
     byId("pause").setAttribute("aria-pressed", String(paused));
     byId("pause").textContent = paused ? "Go on" : "Pause";
-    if (this.memory.snapshot) this.onSnapshot({ ...this.memory.snapshot, ended: [], points: [] });
+    if (this.memory.snapshot) this.onSnapshot(this.memory.snapshot);
   }
 
   onKey(event) {
@@ -120,7 +87,6 @@ class Page {
   render() {
     const { snapshot, ended } = this.memory;
     if (snapshot === null || this.pressed) return;
-    const [points, marks] = [this.memory.points(), this.memory.marks()];
     document.title = `pullfill: ${snapshot.model}`;
     const others = (snapshot.frontends ?? 1) > 1 ? ` (one of ${snapshot.frontends} frontends)` : "";
     byId("model").textContent = `${snapshot.model} at ${snapshot.frontend}${others}`;
@@ -129,10 +95,8 @@ class Page {
     byId("servers").replaceChildren(...servers);
     byId("figures").replaceChildren(...tables.figures(snapshot));
     this.flow.show(snapshot, ended);
-    for (const chart of this.charts) chart.show(points, marks, snapshot.at);
-    keepFocus(byId("workers"), tables.workers(snapshot, points, (id) => this.detail.worker(id)));
-    byId("decisions").replaceChildren(...tables.decisions(points));
-    keepScroll(byId("marks"), tables.marks(marks));
+    keepFocus(byId("workers"), tables.workers(snapshot, (id) => this.detail.worker(id)));
+    byId("decisions").replaceChildren(...tables.decisions(ended));
     keepFocus(byId("ended"), tables.ended(ended, (id) => this.detail.request(id)));
     const hidden = snapshot.hidden ? ` ${snapshot.hidden} more requests under way are not shown.` : "";
     byId("foot").textContent = `Requests are those of this frontend; workers and jobs those of the cluster.${hidden}`;
@@ -148,12 +112,6 @@ function keepFocus(element, parts) {
   if (name === null) return;
   const again = [...element.querySelectorAll("button")].find((button) => (button.title || button.textContent) === name);
   again?.focus({ preventScroll: true });
-}
-
-function keepScroll(element, parts) {
-  const top = element.firstElementChild?.scrollTop ?? 0;
-  element.replaceChildren(...parts);
-  if (top && element.firstElementChild) element.firstElementChild.scrollTop = top;
 }
 
 const page = new Page();

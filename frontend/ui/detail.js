@@ -1,7 +1,6 @@
-// The dialog: one request with its waterfall, or one worker with its history.
+// The dialog: one request with its waterfall, or one worker.
 
-import { Chart } from "./charts.js";
-import { clock, count, h, ms, percent, seconds, STAGES, told } from "./dom.js";
+import { count, h, ms, percent, seconds, STAGES } from "./dom.js";
 import { state } from "./tables.js";
 import { comparisonTable, waterfall } from "./waterfall.js";
 
@@ -11,20 +10,17 @@ function facts(pairs) {
 }
 
 export class Detail {
-  /** page: has `snapshot`, `points()`, `ended` and `marks()`. */
+  /** page: has `snapshot` and `ended`. */
   constructor(dialog, page) {
     this.dialog = dialog;
     this.page = page;
     this.update = null;
-    this.charts = [];
     dialog.addEventListener("close", () => this.clear());
     dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
   }
 
   clear() {
     this.update = null;
-    for (const chart of this.charts) chart.drop();
-    this.charts = [];
   }
 
   /** Called with each snapshot. */
@@ -71,25 +67,13 @@ export class Detail {
   // ------------------------------------------------------------------ a worker
 
   worker(id) {
-    const pick = (index) => (point) => point.workers?.[id]?.[index] ?? null;
-    const charts = [
-      new Chart({ title: "KV use", format: percent, top: 1, lines: [{ name: "in use", pick: pick(0), colour: "blue", area: true }] }),
-      new Chart({ title: "Requests or jobs", format: count, top: 1, lines: [
-        { name: "running", pick: pick(1), colour: "blue" }, { name: "waiting", pick: pick(2), colour: "orange", dash: true }] }),
-      new Chart({ title: "Tokens/s", format: count, top: 1, lines: [{ name: "tokens/s", pick: pick(3), colour: "green" }] }),
-    ];
-    const [about, load, events] = [h("div"), h("div"), h("div")];
-    const all = h("details", {}, h("summary", {}, "All it tells of its load"), load);
-    this.open(`Worker ${id}`, about, all, ...charts.map((chart) => chart.element), events);
-    this.charts = charts;
+    const [about, load] = [h("div"), h("div")];
+    this.open(`Worker ${id}`, about, h("details", {}, h("summary", {}, "All it tells of its load"), load));
     this.update = () => {
       const { snapshot } = this.page;
       const row = (snapshot.workers ?? []).find((one) => one.instance_id === id);
-      const marks = this.page.marks().filter((mark) => mark.who === id);
       about.replaceChildren(...aboutWorker(row));
       load.replaceChildren(facts(Object.entries(row?.load ?? {}).filter(([, value]) => typeof value !== "object").map(([name, value]) => [name, typeof value === "number" ? count(value) : value])));
-      for (const chart of charts) chart.show(this.page.points(), marks, snapshot.at);
-      events.replaceChildren(...marks.map((mark) => h("p", {}, `${clock(mark.at)} ${told(mark)}`)));
     };
     this.update();
   }
@@ -119,35 +103,35 @@ function underWay(flow) {
   ]);
 }
 
-function record(told_, row, room) {
-  const path = told_.path === "none" ? "sent to no decode worker" : told_.path === "unknown" ? "its decode worker has not told"
-    : told_.path === "remote" ? "prefilled by a prefill worker" : told_.fallback
-    ? `sent to be prefilled remotely, then done locally: ${told_.fallback}` : "prefilled by the decode worker itself";
-  const predicted = told_.predicted_ms ?? {};
+function record(told, row, room) {
+  const path = told.path === "none" ? "sent to no decode worker" : told.path === "unknown" ? "its decode worker has not told"
+    : told.path === "remote" ? "prefilled by a prefill worker" : told.fallback
+    ? `sent to be prefilled remotely, then done locally: ${told.fallback}` : "prefilled by the decode worker itself";
+  const predicted = told.predicted_ms ?? {};
   const choices = [["remote", predicted.remote], ["local", predicted.local], ["local in chunks", predicted.local_chunked]];
   const said = choices.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `${name} ${ms(value)}`).join(", ");
-  const here = (told_.prefix_hit_tokens ?? 0) + (told_.fetched_tokens ?? 0);
-  const local = Math.max(0, told_.prompt_tokens - here - told_.remote_tokens);
-  const fetched = told_.fetched_tokens ? ` + ${told_.fetched_tokens} fetched` : "";
-  const choice = told_.decode_choice;
+  const here = (told.prefix_hit_tokens ?? 0) + (told.fetched_tokens ?? 0);
+  const local = Math.max(0, told.prompt_tokens - here - told.remote_tokens);
+  const fetched = told.fetched_tokens ? ` + ${told.fetched_tokens} fetched` : "";
+  const choice = told.decode_choice;
   return [
     facts([
-      ["error", told_.error ?? null],
-      ["what happened", told_.reason ? `${path} (reason: ${told_.reason})` : path],
-      ["prompt", `${told_.prompt_tokens} tokens = ${told_.prefix_hit_tokens} cached${fetched} + ${told_.remote_tokens} remotely + ${local} locally`],
+      ["error", told.error ?? null],
+      ["what happened", told.reason ? `${path} (reason: ${told.reason})` : path],
+      ["prompt", `${told.prompt_tokens} tokens = ${told.prefix_hit_tokens} cached${fetched} + ${told.remote_tokens} remotely + ${local} locally`],
       ["answer", row ? `${row.made ?? 0} tokens in ${ms(row.total_ms)}, ${ms(row.itl_ms)} between two` : null],
-      ["decode worker", choice ? `${told_.decode_instance} (${choice.policy}: ${choice.reason}, ${choice.matched_tokens} tokens known there)` : told_.decode_instance],
-      ["prefill worker", told_.prefill_instance ? `${told_.prefill_instance} (attempts: ${told_.attempts})` : null],
-      ["KV written", told_.kv_bytes ? `${count(told_.kv_bytes)} bytes${told_.transport ? ` over ${told_.transport}` : ""}` : null],
-      ["not over", (told_.why_not_better ?? []).join("; ")],
-      ["continued after", (told_.migrated_from ?? []).join(", ")],
-      ["at that time", told_.outage],
+      ["decode worker", choice ? `${told.decode_instance} (${choice.policy}: ${choice.reason}, ${choice.matched_tokens} tokens known there)` : told.decode_instance],
+      ["prefill worker", told.prefill_instance ? `${told.prefill_instance} (attempts: ${told.attempts})` : null],
+      ["KV written", told.kv_bytes ? `${count(told.kv_bytes)} bytes${told.transport ? ` over ${told.transport}` : ""}` : null],
+      ["not over", (told.why_not_better ?? []).join("; ")],
+      ["continued after", (told.migrated_from ?? []).join(", ")],
+      ["at that time", told.outage],
       ["predicted", said],
     ]),
     h("h3", {}, "From its arrival to its first token"),
-    waterfall(told_, room),
-    told_.expected_s ? h("p", { class: "hint" }, "Dashed: what was expected when it was decided.") : null,
-    comparisonTable(told_),
+    waterfall(told, room),
+    told.expected_s ? h("p", { class: "hint" }, "Dashed: what was expected when it was decided.") : null,
+    comparisonTable(told),
   ].filter((part) => part !== null);
 }
 

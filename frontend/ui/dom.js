@@ -58,9 +58,8 @@ export function percent(share) {
 }
 
 /** A time of day. at: seconds since 1970. */
-export function clock(at, withSeconds = true) {
-  const options = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-  if (withSeconds) options.second = "2-digit";
+export function clock(at) {
+  const options = { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" };
   return new Date(at * 1000).toLocaleTimeString([], options);
 }
 
@@ -73,20 +72,6 @@ export const STAGES = {
   route: "At the frontend", prompt: "Decode worker", queue: "Queue", prefill: "Prefill worker", kv: "KV on the way",
   decode: "Answer",
 };
-
-export const SIGNS = {
-  outage: ["▲", "does not answer"], lost: ["✕", "is lost"], drain: ["◆", "drains"], joined: ["+", "joined"],
-  left: ["−", "left"], restarted: ["↻", "was restarted"],
-};
-
-/** What a mark says, e.g. "nats does not answer for 4.0 s: refused". */
-export function told(mark) {
-  const [sign, what] = SIGNS[mark.kind] ?? ["•", mark.kind];
-  if (mark.kind === "outage" && mark.until === mark.at) return `${sign} ${mark.who} ${mark.text}`;
-  const past = mark.until !== undefined && mark.until !== null;
-  const long = past && mark.until > mark.at ? ` (${seconds(mark.until - mark.at)}, over)` : "";
-  return `${sign} ${mark.who} ${what}${long}${mark.text ? `: ${mark.text}` : ""}`;
-}
 
 /** A line for each server that does not answer. Pure. */
 export function outages(snapshot) {

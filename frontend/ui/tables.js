@@ -1,7 +1,6 @@
 // The tables and figures: each function returns elements for what the page knows.
 
-import { bar, clock, count, h, ms, percent, seconds, short, told } from "./dom.js";
-import { spark } from "./charts.js";
+import { bar, clock, count, h, ms, percent, seconds, short } from "./dom.js";
 
 const ROWS = 25;
 const STATES = { ready: ["●", "good"], draining: ["◆", "warn"], lost: ["✕", "bad"] };
@@ -34,7 +33,7 @@ export function state(name) {
   return h("span", { class: `${kind} nowrap` }, `${sign} ${name}`);
 }
 
-export function workers(snapshot, points, open) {
+export function workers(snapshot, open) {
   const rows = (snapshot.workers ?? []).map((row) => {
     const trouble = (row.troubles ?? []).join("; ");
     const kv = row.kv === null ? "–" : [bar(row.kv, row.kv > 0.9 ? "meter high" : "meter"), percent(row.kv)];
@@ -46,26 +45,26 @@ export function workers(snapshot, points, open) {
       h("td", { class: "n" }, count(row.running)),
       h("td", { class: "n" }, count(row.waiting)),
       h("td", { class: "n" }, count(row.tokens_per_s)),
-      h("td", { class: "wide" }, spark(points, (point) => point.workers?.[row.instance_id]?.[0] ?? null, snapshot.at, 1)),
       h("td", { class: "n wide" }, String(row.restarts ?? 0)));
   });
   if (rows.length === 0) return [h("p", { class: "muted" }, "No worker is known.")];
   return [h("table", {}, head(["worker"], ["role"], ["state"], ["KV use"], ["running", "n"], ["waiting", "n"], ["tokens/s", "n"],
-    ["KV use, 15 min", "wide"], ["restarts", "n wide"]), h("tbody", {}, rows))];
+    ["restarts", "n wide"]), h("tbody", {}, rows))];
 }
 
 /** How often each decision was made: [[path, reason, count]], the most frequent first. Pure. */
-export function decisionsOf(points) {
+export function decisionsOf(ended) {
   const counts = new Map();
-  for (const point of points) {
-    for (const [key, number] of Object.entries(point.decisions ?? {})) counts.set(key, (counts.get(key) ?? 0) + number);
+  for (const row of ended.filter((one) => one.at && one.path !== "failed")) {
+    const key = `${row.path} ${row.reason}`;
+    counts.set(key, (counts.get(key) ?? 0) + 1);
   }
   return [...counts].map(([key, number]) => [...key.split(" ", 2), number]).sort((a, b) => b[2] - a[2]);
 }
 
-export function decisions(points) {
-  const rows = decisionsOf(points);
-  if (rows.length === 0) return [h("p", { class: "muted" }, "No request has ended in the last 15 minutes.")];
+export function decisions(ended) {
+  const rows = decisionsOf(ended);
+  if (rows.length === 0) return [h("p", { class: "muted" }, "No request has ended yet.")];
   const all = rows.reduce((sum, [, , number]) => sum + number, 0);
   const most = rows[0][2];
   const parts = rows.flatMap(([path, reason, number]) => {
@@ -74,12 +73,6 @@ export function decisions(points) {
     return [h("span", {}, `${path === "remote" ? "→" : "⌂"} ${path}: ${reason}`), share, h("span", { class: "n nowrap" }, `${number} (${percent(number / all)})`)];
   });
   return [h("div", { class: "why" }, parts)];
-}
-
-export function marks(found) {
-  if (found.length === 0) return [h("p", { class: "muted" }, "Nothing in the last 15 minutes.")];
-  const latest = [...found].reverse().slice(0, ROWS);
-  return [h("ul", { class: "events" }, latest.map((mark) => h("li", {}, h("span", { class: "muted" }, `${clock(mark.at)} `), told(mark))))];
 }
 
 /** The stages of a request as one small bar. */

@@ -19,15 +19,11 @@ from starlette.responses import Response
 from pullfill.frontend.http_auth import HttpAuth
 from pullfill.frontend.live import page as live_page
 from pullfill.snapshot import (
-    STEP_S,
     Ended,
     Flow,
     LiveSnapshot,
-    Mark,
     Now,
-    Point,
     Stage,
-    WorkerPoint,
     WorkerRow,
 )
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, QueueStatus, ServerStatus, Timings
@@ -36,35 +32,25 @@ DECODE = [f"decode-{n}-7f3a" for n in range(5)]
 PREFILL = [f"prefill-{n}-a2d9" for n in range(3)]
 DRAINING = DECODE[4]
 EVIL = "cmpl-<img src=x onerror=window.hacked=1>"
-STEPS = 60
 
 
 class ScriptedLive:
     """Has the methods of `LiveView` that the page needs. `closed` ends all streams."""
 
-    def __init__(self) -> None:
-        self.closed = False
-        self._since = time.time()
+    closed = False
 
     async def watch(self) -> AsyncIterator[bytes]:
-        whole = True
         while not self.closed:
-            yield msgspec.json.encode(self.snapshot(whole))
-            whole = False
+            yield msgspec.json.encode(self.snapshot())
             yield b""  # a comment, as between the snapshots of many workers
             await asyncio.sleep(1.0)
 
-    def snapshot(self, whole: bool) -> LiveSnapshot:
+    def snapshot(self) -> LiveSnapshot:
         now = time.time()
-        workers = tuple(_worker(name) for name in (*DECODE, *PREFILL))
-        points = {w.instance_id: WorkerPoint(w.kv, w.running, w.waiting, 140.0) for w in workers}
-        steps = range(STEPS if whole else 2)
         return LiveSnapshot(
             at=now,
             frontend="frontend-0-5d21",
             model="demo-8b",
-            since=self._since,
-            whole=whole,
             targets_ms=(1500.0, 40.0),
             servers={name: ServerStatus(up=True, since_s=900.0) for name in ("nats", "etcd")},
             queue=QueueStatus(depth_jobs=6, depth_tokens=23_480),
@@ -72,23 +58,9 @@ class ScriptedLive:
                 ttft_ms=(400.0, 900.0), itl_ms=(20.0, 31.0), tokens_per_s=700.0, done_per_s=3.0,
                 good_per_s=2.5, backlog_s=1.5, in_flight=26,
             ),
-            workers=workers,
+            workers=tuple(_worker(name) for name in (*DECODE, *PREFILL)),
             flows=tuple(_flow(number) for number in range(26)),
-            ended=tuple(_ended(now, number) for number in range(30 if whole else 1)),
-            points=tuple(
-                Point(
-                    at=(now // STEP_S - step) * STEP_S, done=15, good=12, tokens_per_s=700.0,
-                    ttft_ms=(400.0 + step, 900.0), itl_ms=(20.0, 31.0 + step), backlog_s=1.5,
-                    decisions={"remote long_prompt": 6, "local short": 9}, workers=points,
-                )
-                for step in reversed(steps)
-            ),
-            marks=(
-                Mark(at=now - 250, until=now - 221, kind="outage", who="nats",
-                     text="nats://10.0.0.4:4222: connection refused"),
-                Mark(at=now - 200, kind="joined", who=PREFILL[2], text="prefill"),
-                Mark(at=now - 75, kind="drain", who=DRAINING),
-            ),
+            ended=tuple(_ended(now, number) for number in range(30)),
         )  # fmt: skip
 
     def record(self, request_id: str) -> ExplainRecord:
@@ -133,7 +105,7 @@ def _flow(number: int) -> Flow:
 def _ended(now: float, number: int) -> Ended:
     remote = number % 2 == 0
     return Ended(
-        id=f"chatcmpl-{now:.3f}-{number}", at=now - number, path="remote" if remote else "local",
+        id=f"chatcmpl-{number:012}", at=now - number, path="remote" if remote else "local",
         reason="long_prompt" if remote else "short", prompt=3000, made=100, ttft_ms=400.0,
         itl_ms=20.0, total_ms=2400.0, good=True, predicted_ms=390.0, decode=DECODE[number % 4],
         prefill=PREFILL[number % 3] if remote else "",

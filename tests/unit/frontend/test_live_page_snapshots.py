@@ -14,7 +14,7 @@ from pullfill.errors import OverloadedError
 from pullfill.frontend.live import page
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.snapshot import Cluster, LiveSnapshot, Report, cluster_of
+from pullfill.snapshot import RECENT, Cluster, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
 
@@ -58,16 +58,19 @@ def live_of(
     seen: Any = view
     return LiveView(
         seen, requests or RequestLog(), tuple, lambda: (1000.0, 50.0), made,
-        frontend="f", model="m", since=1.0, **({"period_s": 0.01} | times),
+        frontend="f", model="m", **({"period_s": 0.01} | times),
     )  # fmt: skip
 
 
-def finish(requests: RequestLog, name: str, made: int = 3) -> RequestRecord:
-    record = RequestRecord(name, first_token_ms=5.0, arrived_at=time.time() - 1)
-    record.answer_ms, record.answer_tokens = 900.0, made
+def finish(requests: RequestLog, name: str, ago_s: float = 1.0) -> None:
+    record = RequestRecord(name, first_token_ms=5.0, arrived_at=time.time() - ago_s)
+    record.answer_ms, record.answer_tokens = 900.0, 3
     requests.begin(record)
-    requests.tell(record, local_record(name))
-    return record
+    told = ExplainRecord(
+        request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
+        remote_tokens=0, decode_instance="d",
+    )  # fmt: skip
+    requests.tell(record, told)
 
 
 async def next_of(stream: AsyncIterator[bytes]) -> LiveSnapshot:
@@ -91,32 +94,21 @@ async def test_nothing_is_asked_when_nobody_looks(view: View) -> None:
     assert len(asyncio.all_tasks()) == tasks
 
 
-async def test_the_first_snapshot_is_whole_and_later_ones_have_what_is_new(view: View) -> None:
+async def test_a_snapshot_has_the_last_requests_and_the_figures_of_a_minute(view: View) -> None:
     requests = RequestLog()
-    for number in range(3):
-        finish(requests, f"r{number}")
-    live = live_of(view, requests)
-    stream: Any = live.watch()
+    for number in range(RECENT + 3):
+        finish(requests, f"r{number}", ago_s=90.0 if number == RECENT else 1.0)
+    stream: Any = live_of(view, requests).watch()
     first = await next_of(stream)
-    assert first.whole
-    assert [row.id for row in first.ended] == ["r0", "r1", "r2"]
-    assert sum(point.done for point in first.points) == 3
-    assert first.now.done_per_s == pytest.approx(3 / 60, rel=0.1)
+    assert [row.id for row in first.ended] == [f"r{number}" for number in range(3, RECENT + 3)]
+    assert first.now.done_per_s == (RECENT + 2) / 60
     assert [row.instance_id for row in first.workers] == ["d"]
-    finish(requests, "r3")
-    seen: list[str] = []
-    while "r3" not in seen:
-        part = await next_of(stream)
-        assert not part.whole
-        assert len(part.points) <= 2
-        seen += [row.id for row in part.ended]
-    assert seen == ["r3"], "each once"
-    late: Any = live.watch()
-    again = await next_of(late)
-    assert again.whole
-    assert [row.id for row in again.ended] == ["r0", "r1", "r2", "r3"]
+    finish(requests, "last")
+    while (later := await next_of(stream)).ended[-1].id != "last":
+        pass
+    assert len(later.ended) == len({row.id for row in later.ended}) == RECENT
+    assert later.now.done_per_s == (RECENT + 3) / 60
     await stream.aclose()
-    await late.aclose()
 
 
 async def test_tokens_are_those_that_came_between_two_looks(view: View) -> None:
@@ -140,17 +132,15 @@ async def test_tokens_are_those_that_came_between_two_looks(view: View) -> None:
     await stream.aclose()
 
 
-async def test_viewers_share_the_work_and_a_slow_one_gets_a_whole_snapshot(view: View) -> None:
+async def test_viewers_share_the_work_and_a_slow_one_gets_the_newest(view: View) -> None:
     live = live_of(view)
     slow: Any = live.watch()
     quick: Any = live.watch()
     await next_of(slow)
-    for _ in range(6):
-        await next_of(quick)
+    found = [await next_of(quick) for _ in range(6)]
     assert live.viewers == 2
     assert view.asked <= 8, "not once for each viewer"
-    found = [await next_of(slow) for _ in range(2)]
-    assert any(snapshot.whole for snapshot in found), "it has missed some"
+    assert (await next_of(slow)).at >= found[-1].at
     await slow.aclose()
     await quick.aclose()
 
@@ -161,7 +151,7 @@ async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fai
     """So a viewer who gives up after a silence does so."""
     live = live_of(view, period_s=60.0, quiet_s=0.02)
     stream: Any = live.watch()
-    assert (await next_of(stream)).whole
+    await next_of(stream)
     for _ in range(3):
         assert await asyncio.wait_for(anext(stream), 5) == b""
     live.close()
@@ -172,7 +162,7 @@ async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fai
     while view.asked < 3:  # noqa: ASYNC110 - the view has no event to wait for
         await asyncio.sleep(0.005)
     view.fails = False
-    assert (await waiting).whole
+    await waiting
     await stream.aclose()
 
 
@@ -189,28 +179,3 @@ async def test_viewers_are_bounded_and_close_ends_them(
     assert await anext(stream, None) is None
     assert await anext(live.watch(), None) is None
     assert live.viewers == 0
-
-
-async def test_a_request_that_moves_on_while_the_others_are_read_hides_none(
-    view: View,
-) -> None:
-    """Its second record gives it a new serial. Those between the two are still to be read."""
-    requests = RequestLog()
-    moved = finish(requests, "moved")
-    for number in range(300):
-        finish(requests, f"r{number}")
-    live = live_of(view, requests)
-    reading = asyncio.create_task(live._take_ended())
-    await asyncio.sleep(0)
-    for number in range(3):
-        finish(requests, f"new{number}")
-    requests.tell(moved, local_record("moved"))
-    seen = {row.id for row in [*await reading, *await live._take_ended()]}
-    assert {"new0", "new1", "new2"} <= seen
-
-
-def local_record(name: str) -> ExplainRecord:
-    return ExplainRecord(
-        request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
-        remote_tokens=0, decode_instance="d",
-    )  # fmt: skip

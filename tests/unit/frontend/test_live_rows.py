@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from pullfill.frontend.live.history import Series
-from pullfill.frontend.live.rows import ended_of, flows_of, predicted_of
+from pullfill.frontend.live.rows import ended_of, flows_of, minute_of, predicted_of
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.snapshot import FAILED, Flow, HeldJob, OpenJob, Report, Stage
+from pullfill.snapshot import FAILED, Flow, HeldJob, Now, OpenJob, Report, Stage
 from pullfill.wire import ExplainRecord, PredictedMs, Timings
 from tests.support.workers import record as worker_record
 
@@ -55,13 +54,18 @@ def test_goodput_is_by_the_requests_own_targets_if_it_names_some() -> None:
         assert ended_of(request(**fields), TARGETS).good is good  # type: ignore[arg-type]
 
 
-def test_a_failed_request_says_why_and_counts_for_no_figure() -> None:
+def test_a_failed_request_says_why() -> None:
     row = ended_of(request(answer_ms=None, error="no worker", failed_at=9.0), TARGETS)
     assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
-    series = Series()
-    series.ended(row)
-    assert not series.points(10.0)
-    assert series.now(10.0, 0.0).done_per_s == 0
+
+
+def test_the_figures_are_the_median_and_the_95th_percentile() -> None:
+    rows = [ended_of(request(first_token_ms=float(n), answer_ms=n + 30.0), TARGETS)
+            for n in range(1, 121)]  # fmt: skip
+    assert minute_of(rows) == Now(
+        ttft_ms=(61.0, 114.0), itl_ms=(3.0, 3.0), done_per_s=2.0, good_per_s=100 / 60
+    )
+    assert minute_of([]) == Now()
 
 
 def test_the_prediction_is_that_of_the_choice() -> None:
