@@ -15,9 +15,10 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, holders, read_leases
 from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
-from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.errors import TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
-from pullfill.wire import Adapter, FenceToken, Lease, LeaseAsk, u32
+from pullfill.wire import Adapter, ExplainRecord, FenceToken, Lease, LeaseAsk, u32
+from tests.support.control_rig import until
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
@@ -26,23 +27,37 @@ from tests.support.transfer_rigs import RIGS
 PREFIX = 10 * BLOCK
 
 
+def prompt(length: int = PREFIX + 1, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
 class Pair:
+    """A decode worker that holds prefixes, and one that asks for them."""
+
     def __init__(self, holder: FetchWorker, asker: FetchWorker) -> None:
         self.holder, self.asker = holder, asker
 
+    def request(self, seed: int = 1, *, cached: bool = True) -> Any:
+        """Make a request of the asker, and have the holder cache its prompt."""
+        tokens = prompt(seed=seed)
+        if cached:
+            self.holder.cache(tokens)
+        return self.asker.request(tokens, self.holder.holds(PREFIX))
+
+    async def ask(self, seed: int = 1, *, cached: bool = True) -> tuple[Served, ExplainRecord]:
+        """Serve such a request up to its computation."""
+        served = await self.asker.admit(self.request(seed, cached=cached))
+        return served, await self.asker.end(served)
+
     async def leased(self) -> Any:
         """Return a request of the asker. The holder has leased its prefix."""
-        tokens = prompt(PREFIX + 1)
-        self.holder.cache(tokens)
-        request = self.asker.request(tokens, self.holder.holds(PREFIX))
+        request = self.request()
         await until(lambda: self.asker.side.decide(request, 0)[0] is not None)
         return request
 
     async def reading(self, gate: Gate) -> Served:
         """Return a request of the asker, whose read has reached the gate."""
-        tokens = prompt(PREFIX + 1)
-        self.holder.cache(tokens)
-        served = await self.asker.admit(self.asker.request(tokens, self.holder.holds(PREFIX)))
+        served = await self.asker.admit(self.request())
         await until(gate.reached.is_set)
         return served
 
@@ -50,7 +65,7 @@ class Pair:
         """Allocate blocks for the prefix of a request of the asker."""
         table = self.asker.pool.allocate(PREFIX // BLOCK)
         assert table is not None
-        served = self.asker.served[request.request_id] = Served(request, table)
+        served = self.asker.requests[request.request_id] = Served(request, table)
         return served
 
 
@@ -65,22 +80,11 @@ async def pair(
     await made.asker.start()
     try:
         yield made
-        await made.holder.check_clean()
-        await made.asker.check_clean()
+        await made.holder.check_back()
+        await made.asker.check_back()
     finally:
         await made.asker.stop()
         await made.holder.stop()
-
-
-def prompt(length: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1000) for _ in range(length)]
-
-
-async def until(what: Any) -> None:
-    async with asyncio.timeout(10.0):
-        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
-            await asyncio.sleep(0.001)
 
 
 class Gate:
@@ -125,7 +129,7 @@ async def test_a_prefix_is_read(pair: Pair) -> None:
 
 
 async def test_the_local_hit_may_change_while_the_holder_is_asked(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
+    tokens = prompt()
     pair.holder.cache(tokens)
     pair.asker.cache(tokens[:BLOCK])
     grown = pair.asker.request(tokens, pair.holder.holds(PREFIX))
@@ -144,7 +148,7 @@ async def test_the_local_hit_may_change_while_the_holder_is_asked(pair: Pair) ->
 
 @pytest.mark.parametrize("held", [0, LEAST - BLOCK, PREFIX // 2])
 async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair, held: int) -> None:
-    tokens = prompt(PREFIX + 1)
+    tokens = prompt()
     pair.holder.cache(tokens[:held])
     _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
     fetched = held if held >= LEAST else 0
@@ -152,7 +156,7 @@ async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair, held: int
 
 
 async def test_another_salt_is_another_prompt(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
+    tokens = prompt()
     pair.holder.cache(tokens, salt="theirs")
     served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="ours")
     assert (served.loaded, told.fetch) == (False, "not_held")
@@ -164,12 +168,8 @@ async def test_workers_that_round_differently_read_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair.holder.leases, "_computes", "another")
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert told.fetch == "unreachable"
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert told.fetch == "unreachable", "and it is not asked again at once"
+    assert (await pair.ask())[1].fetch == "unreachable"
+    assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is not asked again at once"
 
 
 async def test_two_prompts_with_one_prefix_read_it_once(pair: Pair) -> None:
@@ -226,10 +226,8 @@ async def test_a_cancelled_request_keeps_its_blocks_until_the_reader_is_quiet(
 
 
 async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
     pair.holder.host.held = True
-    request = pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    request = pair.request()
     assert pair.asker.side.decide(request, 0) == (None, False)
     await until(lambda: pair.holder.leases.open)
     pair.asker.side.request_finished(request.request_id)
@@ -241,29 +239,22 @@ async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair)
 async def test_a_holder_in_a_long_step_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
     pair.asker.prefill_s = 0.5
     pair.holder.host.held = True
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
+    served, told = await pair.ask()
     assert (served.loaded, told.fetch) == (False, "unreachable")
     pair.holder.host.held = False
     pair.holder.host.run()
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert told.fetch == "unreachable", "it is left alone for a while"
+    assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is left alone for a while"
     monkeypatch.setattr(pair.asker.holders._places["holder"], "not_before", 0.0)
     pair.asker.prefill_s = 4.0
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert told.fetch == "fetched"
+    assert (await pair.ask(cached=False))[1].fetch == "fetched"
 
 
 async def test_no_lease_while_a_step_runs(pair: Pair) -> None:
     """With pipeline parallelism the blocks of a step that still runs are cached already."""
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
     pair.holder.view.mid_step = True
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert told.fetch == "busy"
+    assert (await pair.ask())[1].fetch == "busy"
 
 
 async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
@@ -293,73 +284,63 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     gate.open.set()
     assert (await pair.asker.end(served)).fetch == "fetched"
     await draining
-    other = prompt(PREFIX + 1, seed=3)
-    pair.holder.cache(other)
-    assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "busy"
+    assert (await pair.ask(seed=3))[1].fetch == "busy"
     pair.holder.leases.reopen()
-    assert (await pair.asker.ask(other, pair.holder.holds(PREFIX)))[1].fetch == "fetched"
-
-
-async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
-    at, known = pair.holder.holds(PREFIX), pair.asker.holders
-    first, second = await asyncio.gather(known.use(at), known.use(at))
-    assert first is second
-    known.failed("holder")
-    assert first.over
-    with pytest.raises(PeerUnavailable, match="just now"):
-        await known.use(at)
-    known.worked("holder")
-    assert await known.use(at) is not first
+    assert (await pair.ask(seed=3, cached=False))[1].fetch == "fetched"
 
 
 async def test_an_address_where_nobody_answers(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 1)
-    hint = pair.holder.holds(PREFIX)
-    pair.holder.cache(tokens)
     await pair.holder.control.stop()
-    _, told = await pair.asker.ask(tokens, hint)
-    assert told.fetch == "unreachable"
+    assert (await pair.ask())[1].fetch == "unreachable"
     assert pair.asker.holders.away("holder")
-    assert pair.asker.holders._places["holder"].backoff.pause_s == 2 * holders.AGAIN_S, (
-        "counted once"
-    )
+    pause_s = pair.asker.holders._places["holder"].backoff.pause_s
+    assert pause_s == 2 * holders.AGAIN_S, "counted once"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("lasting", [(3.0,), (0.03, 3.0)], ids=["whole", "cut off"])
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
 async def test_whatever_happens_what_is_loaded_is_right(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, lasting: tuple[float, ...]
 ) -> None:
-    """Both workers hold, evict, read and are read at once. Leases end early, clients go away.
+    """Both workers hold, evict, read and are read at once. Leases and reads end at any moment,
+    clients go away. `FetchWorker.end` compares each loaded block with what computing would have
+    given.
 
-    `FetchWorker.end` compares each loaded block with what computing would have given."""
-    rng = random.Random(seed)
-    lasting = (0.03, 3.0) if seed % 2 else (3.0,)
+    lasting: seconds that a lease is valid."""
+    rng = random.Random(len(lasting))
     talks = [prompt(12 * BLOCK, seed=number) for number in range(6)]
-    seen: dict[str, int] = {}
+    seen: list[str | None] = []
+    if len(lasting) > 1:
+        real = KvReader._read
 
-    async def one() -> None:
-        monkeypatch.setattr(read_leases, "LEASE_S", rng.choice(lasting))
-        here, there = rng.sample([pair.holder, pair.asker], 2)
-        talk = rng.choice(talks)
-        tokens = [*talk[: rng.randrange(3, 12) * BLOCK], rng.randrange(1000)]
-        if rng.random() < 0.8:
-            there.cache(talk[: rng.randrange(3, 12) * BLOCK])
-        served = await here.admit(here.request(tokens, there.holds(len(tokens))))
-        if served.loaded is None and rng.random() < 0.2:
-            here.abort(served)
-            await until(lambda: served.loaded is not None)
-            here.traces.finish(served.request.request_id)
-            return
-        told = await here.end(served)
-        seen[str(told.fetch)] = seen.get(str(told.fetch), 0) + 1
+        def read(*args: Any) -> Any:
+            time.sleep(rng.random() * 0.004)
+            return real(*args)
+
+        monkeypatch.setattr(KvReader, "_read", read)
+        monkeypatch.setattr(fetches, "_COPY_S", (0.0, 0.004))
+        monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
+        pair.holder.prefill_s = pair.asker.prefill_s = 0.0005
 
     async def client() -> None:
         for _ in range(12):
-            await one()
+            monkeypatch.setattr(read_leases, "LEASE_S", rng.choice(lasting))
+            here, there = rng.sample([pair.holder, pair.asker], 2)
+            talk = rng.choice(talks)
+            tokens = [*talk[: rng.randrange(3, 12) * BLOCK], rng.randrange(1000)]
+            if rng.random() < 0.8:
+                there.cache(talk[: rng.randrange(3, 12) * BLOCK])
+            served = await here.admit(here.request(tokens, there.holds(len(tokens))))
+            if served.loaded is None and rng.random() < 0.2:
+                here.abort(served)
+                await until(lambda served=served: served.loaded is not None)
+                here.traces.finish(served.request.request_id)
+            else:
+                seen.append((await here.end(served)).fetch)
 
     await asyncio.gather(*(client() for _ in range(3)))
-    assert seen.get("fetched", 0) > (0 if seed % 2 else 3), seen
+    assert len(lasting) > 1 or seen.count("fetched") > 3, seen
+    assert set(seen) - {None, "not_held"}
 
 
 # ------------------------------------------------------------------ late, broken, or about to end
@@ -368,17 +349,10 @@ async def test_whatever_happens_what_is_loaded_is_right(
 async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = prompt(PREFIX + 1), prompt(PREFIX + 1, seed=2)
-    pool = pair.holder.pool
-    cached = pair.holder.cache(first)
-    pool.touch([pool.blocks[b] for b in cached])
-    pair.holder.cache(second)
-    pool.release(cached)
-    one = await pair.asker.admit(pair.asker.request(first, pair.holder.holds(PREFIX)))
-    await until(gate.reached.is_set)
+    one = await pair.reading(gate)
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
     monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
-    two = await pair.asker.admit(pair.asker.request(second, pair.holder.holds(PREFIX)))
+    two = await pair.asker.admit(pair.request(seed=2))
     await until(lambda: two.loaded is not None or one.loaded is not None)
     assert one.loaded is None
     assert two.loaded is False, "it is computed, and need not wait for the lane"
@@ -392,9 +366,7 @@ async def test_a_read_that_is_too_slow_is_interrupted(
 ) -> None:
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
     monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    served = await pair.asker.admit(pair.request())
     assert (await pair.asker.end(served)).fetch == "lost"
 
 
@@ -413,9 +385,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
 
     monkeypatch.setattr(pair.asker.holders, "_reach", reach)
     monkeypatch.setattr(fetches, "_COPY_S", (0.2, 0.2))
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
+    served = await pair.asker.admit(pair.request())
     (reader,) = pair.asker.holders._readers
     try:
         async with asyncio.timeout(3.0):
@@ -430,9 +400,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
 
 async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair) -> None:
     """With pipeline parallelism a step may run when vLLM asks again. Then nothing is fetched."""
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
-    side, request = pair.asker.side, pair.asker.request(tokens, pair.holder.holds(PREFIX))
+    side, request = pair.asker.side, pair.request()
     assert side.decide(request, 0) == (None, False)
     await until(lambda: pair.holder.leases.open)
     side._scheduled.append([])
@@ -478,8 +446,6 @@ async def test_an_adapter_that_vllm_refuses_gets_an_answer(
 async def test_a_holder_that_answers_nonsense(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    tokens = prompt(PREFIX + 1)
-    pair.holder.cache(tokens)
     real = read_leases.ReadLeases._given
 
     def given(self: Any, asker: Any, ask: Any, lease: Any) -> None:
@@ -504,8 +470,7 @@ async def test_a_holder_that_answers_nonsense(
         real(self, asker, ask, lease)
 
     monkeypatch.setattr(read_leases.ReadLeases, "_given", given)
-    served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
-    told = await pair.asker.end(served)
+    served, told = await pair.ask()
     assert served.loaded is (wrong == "many"), told
 
 
@@ -520,7 +485,7 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
         assert go.wait(20.0)
 
     monkeypatch.setattr(ShmHold, "enter", stopped)
-    tokens = prompt(PREFIX + 1)
+    tokens = prompt()
     leased = set(pair.holder.cache(tokens))
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
     await until(reached.is_set)
@@ -534,36 +499,3 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     assert (await pair.asker.end(served)).fetch == "expired"
     await until(lambda: not pair.holder.leases.open)
     assert pair.holder.leases.unproved_blocks == 0
-
-
-@pytest.mark.parametrize("seed", range(2))
-async def test_reads_that_are_cut_off_at_any_moment(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Each loaded block is what computing gives, and no copy goes on after its prompt was told."""
-    rng = random.Random(seed)
-    real = KvReader._read
-
-    def fetch(reader: KvReader, *args: Any) -> Any:
-        time.sleep(rng.random() * 0.004)
-        return real(reader, *args)
-
-    monkeypatch.setattr(KvReader, "_read", fetch)
-    monkeypatch.setattr(fetches, "_COPY_S", (0.0, 0.004))
-    monkeypatch.setattr(Holders, "failed", lambda *_: None)  # else the first one ends them all
-    talks = [prompt(PREFIX, seed=number) for number in range(3)]
-    seen = set()
-
-    async def client(number: int) -> None:
-        for turn in range(8):
-            talk = rng.choice(talks)
-            if rng.random() < 0.8:
-                pair.holder.cache(talk)
-            pair.asker.pool.cached.clear()
-            tokens = [*talk[: rng.randrange(4, 10) * BLOCK], number, turn]
-            served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
-            seen.add((await pair.asker.end(served)).fetch)
-
-    pair.asker.prefill_s = 0.0005
-    await asyncio.gather(*map(client, range(3)))
-    assert seen - {"not_held"}

@@ -116,7 +116,7 @@ async def test_a_prefix_of_another_decode_worker(
     request.trace_headers = HEADERS
     told = await asker.end(await asker.admit(request))
     for worker in (asker, holder):
-        await worker.check_clean()
+        await worker.check_back()
         await worker.stop()
     tracing.close()
     fetch, above = receiver.one("decode.prefix_fetch"), receiver.one("decode.request")

@@ -14,15 +14,11 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
 from pullfill.decode_worker.prefix import read_leases
 from pullfill.decode_worker.prefix.fetches import PrefixFetches
 from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
-from pullfill.decode_worker.request_trace import RequestTraces
-from pullfill.decode_worker.rules import Situation
-from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.wire import (
     ExplainRecord,
@@ -32,10 +28,9 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
-from tests.support.control_rig import handoff_of
-from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
-from tests.support.handoff_rig import COMPATIBLE, Served
-from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, compute, holds
+from tests.support.fakes import FakePool, FakeRequest
+from tests.support.handoff_rig import COMPATIBLE, DecodeHalf, Served
+from tests.support.kv_engine import BLOCK, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
 
 LEAST = 2 * BLOCK
@@ -101,44 +96,28 @@ def prepare(request: Any, data: memoryview) -> Any:
     return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
 
 
-class FetchWorker:
-    """One decode worker. asyncio thread only.
+class FetchWorker(DecodeHalf):
+    """One decode worker, which computes each prompt. asyncio thread only.
 
-    told: fields of the situation.
     prefill_s: what it takes to compute a prompt. Half of it is the time to ask a holder."""
 
+    pool: CachePool
+
     def __init__(self, rig: Rig, name: str) -> None:
-        self.name = name
-        self.region = rig.region(LAYOUT, instance_id=name, incarnation="i0")
-        self.pages = self.region.pages
-        self.pool = CachePool(NUM_BLOCKS, hash_block_size=BLOCK)
+        unused: Any = None
+        pool = CachePool(NUM_BLOCKS, hash_block_size=BLOCK)
+        super().__init__(rig, unused, name, timeout_s=20.0, host="127.0.0.1", pool=pool)
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
-        self.traces = RequestTraces(name)
+        self.told = {"prefill_workers": 0}
+        self.context.ranks = [SimpleNamespace(memory=self.region.memory)]  # type: ignore[list-item]
         self.host = FakeHost()
         cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
         self.view: Any = SimpleNamespace(
             mid_step=False, config=SimpleNamespace(cache_config=cache), prepare=prepare
         )
         self.prefill_s = 4.0
-        self.told: dict[str, Any] = {"prefill_workers": 0}
-        self.served: dict[str, Served] = {}
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
-        self.handoff = handoff_of(
-            name, self.region.owner.fences, None, traces=self.traces, compat=COMPATIBLE
-        )
-        self.ledger = self.handoff.ledger
-        blocks = JobBlocks(BLOCK)
-        blocks.bind(self.pool)
-        self.context = DecodeContext(
-            instance_id=name,
-            router_config=lambda: self.config,
-            traces=self.traces,
-            ledger=self.ledger,
-            blocks=blocks,
-            owner=self.region.owner,
-            ranks=[SimpleNamespace(memory=self.region.memory)],  # type: ignore[list-item]
-        )
         self.leases = ReadLeases(
             self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
         )  # fmt: skip
@@ -146,31 +125,13 @@ class FetchWorker:
             self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases
         )
         hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes="c")
-        self.holders = Holders(
-            hello,
-            lambda regions: lambda: rig.transport.connect(self.region.memory, *regions),
-            None,
-        )
+        self.holders = Holders(hello, self._reach, None)
         self.fetches = PrefixFetches(
             self.context, self.holders, situation=self._situation,
             prefill_s=lambda start, tokens: self.prefill_s,
             wake=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
-        self.side = DecodeScheduler(
-            blocks,
-            self.ledger,
-            situation=self._situation,
-            publish=self.handoff.publish,
-            traces=self.traces,
-            meter=unmeasured(),
-            fetching=self.fetches,
-        )
-
-    def _situation(self, request: Any, hit: int) -> Situation:
-        return situation(request, hit, self.config, self.traces, **self.told)
-
-    async def start(self) -> None:
-        await self.control.start("127.0.0.1")
+        self.side = self.scheduler(fetching=self.fetches)
 
     def holds(self, tokens: int) -> PrefixHolder:
         """A frontend's hint that this worker holds the first tokens of a prompt."""
@@ -192,14 +153,14 @@ class FetchWorker:
     ) -> FakeRequest:
         params = None if hint is None else {PREFIX_HOLDER: hint}
         return FakeRequest(
-            f"r{len(self.served)}", list(tokens), cache_salt=salt, kv_transfer_params=params,
+            f"r{len(self.requests)}", list(tokens), cache_salt=salt, kv_transfer_params=params,
             block_hashes=hashes_of(tokens, salt),
         )  # fmt: skip
 
     async def admit(self, request: FakeRequest) -> Served:
         """Ask the scheduler half about a request until it answers, and allocate its blocks."""
         tokens = request.prompt_token_ids or []
-        served = self.served[request.request_id] = Served(request, [])
+        served = self.requests[request.request_id] = Served(request, [])
         while True:
             hit = self.pool.hit(request.block_hashes)[: (len(tokens) - 1) // BLOCK]
             external, later = self.side.decide(request, len(hit) * BLOCK)
@@ -233,20 +194,16 @@ class FetchWorker:
             assert holds(self.pages, served.table, tokens[: len(served.table) * BLOCK])
             self.pool.cache(served.request.block_hashes, served.table)
             self.pool.release(served.table)
-        elif not served.over:
+        elif served.request.request_id in self.computed:
             self.pool.release(served.table)
-            if served.request.request_id not in self.computed:
-                self.admit_again(served)
+        elif not served.over:
+            # After a failed load vLLM asks once more. The prompt is computed.
+            assert self.side.decide(served.request, 0) == (0, False)
+            self.side.enqueue(served.request, [[]], 0)
         self.side.request_finished(served.request.request_id)
         record = self.traces.finish(served.request.request_id)
         assert record is not None
         return record
-
-    def admit_again(self, served: Served) -> None:
-        """After a failed load vLLM asks once more. The prompt is computed."""
-        external, later = self.side.decide(served.request, 0)
-        assert (external, later) == (0, False)
-        self.side.enqueue(served.request, [[]], 0)
 
     def expire(self) -> None:
         """Have the time of all leases that this worker gave be over now."""
@@ -256,22 +213,7 @@ class FetchWorker:
                 assert lease.timer.when() <= asyncio.get_running_loop().time() + read_leases.LEASE_S
                 lease.timer._run()
 
-    def step(self) -> None:
-        loaded = self.side.finish()
-        later, failed = self.side.collect()
-        self.side.step_done()
-        for request_id in [*loaded, *later, *failed]:
-            served = self.served[request_id]
-            assert served.loaded is None, "told twice"
-            served.loaded = request_id not in failed
-            if served.over:
-                self.pool.release(served.table)
-
-    def abort(self, served: Served) -> None:
-        served.over = True
-        self.side.request_finished(served.request.request_id)
-
-    async def check_clean(self) -> None:
+    async def check_back(self) -> None:
         async with asyncio.timeout(5.0):
             while self.leases.open:  # noqa: ASYNC110 (ends on several threads)
                 await asyncio.sleep(0.002)

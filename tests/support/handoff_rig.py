@@ -83,11 +83,13 @@ class DecodeHalf:
         host: str,
         clock: Clock = SYSTEM_CLOCK,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
+        pool: FakePool | None = None,
     ) -> None:
         self.name, self._host, self.producer, self._clock = name, host, producer, clock
         self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.pages = self.region.pages
-        self.pool = FakePool(NUM_BLOCKS)
+        self.pool = pool or FakePool(NUM_BLOCKS)
+        self.told: dict[str, Any] = {}  # fields of each situation
         self.requests: dict[str, Served] = {}
         self.cached: list[int] = []
         self.traces = RequestTraces(name)
@@ -117,15 +119,20 @@ class DecodeHalf:
             ledger=self.ledger,
             blocks=blocks,
         )
-        self.side = DecodeScheduler(
-            blocks,
+        self.side = self.scheduler()
+        self._rig = rig
+
+    def scheduler(self, **parts: Any) -> DecodeScheduler:
+        """parts: optional arguments of `DecodeScheduler`."""
+        return DecodeScheduler(
+            self.context.blocks,
             self.ledger,
             situation=self._situation,
             publish=self.handoff.publish,
             traces=self.traces,
             meter=unmeasured(),
+            **parts,
         )
-        self._rig = rig
 
     def look(self, max_body: int = 0) -> None:
         """Decide on what this worker really knows from now on, not on what the rig says.
@@ -143,7 +150,7 @@ class DecodeHalf:
     def _situation(self, request: Any, hit: int) -> Situation:
         if self.outlook is not None:
             return self.outlook.situation(request, hit)
-        return situation(request, hit, self.config, self.traces)
+        return situation(request, hit, self.config, self.traces, **self.told)
 
     def _reach(self, regions: Sequence[RegionDescriptor]) -> Callable[[], PeerSession]:
         return lambda: self._rig.transport.connect(self.region.memory, *regions)
@@ -200,6 +207,7 @@ class DecodeHalf:
     def step(self) -> None:
         loaded = self.side.finish()
         later, failed = self.side.collect()
+        self.side.step_done()
         loaded += later
         for request_id in [*loaded, *failed]:
             served = self.requests[request_id]
