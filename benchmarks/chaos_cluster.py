@@ -5,8 +5,6 @@ A worker that is started in place of another gets its core. Every process is end
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from typing import Any
 import httpx
 
 from benchmarks.live import BenchError, wait_for
-from pullfill import wire
 from tests.support import web
 from tests.support.cluster import Cluster, Worker
 
@@ -86,11 +83,7 @@ class ChaosCluster(Cluster):
 
     def probes(self, role: str) -> dict[str, str]:
         """Instance id → address of its probe server, of all that are registered."""
-        prefix = f"/pullfill/{self.namespace}/workers/{role}/"
-        told = json.loads(self.etcd.ctl("get", "--prefix", prefix, "--write-out=json"))
-        bodies = [base64.b64decode(kv["value"]) for kv in told.get("kvs", [])]
-        records = [wire.decode(body, wire.WorkerRecord) for body in bodies]
-        return {r.instance_id: r.http for r in records}
+        return {name: record.http for name, record in self.records(role).items()}
 
 
 class Freed:

@@ -15,30 +15,28 @@ token, with what one plain vLLM engine says.
               same load), or of the rate before the kill where that is lower
   blocks      from the kill of a prefill worker until none of its blocks is in use or quarantine
 
-Writes results/chaos-report.md with --save. Exit status 1 when a target is missed.
+Writes results/chaos-report.md. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import command
 from benchmarks.chaos_cluster import cluster_in
 from benchmarks.chaos_load import Work, make_work
 from benchmarks.chaos_scenarios import TOPOLOGIES, Run, Stage, Topology
-from benchmarks.live import end_in_order
 from benchmarks.machine import OtherLoad
-from benchmarks.report import Row, finish, measured, none_of, percentile, row
+from benchmarks.report import Row, none_of, percentile, row, table
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.oracle import Oracle
 
 LENGTHS = (150, 1100, 700, 1900, 1500)
 """Tokens per prompt, in turn: four of five are longer than what is prefilled locally by default."""
 MAX_TOKENS = 32
-NAME, TITLE = "chaos-report", "One process killed under load"
 BACK_LIMIT_S = 2.0
 FREE_LIMIT_S = 1.0
 ERROR_LIMIT_S = 5.0
@@ -130,52 +128,24 @@ def _recovery_rows(name: str, run: Run) -> list[Row]:
     return rows
 
 
-HEAD = (
-    "| cluster | what happens | failed | wrong | noticed | blocks free | back after "
-    "| tokens/s before, during, after | the rest can do | p50, p99 |\n" + "|---" * 10 + "|\n"
-)
-
-
-def report_table(rows: Sequence[Row]) -> str:
-    """One line per scenario."""
-    groups: dict[str, dict[str, Row]] = {}
-    for r in rows:
-        name, _, metric = r.metric.partition(": ")
-        groups.setdefault(name, {})[metric] = r
-    return HEAD + "\n".join(_line(name, found) for name, found in groups.items())
-
-
-def _line(name: str, found: Mapping[str, Row]) -> str:
-    def number(metric: str, unit: str = "", digits: int = 0, missing: str = "–") -> str:
-        row = found.get(metric)
-        return missing if row is None else f"{measured(row):.{digits}f}{unit}"
-
-    topology, _, title = name.partition(", ")
-    total = found["failed"].unit.removeprefix("of ")
-    count = measured(found["failed"])
-    failed = f"{count:g} of {total}"
-    if own := found.get("of them failed"):
-        open_there = measured(found["open there when it was killed"])
-        failed = f"{count + measured(own):g} of {total}, {open_there:g} were open there"
-    if met := found.get("failed while there was none"):
-        slowest = measured(found["slowest error"])
-        failed = f"{count + measured(met):g} of {total}, each within {slowest:.1f} s"
-    back = number("throughput back after", " s", 2, number("another one ready after", " s", 1))
-    rate = ", ".join(number(part) for part in PARTS)
-    took = ", ".join(number(f"duration, {p}", " ms") for p in ("p50", "p99"))
-    freed = found.get("its blocks free after")
-    free = f"{1000 * measured(freed):.0f} ms" if freed else "–"
-    return (
-        f"| {topology} | {title} | {failed} | {number('wrong answers')} "
-        f"| {number('noticed after', ' ms')} | {free} "
-        f"| {back} | {rate} | {number('what is left can do')} | {took} |"
-    )
+def measure(options: argparse.Namespace, base: Path) -> tuple[list[Row], OtherLoad]:
+    quiet, rows = OtherLoad(), list[Row]()
+    quiet.look()
+    with Oracle(tiny_checkpoint()) as oracle:
+        count = options.clients * options.requests
+        print(f"asking one plain vLLM engine for {count} answers", flush=True)
+        work = make_work(oracle, count, LENGTHS, MAX_TOKENS)
+    for topology in chosen(options.only):
+        for run in play(topology, work, options, options.logs or base):
+            found = report_rows(topology.name, run)
+            print(f"\n{table(found)}", flush=True)
+            rows += found
+    quiet.look()
+    return rows, quiet
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     names = ", ".join(dict.fromkeys(s.key for t in TOPOLOGIES for s in t.scenarios))
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--clients", type=int, default=8)
@@ -187,30 +157,10 @@ def main() -> int:
         help=f"a topology, a scenario or TOPOLOGY/SCENARIO; may be repeated. Scenarios: {names}",
     )
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    parser.add_argument("--save", action="store_true", help="write the results")
     options = parser.parse_args()
-    if not (topologies := chosen(options.only)):
+    if not chosen(options.only):
         parser.error(f"--only {options.only}: nothing has that name")
-    end_in_order()
-    quiet, rows = OtherLoad(), list[Row]()
-    quiet.look()
-    with tempfile.TemporaryDirectory(prefix="pullfill-chaos-") as directory:
-        base = options.logs or Path(directory)
-        with Oracle(tiny_checkpoint()) as oracle:
-            count = options.clients * options.requests
-            print(f"asking one plain vLLM engine for {count} answers", flush=True)
-            work = make_work(oracle, count, LENGTHS, MAX_TOKENS)
-        for topology in topologies:
-            for run in play(topology, work, options, base):
-                found = report_rows(topology.name, run)
-                print(report_table(found).splitlines()[-1], flush=True)
-                rows += found
-    quiet.look()
-    shown = report_table(rows)
-    print(f"\n{shown}")
-    return finish(
-        NAME, rows, quiet=quiet.quiet, save=options.save, title=TITLE, more=shown, even_if_busy=True
-    )
+    return command.main("chaos-report", "One process killed under load", options, measure)
 
 
 if __name__ == "__main__":

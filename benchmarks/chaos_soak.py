@@ -16,7 +16,7 @@ never hit. So a decode worker is always left, and no request may fail.
 The private memory of these four (resident, without the shared KV) is told at half time and at the
 end. tests/integration/test_engine_memory.py holds a worker's growth against a limit.
 
-Writes results/chaos-soak.md with --save.
+Writes results/chaos-soak.md.
 Exit status 1 when anything failed, was wrong, or is left behind.
 """
 
@@ -28,18 +28,17 @@ import random
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import machine
+from benchmarks import command, machine
 from benchmarks.chaos_cluster import ChaosCluster, cluster_in
 from benchmarks.chaos_load import Load, make_work
-from benchmarks.live import BenchError, end_in_order
-from benchmarks.report import Row, finish, none_of, percentile, row
+from benchmarks.live import BenchError
+from benchmarks.report import Row, none_of, percentile, row
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import Worker
 from tests.support.oracle import Oracle
@@ -171,12 +170,16 @@ def dead_maps(pid: int) -> int:
     return sum(m.endswith("(deleted)") and KV in m for m in maps)
 
 
-def soak(options: argparse.Namespace, base: Path) -> list[Row]:
+def soak(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
     """Raises BenchError when the cluster does not start or does not come back."""
+    quiet = machine.OtherLoad()
+    quiet.look()
     with Oracle(tiny_checkpoint()) as oracle:
         work = make_work(oracle, PROMPTS, LENGTHS, MAX_TOKENS, grow=0.25)
     rng = random.Random(options.seed)
-    with cluster_in(base, tiny_checkpoint(), decode=2, prefill=2, frontends=2) as cluster:
+    with cluster_in(
+        options.logs or base, tiny_checkpoint(), decode=2, prefill=2, frontends=2
+    ) as cluster:
         faults = Faults(cluster, rng)
         kinds = [k for k in faults.kinds if k not in options.without]
         lasting = {w.log.stem: w.pid for w in _lasting(cluster)}
@@ -222,7 +225,7 @@ def soak(options: argparse.Namespace, base: Path) -> list[Row]:
         rows.append(row(f"{name}: private memory at half time", half[name], "MiB"))
         rows.append(row(f"{name}: private memory at the end", end[name], "MiB"))
         rows.append(none_of(f"{name}: mapped regions of dead workers", mapped[name]))
-    return rows
+    return rows, quiet
 
 
 def _complaint(check: Callable[[], object]) -> str:
@@ -249,10 +252,8 @@ def _lasting(cluster: ChaosCluster) -> list[Worker]:
     return [cluster.of("decode")[0], cluster.of("prefill")[0], *cluster.of("frontend")]
 
 
-def command_line() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> int:
+    parser = command.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=12.0, metavar="S", help="between faults")
     parser.add_argument("--clients", type=int, default=6)
@@ -260,24 +261,9 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", action="append", default=[], metavar="KIND")
     parser.add_argument("--logs", type=Path, help="keep the processes' logs in this folder")
-    parser.add_argument("--save", action="store_true", help="write the results")
-    return parser
-
-
-def main() -> int:
-    options = command_line().parse_args()
-    end_in_order()
-    quiet = machine.OtherLoad()
-    quiet.look()
-    with tempfile.TemporaryDirectory(prefix="pullfill-soak-") as directory:
-        rows = soak(options, options.logs or Path(directory))
-    return finish(
-        "chaos-soak",
-        rows,
-        quiet=quiet.quiet,
-        save=options.save,
-        title=f"{options.minutes:g} minutes of mixed faults",
-    )
+    options = parser.parse_args()
+    title = f"{options.minutes:g} minutes of mixed faults"
+    return command.main("chaos-soak", title, options, soak)
 
 
 if __name__ == "__main__":

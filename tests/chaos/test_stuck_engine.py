@@ -5,15 +5,11 @@ The worker says so and takes nothing; it goes on if the engine does, and leaves 
 
 from __future__ import annotations
 
-import base64
-import json
 import time
 from typing import Any
 
 import pytest
 
-from pullfill.registry import keys
-from pullfill.wire import WorkerRecord, decode
 from tests.support import web
 from tests.support.checked import checked
 from tests.support.cluster import Cluster, Worker, until
@@ -30,12 +26,6 @@ SHORTER, LONGER = "engine.step=sleep:3.5@1", "engine.step=sleep:60@1"
 
 def launch(cluster: Cluster, role: str) -> Worker:
     return cluster.launch(role, "--engine-stall-timeout", str(STALL_S))
-
-
-def probe_url(cluster: Cluster, worker: Worker) -> str:
-    key = keys.worker(cluster.namespace, worker.role, worker.instance_id)
-    (kv,) = json.loads(cluster.etcd.ctl("get", key, "--write-out=json"))["kvs"]
-    return decode(base64.b64decode(kv["value"]), WorkerRecord).http
 
 
 def unready(url: str) -> dict[str, Any] | None:
@@ -57,7 +47,7 @@ def goes_on(load: Load, more: int = 4) -> None:
 
 def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
     """Once until it recovers, once for good."""
-    url = probe_url(cluster, victim)
+    url = cluster.records(victim.role)[victim.instance_id].http
     assert unready(url) is None
     victim.arm(SHORTER)
     said = until(lambda: unready(url), 20, "/ready fails")
