@@ -31,8 +31,7 @@ from pullfill.runtime.health import ServerHealth
 # --------------------------------------------------------------------------- what a refusal says
 
 # Codes of gRPC.
-_DEADLINE, _NOT_FOUND, _EXHAUSTED, _OUT_OF_RANGE = 4, 5, 8, 11
-_UNAVAILABLE, _UNAUTHENTICATED = 14, 16
+_DEADLINE, _NOT_FOUND, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 4, 5, 8, 14, 16
 _PASSING = frozenset({_DEADLINE, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED})
 # Said of a token from before a change of users or roles. Its code is that of a bad request.
 _OLD_AUTH = "revision of auth store is old"
@@ -79,11 +78,6 @@ class Failure(msgspec.Struct):
     def of_lease(self) -> bool:
         """Whether the lease is unknown."""
         return self._code == _NOT_FOUND and "lease" in self.text
-
-    @property
-    def of_revision(self) -> bool:
-        """Whether the revision is gone."""
-        return self._code == _OUT_OF_RANGE
 
     @property
     def _code(self) -> int:
@@ -328,7 +322,7 @@ class EtcdClient:
     ) -> T:
         """POST `request` to the unary `path` and decode the answer as `kind`.
 
-        Raises RegistryUnavailable (LeaseNotFound, RevisionLost), ConfigError when refused.
+        Raises RegistryUnavailable (LeaseNotFound), ConfigError when refused.
         """
         body = await self._post(path, request, timeout_s or self._timeout_s)
         try:
@@ -426,7 +420,7 @@ class EtcdClient:
                     raise
                 raise self._lost(exc, at) from exc
             except (ValueError, HttpProcessingError) as exc:  # by the release of aiohttp
-                # It would come again whenever the watch goes on from the same revision.
+                # Another member would send the same.
                 raise RevisionLost(f"etcd sent a line of more than {_LINE >> 20} MiB") from exc
             if not line:
                 raise self._lost(EOFError("etcd ended the stream"), at)
@@ -441,8 +435,6 @@ class EtcdClient:
         text = failure.text or f"HTTP {status}"
         if failure.of_lease:
             return LeaseNotFound(f"etcd: {text}")
-        if failure.of_revision:
-            return RevisionLost(f"etcd: {text}")
         if failure.passing or status >= 500:
             return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not failure.of_all)
         advice = ""
