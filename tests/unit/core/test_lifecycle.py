@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pullfill.runtime import lifecycle
-from tests.support.programs import Program
 
 STUBBORN = """
 import asyncio, time
@@ -27,12 +28,6 @@ asyncio.run(main())
 
 SLEEP = "await asyncio.sleep(60)"
 HANGS = "lifecycle.exit_within(0.2, 3); time.sleep(60)"
-
-
-def start(before: str, hang: str) -> Program:
-    process = Program(STUBBORN.format(before=before, hang=hang))
-    assert process.stdout.readline() == "ready\n"
-    return process
 
 
 async def test_a_process_that_is_told_to_leave_makes_a_file_for_up(
@@ -66,10 +61,16 @@ def test_a_process_that_ends_early_leaves_nothing_behind(
         "from pathlib import Path; lifecycle.at_leave(lambda: time.sleep(0.3)); "
         f"lifecycle.at_leave(Path({str(left)!r}).touch); "
     )
-    with start(last + before, hang) as process:
-        if code == 0:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == code
+    program = STUBBORN.format(before=last + before, hang=hang)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            if code == 0:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == code
+        finally:
+            process.kill()
     assert left.exists()
 
 

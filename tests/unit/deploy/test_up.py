@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import up
 from pullfill.deploy.state import StateDir
 from pullfill.options import UpOptions
-from tests.support import programs
 from tests.support.waiting import eventually
 
 CODE = """
@@ -50,7 +50,8 @@ def _up(directory: Path, start: str, slow: float = 0) -> subprocess.CompletedPro
 
     slow: seconds that the command stands still after it has forked."""
     code = CODE.replace("START", start).replace("SLOW", str(slow))
-    return programs.run(code, str(directory / "state"))
+    command = [sys.executable, "-c", code, str(directory / "state")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_it_names_a_state_directory_that_is_not_the_default_one(
