@@ -526,10 +526,6 @@ class EtcdClient:
         lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _LeaseGranted)
         return lease.id, lease.ttl, self._dated(lease.header)
 
-    async def lease_left_s(self, lease_id: int) -> int:
-        """Return how many seconds the lease has left, by etcd's clock. Negative: it is gone."""
-        return (await self.call("/lease/timetolive", {"ID": lease_id}, _LeaseGranted)).ttl
-
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""
         await self.call("/lease/revoke", {"ID": lease_id}, _Done)

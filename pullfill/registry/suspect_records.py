@@ -11,11 +11,10 @@ written again and again until it would have ended.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from pullfill.errors import BadMessage
 from pullfill.registry import keys
@@ -30,15 +29,6 @@ _log = log.get("registry.suspect_records")
 MAX_POSTED = 1000
 
 
-@dataclass(slots=True)
-class _Entry:
-    """until: when it ends, by the loop's clock. stored: etcd has the key, so only that counts."""
-
-    record: SuspectRecord
-    until: float
-    stored: bool
-
-
 class SuspectBoard(Follower):
     """See the module. refuse_s: returns how long a request is refused."""
 
@@ -49,23 +39,23 @@ class SuspectBoard(Follower):
         super().__init__(client, prefix, "the suspects", self._on_change)
         self._refuse_s = refuse_s
         self._namespace = namespace
-        self._entries: dict[str, _Entry] = {}
-        self._loop = asyncio.get_running_loop()
-        self._asking = asyncio.Lock()
+        self._entries: dict[str, SuspectRecord] = {}
+        # Those that etcd holds: its word counts, and not the time.
+        self._stored: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def listed(self) -> list[dict[str, object]]:
         """The entries, for people: `suspects` in `GET /pullfill/status`."""
-        return _rows((e.record, self.left_s(name)) for name, e in list(self._entries.items()))
+        return _rows(one for name, one in list(self._entries.items()) if self.left_s(name))
 
     def left_s(self, fingerprint: str) -> float:
         """Return how long the fingerprint is refused: 0, or at least 1 s while its key lives."""
-        if (entry := self._entries.get(fingerprint)) is None:
+        if (record := self._entries.get(fingerprint)) is None:
             return 0.0
-        left_s = entry.until - self._loop.time()
-        if left_s <= 0 and not entry.stored:
+        left_s = record.until - time.time()
+        if left_s <= 0 and fingerprint not in self._stored:
             del self._entries[fingerprint]
             return 0.0
         return max(1.0, left_s)
@@ -79,9 +69,13 @@ class SuspectBoard(Follower):
 
         While etcd does not answer, the write is tried again."""
         ttl_s = self.refuse_s
-        record = SuspectRecord(fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens)
+        record = SuspectRecord(
+            fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens,
+            until=time.time() + ttl_s,
+        )  # fmt: skip
         full = len(self._entries) >= MAX_POSTED
-        self._entries[fingerprint] = _Entry(record, self._loop.time() + ttl_s, stored=False)
+        self._entries[fingerprint] = record
+        self._stored.discard(fingerprint)
         if full:
             _log.warning(
                 "suspect %s is refused by this frontend only: etcd holds %d already",
@@ -100,36 +94,29 @@ class SuspectBoard(Follower):
         name = event.key.decode(errors="replace").removeprefix(self._prefix)
         if isinstance(event, Delete):
             self._entries.pop(name, None)
+            self._stored.discard(name)
             return
         try:
             record = decode(event.value, SuspectRecord)
         except BadMessage as exc:
             _log.warning("ignoring %s: %s", event.key.decode(errors="replace"), exc)
             return
-        # Refused first: to ask etcd for the time takes a moment.
-        entry = self._entries[record.fingerprint] = _Entry(record, 0.0, stored=True)
-        key = event.key
-        self.write(lambda _: self._ask_time(key, entry), f"time of suspect {name}")
-
-    async def _ask_time(self, key: bytes, entry: _Entry) -> None:
-        # One at a time: a frontend that starts is told of up to MAX_POSTED entries at once, and
-        # each call that runs has a connection of its own.
-        async with self._asking:
-            if (found := await self._client.get(key)) is not None:
-                entry.until = self._loop.time() + await self._client.lease_left_s(found.lease)
+        self._entries[record.fingerprint] = record
+        self._stored.add(record.fingerprint)
 
 
-def _rows(found: Iterable[tuple[SuspectRecord, float]]) -> list[dict[str, object]]:
+def _rows(records: Iterable[SuspectRecord]) -> list[dict[str, object]]:
     """What people are shown, those that end last at the end."""
+    now = time.time()
     return [
         {
             "fingerprint": record.fingerprint,
             "state": "refused",
             "deaths": record.deaths,
             "prompt_tokens": record.prompt_tokens,
-            "left_s": round(left_s, 1),
+            "left_s": round(max(0.0, record.until - now), 1),
         }
-        for record, left_s in sorted(found, key=lambda each: each[1])
+        for record in sorted(records, key=lambda record: record.until)
     ]
 
 
@@ -139,8 +126,7 @@ async def posted(client: EtcdClient, namespace: str) -> list[dict[str, object]]:
     found = []
     for kv in (await client.get_prefix(keys.suspects_prefix(namespace)))[0]:
         with contextlib.suppress(BadMessage):
-            record = decode(kv.value, SuspectRecord)
-            found.append((record, max(0.0, await client.lease_left_s(kv.lease))))
+            found.append(decode(kv.value, SuspectRecord))
     return _rows(found)
 
 

@@ -182,12 +182,15 @@ class AdapterRecord(Message, frozen=True, kw_only=True):
 
 class SuspectRecord(Message, frozen=True, kw_only=True):
     """`suspects/{fingerprint}`: a request that no frontend sends to a decode worker while the key
-    lives. deaths: decode workers that died with it."""
+    lives. deaths: decode workers that died with it.
+
+    until: when the key ends, in seconds since 1970, by the clock of the frontend that wrote it."""
 
     v: Version = WIRE_VERSION
     fingerprint: Id
     deaths: Count
     prompt_tokens: Count
+    until: float = 0.0
 
 
 # --------------------------------------------------------------------------- explain

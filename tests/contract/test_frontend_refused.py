@@ -13,10 +13,8 @@ import pytest
 from pullfill.config import ClusterRef
 from pullfill.deploy import operate
 from pullfill.errors import ConfigError
-from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient, KeyValue
+from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspect_records import SuspectBoard, posted
-from pullfill.wire import SuspectRecord, encode
 from tests.support.etcd import EtcdServer
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import PATIENCE_S, FakeDecode, Rig, rig, until
@@ -71,11 +69,11 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         assert not other.added
         (row,) = board_2.listed()
         assert (row["fingerprint"], row["deaths"], row["prompt_tokens"]) == (name, 2, 1)
-        await until(lambda: float(str(board_2.listed()[0]["left_s"])) > 80)
+        assert float(str(row["left_s"])) > 80
         await operate.suspects(ref, as_json=True)
         (told,) = json.loads(capsys.readouterr().out)
         assert told["fingerprint"] == name
-        assert 80 < told["left_s"] <= 90, "what etcd says of the lease"
+        assert 80 < told["left_s"] <= 90
         with pytest.raises(ConfigError, match=name):
             await operate.suspects(ref, "clear", "cafe")
         await until(lambda: len(board_1) == len(board_2) == 1)
@@ -131,34 +129,4 @@ async def test_a_refusal_of_the_shortest_time_reaches_the_others(etcd: EtcdServe
     await until(lambda: two.left_s("beef") > 0)
     for board in (one, two):
         await board.close()
-    await client.close()
-
-
-async def test_a_frontend_that_starts_asks_for_one_entry_at_a_time(
-    etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each question has a connection of its own, and there may be 1000 entries."""
-    asking, most, real = 0, 0, EtcdClient.get
-
-    async def get(self: EtcdClient, key: str | bytes) -> KeyValue | None:
-        nonlocal asking, most
-        asking += 1
-        most = max(most, asking)
-        try:
-            return await real(self, key)
-        finally:
-            asking -= 1
-
-    monkeypatch.setattr(EtcdClient, "get", get)
-    client = await EtcdClient.connect(etcd.url, wait_s=10)
-    lease, _, _ = await client.grant_lease(60)
-    names = [f"{number:032x}" for number in range(20)]
-    for name in names:
-        record = SuspectRecord(fingerprint=name, deaths=2, prompt_tokens=1)
-        await client.put(keys.suspect(ns, name), encode(record), lease)
-    board = SuspectBoard(client, ns)
-    board.begin()
-    await until(lambda: len(board) == 20 and all(board.left_s(name) > 5 for name in names))
-    assert most == 1
-    await board.close()
     await client.close()
