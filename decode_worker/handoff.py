@@ -40,7 +40,8 @@ from pullfill.errors import (
     QueueFull,
 )
 from pullfill.ids import job_digest
-from pullfill.queue.contract import JobProducer, Urgency
+from pullfill.queue.contract import Urgency
+from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.wire import (
     MAX_TEXT,
@@ -97,7 +98,7 @@ class Handoff:
     def __init__(
         self,
         ledger: Ledger,
-        queue: JobProducer,
+        queue: JetStreamProducer,
         traces: RequestTraces,
         *,
         # The connected prefill workers. The control server adds and removes them.

@@ -22,7 +22,8 @@ from pullfill.errors import BadMessage, ClaimRefused, PullfillError
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
-from pullfill.queue.contract import Delivery, JobConsumer
+from pullfill.queue.contract import Delivery
+from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.runtime import log
 from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
@@ -159,7 +160,7 @@ class Puller:
 
     def __init__(
         self,
-        consumer: JobConsumer,
+        consumer: JetStreamConsumer,
         links: DecodeLinks,
         engine: PrefillEngine,
         budget: Budget,

@@ -5,17 +5,14 @@ Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
 letter. The most urgent job comes first, and of one urgency the one that was published first.
 
-`jetstream.py` implements it.
+Both ends are in `jetstream.py`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from pullfill.wire import QueueStatus
 
 
 class Urgency(enum.IntEnum):
@@ -86,7 +83,7 @@ class Delivery(Protocol):
     body: bytes
     tokens: int  # prompt tokens still to be computed, as told at publish
     number: int  # 1 for the first delivery of the job
-    ack_subject: str  # who knows it can settle this delivery (`JobProducer.nak`)
+    ack_subject: str  # who knows it can settle this delivery (`JetStreamProducer.nak`)
 
     # A job may be delivered twice, and a late ack of an earlier delivery settles it. The queue is
     # no fence: the decode worker's ledger decides who may write.
@@ -111,87 +108,3 @@ class Delivery(Protocol):
 
     async def in_progress(self) -> None:
         """Reset the `ack_wait_s` timer. Never raises. Does nothing while the server is away."""
-
-
-class JobProducer(Protocol):
-    """The decode worker's side. `depth`, `look_again` and `available` may be used on any thread."""
-
-    async def publish(
-        self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
-    ) -> Receipt:
-        """Store one job durably. The same `job_id` again is a duplicate, not a second job.
-
-        tokens: number of tokens to compute.
-
-        Raises QueueFull (a limit is reached, or the body is larger than the server takes: then not
-        `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
-        `available` is False). After QueueUnavailable the job may be stored all the same. Then a
-        worker pulls it, and its claim must be refused."""
-
-    async def cancel(self, receipt: Receipt) -> bool:
-        """Remove a job, pending or in flight. Returns whether it was still there.
-
-        Never raises. While the server is away it returns False, and the job stays. A worker that
-        pulls it later must be refused the claim."""
-
-    async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
-        """Return those whose message the queue has no more, so that nobody will be given the job.
-
-        One request for all of them. Never raises. Returns [] if the server does not answer."""
-
-    def claimed(self, receipt: Receipt) -> None:
-        """Note that the job waits no longer: a prefill worker has it."""
-
-    def committed(self, receipt: Receipt) -> None:
-        """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
-
-    async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
-        """NAK a delivery on behalf of a worker that died with it.
-
-        receipt: of the job. Without one, or if the stream was made anew since, nothing is sent, and
-        the job is delivered again after `ack_wait_s`.
-
-        Raises BadMessage if `ack_subject`, which came over the network, is not of this queue and
-        this job.
-        """
-
-    def depth(self) -> QueueStatus:
-        """Return the jobs and tokens that are pending or in flight. Does no I/O.
-
-        The figures come from a cache. While the queue moves it is at most about 1 s old. Own
-        publishes, commits and cancels count at once. Tokens are rounded up by at most 1/16 per job.
-        While the server is away, this is the last known state."""
-
-    def look_again(self) -> None:
-        """Count the depth soon. Call it if `depth` kept a job local."""
-
-    @property
-    def available(self) -> bool:
-        """Whether the server answered lately. If not, do not try to publish."""
-
-    async def close(self) -> None: ...
-
-
-class JobConsumer(Protocol):
-    """The prefill worker's side."""
-
-    @property
-    def ack_wait_s(self) -> float:
-        """Seconds without a heartbeat after which a job is delivered again."""
-
-    @property
-    def max_deliver(self) -> int:
-        """Number of deliveries of one job, after which it becomes a dead letter."""
-
-    async def pull(self, wait_s: float) -> Delivery | None:
-        """Return one job. Waits for it, at most `wait_s`. None: there is none, or after `drain`.
-
-        Raises QueueUnavailable if the server cannot be reached within `wait_s`. A pull that is
-        cancelled gives back what it has taken. Between two pulls that do not follow each other at
-        once, no job is kept for this worker."""
-
-    async def drain(self) -> None:
-        """Take no more jobs. What is delivered from now on goes to other workers at once."""
-
-    async def close(self) -> None:
-        """Close, once the server has read all acks, or after about 1 s."""

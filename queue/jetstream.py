@@ -46,7 +46,7 @@ from pullfill.queue.streams import (
 )
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import QueueSettings
+from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
 
@@ -109,7 +109,7 @@ class QueueEnd(ABC):
 
 
 class JetStreamProducer(QueueEnd):
-    """A `JobProducer`. See the contract for what each method promises.
+    """The decode worker's end. `depth`, `look_again` and `available` may be used on any thread.
 
     Circuit breaker: one publish or count without an answer opens it. Then `available` is False and
     nothing is published. The next count that is answered closes it. So a server that hangs costs
@@ -122,7 +122,6 @@ class JetStreamProducer(QueueEnd):
     def __init__(self, streams: Streams) -> None:
         super().__init__(streams)
         self._depth = DepthCache()
-        self.depth = self._depth.status
         self._answering = False
         self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
         self._holes = 0  # messages that are gone from the middle of the stream
@@ -137,8 +136,17 @@ class JetStreamProducer(QueueEnd):
         await self.streams.close()
         await self.connection.close()
 
+    def depth(self) -> QueueStatus:
+        """Return the jobs and tokens that are pending or in flight. Does no I/O.
+
+        The figures come from a cache. While the queue moves it is at most about 1 s old. Own
+        publishes, commits and cancels count at once. Tokens are rounded up by at most 1/16 per job.
+        While the server is away, this is the last known state."""
+        return self._depth.status()
+
     @property
     def available(self) -> bool:
+        """Whether the server answered lately. If not, do not try to publish."""
         answers = self._answering and self.connection.up
         return answers and SYSTEM_CLOCK.monotonic() >= self._held_until
 
@@ -148,12 +156,21 @@ class JetStreamProducer(QueueEnd):
         return self.connection.max_body
 
     def look_again(self) -> None:
+        """Count the depth soon. Call it if `depth` kept a job local."""
         if not self._kick.is_set():
             self._loop.call_soon_threadsafe(self._kick.set)
 
     async def publish(
         self, job_id: str, body: bytes, tokens: int, urgency: Urgency = Urgency.NORMAL
     ) -> Receipt:
+        """Store one job durably. The same `job_id` again is a duplicate, not a second job.
+
+        tokens: number of tokens to compute.
+
+        Raises QueueFull (a limit is reached, or the body is larger than the server takes: then not
+        `retryable`), QueueUnavailable (no answer within `publish_timeout_s`; at once while
+        `available` is False). After QueueUnavailable the job may be stored all the same. Then a
+        worker pulls it, and its claim must be refused."""
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
         stream_id, subject = self.streams.stream_id, self._names.job(tokens, urgency)
@@ -177,6 +194,10 @@ class JetStreamProducer(QueueEnd):
         return Receipt(job_id, seq, duplicate, stream_id)
 
     async def cancel(self, receipt: Receipt) -> bool:
+        """Remove a job, pending or in flight. Returns whether it was still there.
+
+        Never raises. While the server is away it returns False, and the job stays. A worker that
+        pulls it later must be refused the claim."""
         self.committed(receipt)
         async with self._cancels:
             if self._answering and receipt.stream_id == self.streams.stream_id:
@@ -188,6 +209,9 @@ class JetStreamProducer(QueueEnd):
         return False
 
     async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+        """Return those whose message the queue has no more, so that nobody will be given the job.
+
+        One request for all of them. Never raises. Returns [] if the server does not answer."""
         if not (receipts and self._answering):
             return []
         # To list the holes costs time per hole, and one old message keeps the holes of all later
@@ -212,15 +236,24 @@ class JetStreamProducer(QueueEnd):
         ]
 
     def claimed(self, receipt: Receipt) -> None:
+        """Note that the job waits no longer: a prefill worker has it."""
         if receipt.stream_id == self._depth.stream_id:
             self._depth.claimed(receipt.seq)
 
     def committed(self, receipt: Receipt) -> None:
+        """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
         # Not the id that `streams` knows: it knows none while the stream has no leader.
         if receipt.stream_id == self._depth.stream_id:
             self._depth.ended(receipt.seq)
 
     async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
+        """NAK a delivery on behalf of a worker that died with it.
+
+        receipt: of the job. Without one, or if the stream was made anew since, nothing is sent, and
+        the job is delivered again after `ack_wait_s`.
+
+        Raises BadMessage if `ack_subject`, which came over the network, is not of this queue and
+        this job."""
         ack = parse_ack(ack_subject)
         if ack.stream != self._names.stream:
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
@@ -321,7 +354,7 @@ _FOUND_NOTHING = frozenset({"404", "408"})
 
 
 class JetStreamConsumer(QueueEnd):
-    """A `JobConsumer`. See the contract for what each method promises.
+    """The prefill worker's end.
 
     A pull first asks for a job that is there now, the most urgent one first. If there is none, it
     asks the consumers of all urgencies at once. Requests that still wait when a job has come are
@@ -349,13 +382,16 @@ class JetStreamConsumer(QueueEnd):
 
     @property
     def ack_wait_s(self) -> float:
+        """Seconds without a heartbeat after which a job is delivered again."""
         return self.streams.ack_wait_s
 
     @property
     def max_deliver(self) -> int:
+        """Number of deliveries of one job, after which it becomes a dead letter."""
         return self.streams.max_deliver
 
     async def close(self) -> None:
+        """Close, once the server has read all acks, or after about 1 s."""
         await end(self._repairing)
         await self.streams.close()
         await self.drain()
@@ -365,6 +401,7 @@ class JetStreamConsumer(QueueEnd):
         await self.connection.close()
 
     async def drain(self) -> None:
+        """Take no more jobs. What is delivered from now on goes to other workers at once."""
         self._draining = True
         self._wake.set()
         await self._withdraw()
@@ -372,6 +409,11 @@ class JetStreamConsumer(QueueEnd):
     # ------------------------------------------------------------------ pull
 
     async def pull(self, wait_s: float) -> Delivery | None:
+        """Return one job. Waits for it, at most `wait_s`. None: there is none, or after `drain`.
+
+        Raises QueueUnavailable if the server cannot be reached within `wait_s`. A pull that is
+        cancelled gives back what it has taken. Between two pulls that do not follow each other at
+        once, no job is kept for this worker."""
         job: JetStreamDelivery | None = None
         self._pulling = True
         try:

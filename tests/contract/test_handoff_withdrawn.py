@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.queue.contract import JobConsumer, Receipt, Urgency
+from pullfill.queue.contract import Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.queue.streams import Names
 from tests.support.fakes import FakeClock
@@ -120,7 +120,7 @@ async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
 # ------------------------------------------------------------------ the queue loses it
 
 
-async def lose(how: str, cluster: Cluster, consumer: JobConsumer) -> None:
+async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
     """Let the message of the only job disappear, after it was published."""
     names = Names(cluster.config.namespace, cluster.config.compat_hash)
     (producer,) = [decode.producer for decode in cluster.decodes.values()]

@@ -15,8 +15,6 @@ from pullfill.errors import BadMessage, QueueFull
 from pullfill.queue.contract import (
     DeadLetter,
     Delivery,
-    JobConsumer,
-    JobProducer,
     QueueConfig,
     Urgency,
 )
@@ -66,7 +64,7 @@ Make = Callable[[QueueConfig], Awaitable[Bench]]
 @pytest.fixture
 async def make(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", BUSY_REFRESH_S)
-    opened: list[JobConsumer | JobProducer] = []
+    opened: list[JetStreamConsumer | JetStreamProducer] = []
 
     async def jetstream(config: QueueConfig) -> Bench:
         async def add() -> JetStreamConsumer:
@@ -98,7 +96,7 @@ async def hasty(make: Make) -> Bench:
     return await make(a_config(ACK_WAIT_S))
 
 
-async def pulled(consumer: JobConsumer, count: int) -> list[Delivery]:
+async def pulled(consumer: JetStreamConsumer, count: int) -> list[Delivery]:
     return [job for _ in range(count) if (job := await consumer.pull(SOON_S))]
 
 
@@ -260,7 +258,7 @@ async def test_many_jobs_over_several_workers_each_once(bench: Bench) -> None:
     await asyncio.gather(*(bench.producer.publish(f"j{i}", b"", 10) for i in range(60)))
     seen: list[str] = []
 
-    async def work(worker: JobConsumer) -> None:
+    async def work(worker: JetStreamConsumer) -> None:
         while len(seen) < 60:
             if job := await worker.pull(0.1):
                 seen.append(job.job_id)

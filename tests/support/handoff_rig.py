@@ -35,7 +35,7 @@ from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.queue.contract import DeadLetter, JobConsumer, QueueConfig
+from pullfill.queue.contract import DeadLetter, QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.runtime.health import ServerHealth
@@ -253,7 +253,7 @@ class PrefillHalf:
         name: str,
         *,
         chunk: int,
-        consumer: JobConsumer,
+        consumer: JetStreamConsumer,
         longest: int = 999,
     ) -> None:
         self.name, self._cluster = name, cluster
