@@ -61,10 +61,6 @@ _TRIES_OUT_OF_REACH = 2  # deliveries; after them the decode worker computes the
 _GRANTED = metrics.CLAIM.labels("granted")
 
 
-class Renewed(PeerUnavailable):
-    """The decode worker has a new incarnation, but our connection was made to the old one."""
-
-
 class Revoked(HandoffError):
     """The decode worker took the grant back."""
 
@@ -196,7 +192,7 @@ class Handoff:
         if self.grant.incarnation != link.record.incarnation:
             # The decode worker has registered again since this connection was made: only a new
             # connection can write into its memory.
-            raise Renewed(f"{self.job.decode_instance} has registered again")
+            raise OutOfReach(f"{self.job.decode_instance} has registered again")
         if self.job.adapter is not None:
             await engine.check_adapter(self.job.adapter)
             self._check_alive()
@@ -426,8 +422,7 @@ class Handoff:
                 await self.settle("ack")
             case _:
                 logger.warning("job %s attempt %d: %s", self.job_id, attempt, why or "timeout")
-                again_s = _AGAIN_RENEWED_S if isinstance(why, Renewed) else AGAIN_S
-                await self.settle("nak", delay_s=again_s)
+                await self.settle("nak", delay_s=AGAIN_S)
 
     async def _unreachable(self, why: PeerUnavailable) -> None:
         """Settle a job whose decode worker cannot be reached.

@@ -5,8 +5,8 @@ Two steps of a request's life (docs/architecture.md) are here:
     read_prefix  read the blocks of the decode worker's hit that this engine lacks
     step_done    write the blocks that a step has computed
 
-When a step is scheduled, `plan` finds the blocks that will be whole after it. Once the step has run
-on every rank, `step_done` gives them to the transfer workers.
+`scheduled` finds the blocks that will be whole after the step that vLLM has scheduled. Once the
+step has run on every rank, `step_done` gives them to the transfer workers.
 
 Engine thread only, except where a heading says otherwise.
 """
@@ -124,7 +124,7 @@ class PrefillScheduler(SchedulerHalf):
     def before_step(self) -> StepReport:
         """Report requests whose prefix was read, and finished ones whose blocks nobody reads.
 
-        vLLM is told between steps, so without a step. Failed reads wait for `plan`."""
+        vLLM is told between steps, so without a step. Failed reads wait for `scheduled`."""
         report = StepReport()
         for reader, failure in self._turns.reads():
             if failure is None:
@@ -220,20 +220,17 @@ class PrefillScheduler(SchedulerHalf):
     # ------------------------------------------------------------------ step 7: step_done
 
     def scheduled(self, output: Any) -> StepReport:
-        return self.plan(output).report
-
-    def plan(self, scheduler_output: Any) -> StepPlan:
         """Find what will be whole after the step that vLLM has just scheduled.
 
         Called once for each step. Waits for copies from preempted requests' blocks.
 
-        scheduler_output: vLLM's SchedulerOutput of the step."""
+        output: vLLM's SchedulerOutput of the step."""
         plan = StepPlan(reads=self._reads)
         self._reads = []
-        for request_id in scheduler_output.preempted_req_ids or ():
+        for request_id in output.preempted_req_ids or ():
             if (task := self.tasks.get(request_id)) is not None:
                 self._preempted(task)
-        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+        for request_id, count in output.num_scheduled_tokens.items():
             if (task := self.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
                 plan.tokens += count
@@ -242,7 +239,7 @@ class PrefillScheduler(SchedulerHalf):
             failed, self._reads_failed = self._reads_failed, []
             plan.report.failed.update(task.request_id for task in failed)
         self._scheduled.append(plan)
-        return plan
+        return plan.report
 
     def _plan_write(self, plan: StepPlan, task: PrefillTask, scheduled_tokens: int) -> None:
         task.first_step = task.first_step or time.monotonic()

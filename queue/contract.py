@@ -81,7 +81,7 @@ class Delivery(Protocol):
 
     job_id: str
     body: bytes
-    tokens: int  # prompt tokens still to be computed, as told at publish
+    tokens: int  # prompt tokens still to be computed, rounded up by at most 1/16
     number: int  # 1 for the first delivery of the job
     ack_subject: str  # who knows it can settle this delivery (`JetStreamProducer.nak`)
 

@@ -38,7 +38,6 @@ from pullfill.queue.streams import (
     MSG_ID,
     NOT_SET,
     STREAM_NOT_FOUND,
-    TOKENS,
     Streams,
     consumer_of,
     parse_ack,
@@ -174,7 +173,7 @@ class JetStreamProducer(QueueEnd):
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
         stream_id, subject = self.streams.stream_id, self._names.job(tokens, urgency)
-        headers = {MSG_ID: job_id, TOKENS: str(tokens), EXPECTED_STREAM: self._names.stream}
+        headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
         try:
             reply = await self.connection.request(subject, body, self._wait_s, headers)
             answer = read_reply(reply)
@@ -614,12 +613,10 @@ class JetStreamDelivery:
     Raises BadMessage if the message is no delivery."""
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
-        ack, headers = parse_ack(msg.reply), msg.headers or {}
-        told = headers.get(TOKENS, "")
-        exact = told.isascii() and told.isdigit() and len(told) < 12
-        self.job_id: str = (headers.get(MSG_ID) or f"seq-{ack.seq}")[:128]
+        ack = parse_ack(msg.reply)
+        self.job_id: str = ((msg.headers or {}).get(MSG_ID) or f"seq-{ack.seq}")[:128]
         self.body: bytes = msg.data
-        self.tokens: int = int(told) if exact else subject_tokens(msg.subject)
+        self.tokens: int = subject_tokens(msg.subject)
         self.urgency = ack.urgency
         self.number: int = ack.number
         self.ack_subject: str = msg.reply

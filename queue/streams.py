@@ -29,7 +29,6 @@ logger = log.get("queue")
 
 MSG_ID = "Nats-Msg-Id"
 EXPECTED_STREAM = "Nats-Expected-Stream"
-TOKENS = "Pullfill-Tokens"
 JOB_ID = "Pullfill-Job"
 REASON = "Pullfill-Reason"
 DELIVERIES = "Pullfill-Deliveries"
@@ -66,7 +65,7 @@ class Names:
         """Subject of a job with so many tokens."""
         # The token count is the last subject token because the server then counts jobs per token
         # count for us. One STREAM.INFO tells the depth in tokens, right after any restart and with
-        # any number of publishers. The exact count is in a header.
+        # any number of publishers.
         return f"{self.root}.job.{urgency.label}.{round_up_tokens(max(0, tokens))}"
 
     def jobs_of(self, urgency: Urgency) -> str:

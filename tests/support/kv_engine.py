@@ -173,7 +173,7 @@ class KvEngine:
             if rid not in preempted
         }
         self._preempt_tables([running[rid] for rid in preempted])
-        plan = self.side.plan(step(scheduled, preempted))
+        report = self.side.scheduled(step(scheduled, preempted))
         for rid in preempted:
             self._evict(running[rid])
         for rid, count in scheduled.items():
@@ -181,9 +181,9 @@ class KvEngine:
             at = run.request.num_computed_tokens
             compute(self.pages, run.table, run.task.token_ids, at, at + count)
             self.computed_tokens += count
-        for rid in plan.report.loaded | plan.report.failed:
-            self._received(self._runs[rid], ok=rid in plan.report.loaded)
-        for rid in plan.report.sent:
+        for rid in report.loaded | report.failed:
+            self._received(self._runs[rid], ok=rid in report.loaded)
+        for rid in report.sent:
             self._free(self._runs[rid])
         for rid, count in scheduled.items():
             run = running[rid]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import Fenced, HandoffError, TransferFailed
-from pullfill.prefill_worker.scheduler import PrefillScheduler, StepPlan
+from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.worker.ports import StepReport
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 from tests.unit.decode_worker.test_scheduler_tier import FakeTier
@@ -50,12 +50,12 @@ class Engine:
             self.request.num_computed_tokens = self.local_hit
         return external
 
-    def run(self, tokens: int, preempted: Sequence[str] = ()) -> StepPlan:
+    def run(self, tokens: int, preempted: Sequence[str] = ()) -> StepReport:
         """One engine step that computes `tokens` of the request (0: only others)."""
-        plan = self.side.plan(step({"j.1": tokens} if tokens else {}, preempted))
+        report = self.side.scheduled(step({"j.1": tokens} if tokens else {}, preempted))
         self.side.step_done()
         self.request.num_computed_tokens += tokens
-        return plan
+        return report
 
     @property
     def written(self) -> list[int]:
@@ -71,7 +71,7 @@ def test_a_failed_read_is_reported_and_the_prefix_computed_here() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.transfer_worker.finish(TransferFailed("no"))
-    assert engine.run(0).report.failed == {"j.1"}
+    assert engine.run(0).failed == {"j.1"}
     assert engine.ends == [], "the job goes on"
     assert engine.side.matched(engine.request, 0) == (0, False)
     engine.run(4 * BLOCK)
@@ -107,8 +107,8 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     assert engine.side.has_work
     assert engine.ends == [None]
     assert engine.wakes == 0, "nobody waits for them: it is told in the next step there is"
-    assert engine.run(0).report.sent == {"j.1"}
-    assert engine.run(0).report.sent == set()
+    assert engine.run(0).sent == {"j.1"}
+    assert engine.run(0).sent == set()
 
 
 def test_what_ended_between_two_steps_is_told_between_them() -> None:
@@ -118,13 +118,13 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     engine.transfer_worker.finish()
     assert engine.side.before_step() == StepReport({"j.1"})
     assert not engine.side.has_work
-    assert engine.run(4 * BLOCK).report.loaded == set()
+    assert engine.run(4 * BLOCK).loaded == set()
     assert engine.side.finished("j.1") is True
     engine.transfer_worker.flush()
     assert engine.side.before_step() == StepReport(sent={"j.1"})
     assert engine.side.before_step() == StepReport()
     assert not engine.side.has_work
-    assert engine.run(0).report.sent == set()
+    assert engine.run(0).sent == set()
 
 
 def test_the_last_copy_ending_as_the_request_does() -> None:
@@ -136,7 +136,7 @@ def test_the_last_copy_ending_as_the_request_does() -> None:
     copy.task.outstanding -= 1
     assert engine.side.finished("j.1") is False
     copy.done(copy.task, None)
-    assert engine.run(0).report.sent == set(), "freed already"
+    assert engine.run(0).sent == set(), "freed already"
 
 
 def test_abort_while_reading() -> None:
@@ -148,9 +148,9 @@ def test_abort_while_reading() -> None:
     assert len(engine.ends) == 1
     engine.side.tasks.pop("j.1")
     engine.transfer_worker.finish(Fenced("revoked"))
-    plan = engine.run(0)
-    assert (plan.report.failed, plan.report.sent) == ({"j.1"}, set())
-    assert engine.run(0) == StepPlan()
+    report = engine.run(0)
+    assert (report.failed, report.sent) == ({"j.1"}, set())
+    assert engine.run(0) == StepReport()
 
 
 def test_abort_while_writing() -> None:
@@ -160,9 +160,9 @@ def test_abort_while_writing() -> None:
     engine.task.cancel()
     assert engine.side.finished("j.1") is True
     engine.side.tasks.pop("j.1")
-    assert engine.run(0).report.sent == set()
+    assert engine.run(0).sent == set()
     engine.transfer_worker.finish(Fenced("revoked"))
-    assert engine.run(0).report.sent == {"j.1"}
+    assert engine.run(0).sent == {"j.1"}
     assert len(engine.ends) == 1
 
 
@@ -174,7 +174,7 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.run(2 * BLOCK)
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished("j.1") is True
-    assert engine.run(0).report.sent == {"j.1"}
+    assert engine.run(0).sent == {"j.1"}
 
 
 def test_requests_of_others_are_left_alone() -> None:
@@ -182,7 +182,7 @@ def test_requests_of_others_are_left_alone() -> None:
     stranger = FakeRequest("x", [1, 2, 3])
     assert engine.side.matched(stranger, 0) == (0, False)
     engine.side.allocated(stranger, [[1]], 0)
-    assert engine.side.plan(step({"x": 3}, ["x"])) == StepPlan()
+    assert engine.side.scheduled(step({"x": 3}, ["x"])) == StepReport()
     assert engine.side.finished("x") is False
 
 
@@ -193,9 +193,9 @@ def test_writes_wait_for_the_step_that_computes_them() -> None:
     """With pipeline parallelism several steps are under way: only what has run goes out."""
     engine = Engine(4 * BLOCK)
     engine.admit()
-    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.side.scheduled(step({"j.1": 2 * BLOCK}))
     engine.request.num_computed_tokens = 2 * BLOCK
-    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.side.scheduled(step({"j.1": 2 * BLOCK}))
     engine.side.step_done(2)
     assert not engine.transfer_worker.queue
     engine.side.step_done(1)
@@ -209,10 +209,10 @@ def test_writes_wait_for_the_step_that_computes_them() -> None:
 def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blocks() -> None:
     """They were another request's, which ended while the step ran."""
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
-    engine.side.plan(step({"other": 1}))
-    engine.side.plan(step({"other": 1}))
+    engine.side.scheduled(step({"other": 1}))
+    engine.side.scheduled(step({"other": 1}))
     assert engine.admit() == 2 * BLOCK
-    engine.side.plan(step({"other": 1}))
+    engine.side.scheduled(step({"other": 1}))
     engine.side.step_done(2)
     assert not engine.transfer_worker.queue
     assert engine.task.outstanding == 1
@@ -222,42 +222,42 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
-    assert engine.run(0).report.loaded == {"j.1"}
+    assert engine.run(0).loaded == {"j.1"}
 
 
 def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
-    engine.side.plan(step({"other": 1}))
+    engine.side.scheduled(step({"other": 1}))
     engine.admit()
     engine.task.cancel()
     assert engine.side.finished("j.1") is False, "freed when the read is reported"
     engine.side.step_done()
     engine.transfer_worker.finish(Fenced("cancelled"))
-    reports = engine.run(0).report
-    assert (reports.failed, reports.sent) == ({"j.1"}, set())
-    assert engine.run(0).report.sent == set()
+    report = engine.run(0)
+    assert (report.failed, report.sent) == ({"j.1"}, set())
+    assert engine.run(0).sent == set()
 
 
 def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:
     """vLLM finishes a request while it processes the step's output, before `step_done`."""
     engine = Engine(2 * BLOCK)
     engine.admit()
-    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.side.scheduled(step({"j.1": 2 * BLOCK}))
     assert engine.side.finished("j.1") is True
     engine.side.step_done()
     assert not engine.side.has_work, "the write has only begun"
     engine.transfer_worker.finish()
     assert engine.ends == [None]
-    assert engine.run(0).report.sent == {"j.1"}
+    assert engine.run(0).sent == {"j.1"}
 
 
 def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
     """The step after them overwrites its blocks before they could be copied."""
     engine = Engine(4 * BLOCK)
     engine.admit()
-    engine.side.plan(step({"j.1": 2 * BLOCK}))
+    engine.side.scheduled(step({"j.1": 2 * BLOCK}))
     engine.request.num_computed_tokens = 0
-    engine.side.plan(step({}, ["j.1"]))
+    engine.side.scheduled(step({}, ["j.1"]))
     engine.side.step_done()
     assert not engine.transfer_worker.queue
     assert engine.task.outstanding == 0
@@ -295,40 +295,15 @@ def test_a_read_begins_after_the_step_that_ends_copies_from_its_blocks() -> None
     assert len(engine.transfer_worker.queue) == 1
 
 
-# ------------------------------------------------------------------ two KV cache groups
-
-WINDOW = 2
-"""Blocks that the second group keeps."""
-
-
-def with_window(engine: Engine, read_from: int) -> Engine:
-    """Give the engine a second group. Its block i is 100 more than that of the first group, here
-    and there. read_from: where the decode worker's blocks of the hit begin in that group."""
-
-    def kept_from(tokens: int) -> tuple[int, int]:
-        return 0, max(0, tokens // BLOCK - WINDOW)
-
-    def blocks(base: int, order: BlockOrder, start: int, stop: int) -> list[int]:
-        tables = [[base + group + at for at in range(stop)] for group in (0, 100)]
-        return order.ids(tables, start, stop)
-
-    task, hit = engine.task, engine.task.job.hit_tokens // BLOCK
-    engine.side.bind(engine.manager, kept_from)
-    task.readable = BlockOrder((0, read_from))
-    task.written = BlockOrder(kept_from(len(task.token_ids)))
-    task.remote_blocks = [
-        *blocks(REMOTE, task.readable, 0, hit),
-        *blocks(REMOTE, task.written, hit, engine.total),
-    ]
-    engine.manager.windows["j.1"] = [LOCAL + 100 + at for at in range(engine.total)]
-    return engine
+# ------------------------------------------------------------------ windows
 
 
 def test_a_block_that_the_window_has_left_behind_here_is_never_written() -> None:
-    engine = with_window(Engine(6 * BLOCK), read_from=0)
+    engine = Engine(6 * BLOCK)
+    engine.task.written = BlockOrder((1,))
     engine.admit()
-    engine.manager.windows["j.1"][4] = EMPTY
-    plan = engine.run(6 * BLOCK)
-    assert plan.writes == []
+    engine.manager.tables["j.1"][4] = EMPTY
+    engine.run(6 * BLOCK)
+    assert engine.transfer_worker.queue == []
     (failure,) = engine.ends
     assert isinstance(failure, HandoffError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.errors import TransferFailed
-from pullfill.prefill_worker.scheduler import Meter, PrefillScheduler, StepPlan
+from pullfill.prefill_worker.scheduler import Meter, PrefillScheduler
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 
 BLOCK = 4
@@ -43,10 +43,9 @@ class Engine:
         task.request_id = name
         self.waiting.append(name)
 
-    def step(self) -> StepPlan:
+    def step(self) -> None:
         """One step of vLLM: running prompts first, then those that wait, in order."""
-        report = self.side.before_step()
-        self._told(report.loaded, report.sent)
+        self.reading -= self.side.before_step().loaded
         budget, scheduled = STEP, dict[str, int]()
         for name in self.running:
             budget -= self._schedule(name, budget, scheduled)
@@ -69,7 +68,7 @@ class Engine:
             self.waiting.remove(name)
             self.running.append(name)
             budget -= self._schedule(name, budget, scheduled)
-        plan = self.side.plan(step(scheduled))
+        report = self.side.scheduled(step(scheduled))
         self.side.step_done()
         for name, tokens in scheduled.items():
             request = self.requests[name]
@@ -78,10 +77,9 @@ class Engine:
                 self.running.remove(name)
                 self.side.finished(name)
         self.steps.append(scheduled)
-        for name in plan.report.failed:
+        for name in report.failed:
             self.requests[name].num_computed_tokens = 0
-        self._told(plan.report.loaded | plan.report.failed, set())
-        return plan
+        self.reading -= report.loaded | report.failed
 
     def _schedule(self, name: str, budget: int, scheduled: dict[str, int]) -> int:
         request = self.requests[name]
@@ -95,9 +93,6 @@ class Engine:
         queue = self.transfer_worker.queue
         queue.insert(0, queue.pop(next(at for at, copy in enumerate(queue) if copy.read)))
         self.transfer_worker.finish(failure)
-
-    def _told(self, reads: set[str], _sent: set[str]) -> None:
-        self.reading -= reads
 
 
 def test_a_step_computes_one_prompt() -> None:
@@ -167,8 +162,7 @@ def test_steps_that_overlap_share_their_time() -> None:
     assert meter.load([]).tokens_per_s == pytest.approx(100)
 
 
-@pytest.mark.parametrize("computed", [0, 1])
-def test_an_aborted_prompt_gives_its_turn_back(computed: int) -> None:
+def test_an_aborted_prompt_gives_its_turn_back() -> None:
     engine = Engine(1)
     engine.add("a", 3 * STEP)
     engine.add("b", STEP)
@@ -188,7 +182,7 @@ def test_a_preempted_prompt_gives_its_turn_back() -> None:
     engine.add("b", STEP)
     engine.step()
     engine.running.remove("a")
-    engine.side.plan(step({}, ["a"]))
+    engine.side.scheduled(step({}, ["a"]))
     engine.step()
     assert engine.steps == [{"a": 7}, {"b": STEP}]
 

@@ -369,7 +369,7 @@ class Handoff:
         name = self.request.request_id
         if count:
             self.prefill.step(computed, count)
-        self.side.plan(step({name: count} if count else {}, [name] if preempted else []))
+        self.side.scheduled(step({name: count} if count else {}, [name] if preempted else []))
         if count:
             self.prefill.compute(computed, count)
             self.request.num_computed_tokens += count
