@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import openai
 
@@ -44,9 +44,13 @@ class Heard:
             self.finish_reason = choice.finish_reason or self.finish_reason
 
 
-def ask_for(
-    cluster: Cluster, prompt: Sequence[int] | str, max_tokens: int, **options: Any
-) -> Heard:
+class Asked(Protocol):
+    """What is asked: a cluster, or something else that has a client."""
+
+    def client(self) -> openai.OpenAI: ...
+
+
+def ask_for(cluster: Asked, prompt: Sequence[int] | str, max_tokens: int, **options: Any) -> Heard:
     """Ask in a thread of its own. A text is asked as chat.
 
     options: of the OpenAI call. What the client does not know goes into the body. Without them the
@@ -55,7 +59,7 @@ def ask_for(
     client, stream = cluster.client(), options.pop("stream", True)
     known = {"n", "stop", "seed", "logprobs", "top_logprobs", "response_format"}
     call: dict[str, Any] = {name: options.pop(name) for name in known & options.keys()}
-    call |= {"model": MODEL, "max_tokens": max_tokens, "stream": stream}
+    call |= {"model": options.pop("model", MODEL), "max_tokens": max_tokens, "stream": stream}
     call["temperature"] = options.pop("temperature", 0)
     call["extra_body"] = {"ignore_eos": True, "return_token_ids": True, **options}
     if stream:
