@@ -31,9 +31,13 @@ async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
     return decode(await read_body(reader), kind)
 
 
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
 def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
     """Queue one frame."""
-    writer.write(struct.pack("<I", len(body)) + body)
+    writer.write(frame(body))
 
 
 def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
@@ -70,18 +74,16 @@ class Wire:
     abort = close
 
 
-def channel_of(
-    data: bytes = b"", kind: type[Channel] = Channel
-) -> tuple[Channel, asyncio.StreamReader, Wire]:
+def channel_of(data: bytes = b"") -> tuple[Channel, asyncio.StreamReader, Wire]:
     """A channel that has received `data`, what brings it more, and where it writes to."""
     reader = asyncio.StreamReader()
     reader.feed_data(data)
     wire = Wire(reader)
-    return kind(reader, wire), reader, wire  # type: ignore[arg-type]
+    return Channel(reader, wire), reader, wire  # type: ignore[arg-type]
 
 
-def ended(data: bytes, kind: type[Channel] = Channel) -> Channel:
+def ended(data: bytes) -> Channel:
     """A channel that has received `data` and then the end."""
-    channel, reader, _ = channel_of(data, kind)
+    channel, reader, _ = channel_of(data)
     reader.feed_eof()
     return channel

@@ -11,7 +11,7 @@ import typing
 from base64 import b64encode
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Union, get_args
+from typing import Any, TypeVar, Union, get_args
 
 import msgspec
 
@@ -25,6 +25,7 @@ from pullfill.transfer.shm.files import Endpoint
 from pullfill.transfer.stream import kv_protocol as stream
 
 _MODULES = (front_wire, nccl, nixl, stream)  # their structs are subclasses, once imported
+S = TypeVar("S", bound=msgspec.Struct)
 RECORDS = Path(__file__).resolve().parents[1] / "unit" / "core"
 
 
@@ -73,7 +74,7 @@ def _value(kind: Any) -> Any:
     return {int: 1, float: 1.0, str: "id", bool: True}[kind]
 
 
-def example(kind: type[msgspec.Struct], fields: Collection[str] | None = None) -> msgspec.Struct:
+def example(kind: type[S], fields: Collection[str] | None = None) -> S:
     """A valid message of `kind` with these fields set. None: with every field."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names = kind.__struct_fields__ if fields is None else fields
@@ -93,11 +94,9 @@ def record() -> dict[str, Any]:
         ]
         for kind in STRUCTS
     }
-    compat = example(wire.Compat)
-    assert isinstance(compat, wire.Compat)
     return {
         "version": wire.WIRE_VERSION,
-        "stream": Names("ns", compat.hash()).stream,
+        "stream": Names("ns", example(wire.Compat).hash()).stream,
         "messages": messages,
         "schemas": schemas,
     }

@@ -7,18 +7,12 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage, OtherVersion
+from pullfill.errors import BadMessage
 from pullfill.net.channel import MAX_BACKLOG, MAX_FRAME, split_address
-from pullfill.wire import WIRE_VERSION, DrainAck, Hello, ToDecode, Trial, encode
+from pullfill.wire import DrainAck, Hello, ToDecode, Trial, encode
 from tests.support import framing
-
-
-def frame(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
-
+from tests.support.framing import frame
 
 HELLO = Hello(prefill_instance="p", compat="c")
 QUIET = DrainAck()
@@ -45,35 +39,13 @@ async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
         await asyncio.wait_for(channel.read(Hello, 100), 10)
 
 
-async def test_another_version_is_refused() -> None:
-    text = encode(HELLO)
-    version = b"\xa1v" + bytes([WIRE_VERSION])
-    assert version in text
-    with pytest.raises(OtherVersion, match="99"):
-        await framing.ended(frame(text.replace(version, b"\xa1v\x63"))).read(Hello)
-
-
-@given(st.binary(max_size=200))
-def test_garbage_is_refused_or_ended_never_anything_else(data: bytes) -> None:
-    async def go() -> None:
-        channel = framing.ended(data)
-        while True:
-            await channel.read(ToDecode)  # type: ignore[arg-type]
-
-    with pytest.raises((BadMessage, EOFError)):
-        asyncio.run(go())
-
-
-@pytest.mark.parametrize("address", ["", "tcp://", "tcp://h", "tcp://:1", "h:x", "tcp://h:"])
-def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(BadMessage):
-        split_address(address)
-
-
 @pytest.mark.essential
 def test_addresses() -> None:
     assert split_address("tcp://127.0.0.1:80") == ("127.0.0.1", 80)
     assert split_address("tcp://[::1]:80") == ("::1", 80), "no name resolver takes brackets"
+    for address in ("", "tcp://", "tcp://h", "tcp://:1", "h:x", "tcp://h:"):
+        with pytest.raises(BadMessage):
+            split_address(address)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.errors import AuthFailed, BadMessage
-from pullfill.net.channel import MAX_FRAME, Channel, accept
+from pullfill.net.channel import MAX_FRAME, accept
 from pullfill.net.security import ClusterKey
 from pullfill.wire import u32
 from pullfill.wire.codec import decode, encode
@@ -86,22 +86,8 @@ def test_lists_of_ids(examples: int) -> None:
 # ------------------------------------------------------------------ frames and handshakes
 
 
-class _Deaf(Channel):
-    """Reads what it is given, says nothing."""
-
-    def write(self, message: msgspec.Struct, *, now: bool = False) -> None: ...
-
-
-def _deaf(data: bytes) -> Channel:
-    return framing.ended(data, _Deaf)
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
-
-
 STREAMS = st.one_of(
-    st.lists(mutated(VALID), max_size=4).map(lambda bodies: b"".join(map(framed, bodies))),
+    st.lists(mutated(VALID), max_size=4).map(lambda bodies: b"".join(map(framing.frame, bodies))),
     st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=100)).map(
         lambda t: struct.pack("<I", t[0]) + t[1]
     ),
@@ -112,7 +98,7 @@ STREAMS = st.one_of(
 @EXAMPLES
 def test_streams_of_frames(examples: int) -> None:
     async def read_all(data: bytes) -> None:
-        channel = _deaf(data)
+        channel = framing.ended(data)
         with contextlib.suppress(EOFError, BadMessage):
             while True:
                 await channel.read(wire.ToDecode)  # type: ignore[arg-type]
@@ -124,7 +110,7 @@ def test_streams_of_frames(examples: int) -> None:
 def test_nothing_but_the_key_passes_the_handshake(examples: int) -> None:
     async def knock(data: bytes) -> None:
         with pytest.raises((EOFError, BadMessage, AuthFailed)):
-            await accept(_deaf(data), ClusterKey(b"k" * 32))
+            await accept(framing.ended(data), ClusterKey(b"k" * 32))
 
     explore(examples, lambda data: asyncio.run(knock(data)), data=STREAMS)
 
@@ -132,7 +118,7 @@ def test_nothing_but_the_key_passes_the_handshake(examples: int) -> None:
 @EXAMPLES
 def test_nothing_unsealed_passes_for_sealed(examples: int) -> None:
     async def speak(data: bytes) -> None:
-        channel = _deaf(data)
+        channel = framing.ended(data)
         channel.seal(incoming=b"k" * 32, outgoing=b"k" * 32)
         with pytest.raises((EOFError, BadMessage, AuthFailed)):
             await channel.read(wire.ToDecode)  # type: ignore[arg-type]
@@ -144,7 +130,7 @@ def test_a_length_of_4_gib_takes_no_memory() -> None:
     async def read() -> None:
         for length in (2**32 - 1, MAX_FRAME):
             with pytest.raises((EOFError, BadMessage)):
-                await _deaf(struct.pack("<I", length) + b"x").read(wire.Heartbeat)
+                await framing.ended(struct.pack("<I", length) + b"x").read(wire.Heartbeat)
 
     with little_memory(1 << 20):
         asyncio.run(read())

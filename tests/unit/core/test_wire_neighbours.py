@@ -56,7 +56,6 @@ def test_another_version_is_told_apart() -> None:
 @pytest.mark.essential
 def test_each_version_has_a_stream_of_its_own() -> None:
     compat = example(Compat)
-    assert isinstance(compat, Compat)
     assert Names("ns", compat.hash()).stream == OLD["stream"]
     newer = compat.hash(WIRE_VERSION + 1)
     assert newer == compat.hash().replace(f"v{WIRE_VERSION}-", f"v{WIRE_VERSION + 1}-")
