@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import PeerUnavailable
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
-from pullfill.runtime.lifecycle import stop_listening
-from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye
+from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye, encode
 from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, until
+from tests.support.listening import listening
 
 KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
@@ -85,41 +86,34 @@ async def test_another_decode_worker_at_the_address_is_not_believed(
         await prefill.link.close()
 
 
-class _OnThePath:
-    """Between a prefill worker and its decode worker; `change` gets each frame to the latter."""
+@asynccontextmanager
+async def on_the_path(target: Decode, change: Callable[[bytes], list[bytes]]) -> AsyncIterator[str]:
+    """The address of somebody between a prefill worker and its decode worker.
 
-    def __init__(self, target: Decode) -> None:
-        self.target = target
-        self.change: Callable[[bytes], list[bytes]] = lambda body: [body]
-        self._tasks: list[asyncio.Task[None]] = []
+    change: gets each frame to the latter."""
 
-    async def start(self) -> str:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there = await self.target.raw()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await target.raw()
 
         async def up() -> None:
             while True:
-                body = await framing.read_body(reader)  # `change` may be set while this waits
-                for changed in self.change(body):
+                for changed in change(await framing.read_body(reader)):
                     framing.write_body(there.writer, changed)
 
         async def down() -> None:
             while True:
                 framing.write_body(writer, await framing.read_body(there.reader))
 
-        self._tasks += [asyncio.create_task(up()), asyncio.create_task(down())]
-        await asyncio.wait(self._tasks[-2:], return_when=asyncio.FIRST_COMPLETED)
+        tasks = [asyncio.create_task(up()), asyncio.create_task(down())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         writer.close()
         there.writer.close()
 
-    async def stop(self) -> None:
-        await stop_listening(self.server)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async with listening(serve) as (host, port):
+        yield f"tcp://{host}:{port}"
 
 
 def flip(body: bytes) -> list[bytes]:
@@ -127,8 +121,6 @@ def flip(body: bytes) -> list[bytes]:
 
 
 def forge(body: bytes) -> list[bytes]:
-    from pullfill.wire import encode
-
     return [b"\0" * 16 + encode(DrainAck()), body]
 
 
@@ -139,32 +131,35 @@ def forge(body: bytes) -> list[bytes]:
 async def test_nobody_on_the_path_can_speak_for_a_worker(
     decode: Decode, connect: Any, attack: Callable[[bytes], list[bytes]]
 ) -> None:
-    path = _OnThePath(decode)
-    prefill = await connect(key=KEY, address=await path.start())
-    decode.open()
-    grant = await prefill.claim()
-    before = refused()
-    path.change = attack
-    # Of a commit said twice the first copy counts, and may be answered before the end.
-    await asyncio.gather(prefill.commit(grant), return_exceptions=True)
-    await until(lambda: refused() > before and prefill.lost == 1)
-    if attack in (flip, forge):
-        entry = decode.ledger.find("j")
-        assert entry is None or entry.state is not JobState.COMMITTED
-        assert not decode.ledger.was_committed("j")
-    await prefill.link.close()
-    await path.stop()
+    attacked = False
+    async with on_the_path(decode, lambda body: attack(body) if attacked else [body]) as address:
+        prefill = await connect(key=KEY, address=address)
+        decode.open()
+        grant = await prefill.claim()
+        before = refused()
+        attacked = True
+        # Of a commit said twice the first copy counts, and may be answered before the end.
+        await asyncio.gather(prefill.commit(grant), return_exceptions=True)
+        await until(lambda: refused() > before and prefill.lost == 1)
+        if attack in (flip, forge):
+            entry = decode.ledger.find("j")
+            assert entry is None or entry.state is not JobState.COMMITTED
+            assert not decode.ledger.was_committed("j")
+        await prefill.link.close()
 
 
 async def test_what_was_recorded_cannot_be_played_to_a_new_connection(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:
     recorded: list[bytes] = []
-    path = _OnThePath(decode)
-    path.change = lambda body: (recorded.append(body), [body])[1]  # type: ignore[func-returns-value]
-    prefill = await connect(key=KEY, address=await path.start())
-    await prefill.link.close()
-    await path.stop()
+
+    def record(body: bytes) -> list[bytes]:
+        recorded.append(body)
+        return [body]
+
+    async with on_the_path(decode, record) as address:
+        prefill = await connect(key=KEY, address=address)
+        await prefill.link.close()
     for body in recorded:
         framing.write_body(raw.writer, body)
     await asyncio.wait_for(framing.read(raw.reader, AuthChallenge), 10)

@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
 
-from pullfill import wire
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import check, front_wire
@@ -22,6 +22,7 @@ from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from tests.support.request_server_rig import own_loop
+from tests.support.workers import record
 
 KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
@@ -65,17 +66,6 @@ class _Decode:
         self.request_server.close()
 
 
-class _Owner:
-    def __init__(self) -> None:
-        self.refused: list[str] = []
-
-    def on_refused(self, link: DecodeConnection, reason: str) -> None:
-        self.refused.append(reason)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
 async def _meet(
     decode_key: ClusterKey | None,
     frontend_key: ClusterKey | None,
@@ -83,23 +73,19 @@ async def _meet(
 ) -> tuple[ConnectionState, str, list[str]]:
     """How the link ended up, its trouble, and what its owner was told, when that is known and
     `heard` says that the decode worker noticed too."""
-    decode, context, owner = _Decode(decode_key), zmq.Context(), _Owner()
-    record = wire.WorkerRecord(
-        instance_id="decode-1", incarnation="i0", role="decode", state=wire.WorkerState.READY,
-        model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
-        data=decode.request_server.address,
-    )  # fmt: skip
+    decode, context, owner = _Decode(decode_key), zmq.Context(), mock.Mock()
+    at = record("decode-1", data=decode.request_server.address)
     hello = front_wire.FrontendHello(
         frontend_instance="f", vllm_version=check.require_version(), model="m"
     )
-    link = DecodeConnection(context, record, hello, owner, frontend_key)
+    link = DecodeConnection(context, at, hello, owner, frontend_key)
     try:
         async with asyncio.timeout(15):
             while (  # noqa: ASYNC110
                 link.state is ConnectionState.CONNECTING and not link.trouble
             ) or not heard():
                 await asyncio.sleep(0.005)
-        return link.state, link.trouble, owner.refused
+        return link.state, link.trouble, [told.args[1] for told in owner.on_refused.mock_calls]
     finally:
         link.close()
         await decode.stop()
