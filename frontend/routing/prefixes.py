@@ -11,7 +11,7 @@ told: `troubles`, for /ready and `pullfill status`, and a metric.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pullfill import wire
@@ -33,7 +33,6 @@ class _Followed:
     connection: DecodeConnection
     replica: Replica
     asked_at: float
-    healed: tuple[int, ...] = ()
 
 
 class Prefixes:
@@ -126,7 +125,9 @@ class Prefixes:
             counters.PREFIX_EVENTS.inc(len(message.ops))
         if question is not None:
             self._ask(followed, question, now)
-        self._count(followed)
+        for what, times in followed.replica.healing.items():
+            counters.PREFIX_GAPS.labels(what).inc(times)
+        followed.replica.healing.clear()
 
     def forget(self, connection: DecodeConnection, now: float) -> None:
         """Forget a worker whose connection is lost."""
@@ -149,14 +150,3 @@ class Prefixes:
     def _ask(self, followed: _Followed, question: PrefixFollow, now: float) -> None:
         followed.asked_at = now
         followed.connection.send(front_wire.FOLW, wire.encode(question))
-
-    def _count(self, followed: _Followed) -> None:
-        """Count what the replica has healed since the last call."""
-        healing = followed.replica.healing
-        healed = astuple(healing)
-        if healed == followed.healed:
-            return
-        before = followed.healed or (0,) * len(healed)
-        for name, now, then in zip(healing.__slots__, healed, before, strict=True):
-            counters.PREFIX_GAPS.labels(name).inc(now - then)
-        followed.healed = healed

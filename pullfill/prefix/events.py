@@ -13,8 +13,8 @@ from __future__ import annotations
 import enum
 import secrets
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
@@ -116,28 +116,19 @@ class State(enum.StrEnum):
     BEHIND = "behind"
 
 
-@dataclass(slots=True)
-class Healing:
-    """Counts for metrics. gaps: events were missing. snapshots: taken over whole. restarts: the
-    worker began a new epoch. differences: all events came, and yet the blocks differed."""
-
-    gaps: int = 0
-    snapshots: int = 0
-    restarts: int = 0
-    duplicates: int = 0
-    differences: int = 0
-
-
 class Replica:
     """What one decode worker holds, under `name` in the index. Times are monotonic seconds.
 
-    since: when `state` began. heard: when the worker last sent anything."""
+    since: when `state` began. heard: when the worker last sent anything.
+    healing: counts of gaps (events were missing), snapshots (taken over whole), restarts (the
+    worker began a new epoch), duplicates, differences (all events came, yet the blocks differed).
+    """
 
     def __init__(self, index: PrefixIndex, name: Hashable, now: float) -> None:
         self.state = State.COLD
         self.since = now
         self.heard = now
-        self.healing = Healing()
+        self.healing: Counter[str] = Counter()
         self._index = index
         self._name = name
         self._epoch = 0
@@ -179,7 +170,7 @@ class Replica:
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
         if events.epoch != self._epoch:
             if self._epoch:
-                self.healing.restarts += 1
+                self.healing["restarts"] += 1
             if events.first:
                 return self._restart(now)
             self._index.forget(self._name)
@@ -188,17 +179,17 @@ class Replica:
         self._end = max(self._end, events.first + len(events.ops))
         if events.first > self._next:
             if self.state is State.WARM:
-                self.healing.gaps += 1
+                self.healing["gaps"] += 1
             return self._lost(now)
         known = self._next - events.first
         if known > len(events.ops):
-            self.healing.duplicates += 1
+            self.healing["duplicates"] += 1
             return None
         self._apply(events, known)
         # Before `_end` the index may have blocks of a snapshot that are newer than these events.
         done = self._next == self._end
         if done and events.held is not None and self._differs(events.held, events.digest):
-            self.healing.differences += 1
+            self.healing["differences"] += 1
             return self._restart(now)
         if done:
             self._asked = None
@@ -222,7 +213,7 @@ class Replica:
     def _page(self, page: PrefixPage, now: float) -> PrefixFollow | None:
         old = page.epoch == self._epoch and page.at < self._next
         if old or (page.page and self._pages is None):
-            self.healing.duplicates += 1
+            self.healing["duplicates"] += 1
             return None
         if page.page == 0:
             self._index.forget(self._name)
@@ -235,7 +226,7 @@ class Replica:
         # A snapshot that still comes in is not asked for again.
         self._asked = now
         if page.last:
-            self.healing.snapshots += 1
+            self.healing["snapshots"] += 1
             self._pages = None
             self._believe(page.epoch, page.at)
             self._end = page.upto

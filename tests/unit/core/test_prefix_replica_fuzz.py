@@ -146,7 +146,7 @@ class Faults(RuleBasedStateMachine):
             found = (self.index.blocks(number), self.index.digest(number))
             assert found == (beat.held, beat.digest)
             assert self.replicas[number].state is State.WARM
-            assert self.replicas[number].healing.differences == 0
+            assert self.replicas[number].healing["differences"] == 0
 
     def teardown(self) -> None:
         try:

@@ -248,4 +248,4 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
     assert set(rig.blocks._held._known) <= set(cached)
     known = [one for one, _ in rig.blocks._held._known.values()]
     await until(lambda: first.holds(known) and second.holds(known))
-    assert first.replica.healing.differences == second.replica.healing.differences == 0
+    assert first.replica.healing["differences"] == second.replica.healing["differences"] == 0
