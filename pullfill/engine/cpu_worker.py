@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pullfill import releases
 from pullfill.engine import release
-from pullfill.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
@@ -47,33 +45,18 @@ class RewindableGenerator(torch.Generator):  # type: ignore[misc]
 class SeededCPUWorker(CPUWorker):  # type: ignore[misc]
     """Replaces the generator of each seeded request before the request is sampled."""
 
-    def init_device(self) -> None:
-        super().init_device()
-        # vLLM's second model runner keeps seeds, not generators, and needs no help.
-        if not self.use_v2_model_runner and self._generators() is None:
-            raise IncompatibleError(
-                "vLLM's CPU model runner keeps the generators of seeded requests in another place "
-                f"than input_batch.generators: use vLLM {releases.VLLM}",
-                field="input_batch.generators",
-            )  # fmt: skip
-
     def _maybe_get_memory_pool_context(self, tag: str) -> Any:
         pool = release.this.memory_pool(tag)
         return super()._maybe_get_memory_pool_context(tag) if pool is None else pool
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        generators = self._generators() or {}
-        for index, generator in generators.items():
-            if not isinstance(generator, RewindableGenerator):
-                generator = RewindableGenerator.like(generator)
-                generators[index] = generator
-                # A preempted request gets its generator back from here.
-                batch = self.model_runner.input_batch
-                self.model_runner.requests[batch.req_ids[index]].generator = generator
-            generator.mark()
+        if not self.use_v2_model_runner:  # that one keeps seeds, and needs no help
+            batch = self.model_runner.input_batch
+            for index, generator in batch.generators.items():
+                if not isinstance(generator, RewindableGenerator):
+                    generator = RewindableGenerator.like(generator)
+                    batch.generators[index] = generator
+                    # A preempted request gets its generator back from here.
+                    self.model_runner.requests[batch.req_ids[index]].generator = generator
+                generator.mark()
         return super().sample_tokens(grammar_output)
-
-    def _generators(self) -> dict[int, torch.Generator] | None:
-        batch = getattr(self.model_runner, "input_batch", None)
-        found: dict[int, torch.Generator] | None = getattr(batch, "generators", None)
-        return found

@@ -1,8 +1,8 @@
 """vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
 
-vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts ours in that
-place. A publisher that the user has configured (--kv-events-config) still gets every event as vLLM
-would tell it.
+vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts `KvEvents`
+in that place. A publisher that the user has configured (--kv-events-config) still gets every event
+as vLLM would tell it.
 
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
 is removed, and mean nothing to other processes.
@@ -112,11 +112,13 @@ def origin(stored: Stored) -> tuple[str, int]:
 class KvEvents:
     """The events of one engine. `switch_on` before the engine is built, then `attach`.
 
+    vLLM's scheduler then publishes to this object, on the engine thread.
+
     block_size: tokens of a block. 0: there are no events."""
 
     def __init__(self) -> None:
         self._ints = False
-        self._scheduler: Any = None
+        self._manager: Any = None
         self.places = Places({}, 0)
 
     @property
@@ -133,6 +135,7 @@ class KvEvents:
         theirs = config.kv_events_config
         if theirs is None or not theirs.enable_kv_cache_events:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        # Whether the user's publisher gets block hashes as integers, which is vLLM's default.
         self._ints = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
         os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
@@ -142,52 +145,27 @@ class KvEvents:
         core: vLLM's EngineCore, before its first step.
         take: called with the changes of each step, on the engine thread. It must not block or
         raise."""
+        from vllm.distributed import kv_events
+
         scheduler = core.scheduler
-        pool = scheduler.kv_cache_manager.block_pool
-        if pool.enable_caching:
-            self.places = places_of(scheduler.kv_cache_config)
-            self._scheduler = scheduler
-            scheduler.kv_event_publisher = Publisher(
-                scheduler.kv_event_publisher, pool, self.places, take, ints=self._ints
-            )
+        if not scheduler.kv_cache_manager.block_pool.enable_caching:
+            return
+        theirs = scheduler.kv_event_publisher
+        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
+        self.get_publisher_config = theirs.get_publisher_config
+        self._vllm = kv_events
+        self._take = take
+        self.places = places_of(scheduler.kv_cache_config)
+        self._manager = scheduler.kv_cache_manager
+        scheduler.kv_event_publisher = self
 
     def look(self) -> None:
         """Take events that came without a step, e.g. of `reset_prefix_cache`. Engine thread."""
-        if self._scheduler is None:
-            return
-        manager = self._scheduler.kv_cache_manager
-        if manager.block_pool.kv_event_queue:
-            self._scheduler.kv_event_publisher.publish_now(manager.take_events())
+        if self._manager is not None and self._manager.block_pool.kv_event_queue:
+            events = self._manager.take_events()
+            self.publish(self._vllm.KVEventBatch(ts=time.time(), events=events))
 
-
-class Publisher:
-    """What vLLM's scheduler publishes to. Engine thread.
-
-    theirs: vLLM's publisher of the user's configuration. It gets every event.
-    pool: vLLM's BlockPool.
-    places, take: see `KvEvents`.
-    ints: whether the user's publisher gets block hashes as integers, which is vLLM's default."""
-
-    def __init__(
-        self,
-        theirs: Any,
-        pool: Any,
-        places: Places,
-        take: Callable[[list[Change]], None],
-        *,
-        ints: bool,
-    ) -> None:
-        from vllm.distributed import kv_events
-        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-
-        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
-        self._pool = pool
-        self._places = places
-        self._take = take
-        self._ints = ints
-        self._key = make_block_hash_with_group_id
-        self._vllm = kv_events
-        self.get_publisher_config = theirs.get_publisher_config
+    # ------------------------------------------------------------------ vLLM's EventPublisher
 
     def publish(self, batch: Any) -> None:
         """Take the events of one step. batch: vLLM's KVEventBatch."""
@@ -212,10 +190,6 @@ class Publisher:
                 batch.events = [_with_ints(event) for event in batch.events]
             self._theirs.publish(batch)
 
-    def publish_now(self, events: list[Any]) -> None:
-        """As `publish`, with the time of now."""
-        self.publish(self._vllm.KVEventBatch(ts=time.time(), events=events))
-
     def shutdown(self) -> None:
         """End the user's publisher."""
         if self._theirs is not None:
@@ -223,24 +197,27 @@ class Publisher:
 
     def _place(self, event: Any) -> int:
         """Return the bit of the event's group and memory. 0: its blocks do not count."""
-        bit = self._places.bits.get(event.group_idx, 0)
+        bit = self.places.bits.get(event.group_idx, 0)
         medium = event.medium
         if medium == self._vllm.MEDIUM_GPU:
             return bit
-        return bit << len(self._places.bits) if medium == self._vllm.MEDIUM_CPU else 0
+        return bit << len(self.places.bits) if medium == self._vllm.MEDIUM_CPU else 0
 
     def _fits(self, event: Any) -> bool:
         """Whether each block has its tokens. Not so for a part of a block, or in a window."""
         tokens = len(event.token_ids)
-        return tokens == len(event.block_hashes) * self._places.block_size or not tokens
+        return tokens == len(event.block_hashes) * self.places.block_size or not tokens
 
     def _lost(self, event: Any) -> Sequence[bytes]:
         """Return which blocks are gone. vLLM's event does not tell of another copy of a block."""
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
         handles: Sequence[bytes] = event.block_hashes
         if event.medium != self._vllm.MEDIUM_GPU:
             return handles
-        find, group = self._pool.cached_block_hash_to_block.get_one_block, event.group_idx
-        return [one for one in handles if find(self._key(one, group)) is None]
+        find = self._manager.block_pool.cached_block_hash_to_block.get_one_block
+        keys = [make_block_hash_with_group_id(one, event.group_idx) for one in handles]
+        return [one for one, key in zip(handles, keys, strict=True) if find(key) is None]
 
 
 def _with_ints(event: Any) -> Any:
