@@ -84,9 +84,11 @@ class PrefillEngine:
         self._requests.add(request).add_done_callback(partial(_ended, task))
 
     async def check_adapter(self, adapter: Adapter) -> None:
-        """Check that this machine has the adapter's files, as they are for the decode worker.
+        """Check that this worker has the adapter's files, as they are for the decode worker.
 
         Raises CannotCompute."""
+        if self._adapters.has(adapter):
+            return
         try:
             async with asyncio.timeout(FILES_S):
                 found = await self._files.content(adapter.path)

@@ -61,7 +61,7 @@ def content(path: str, copy: Callable[[str], IO[bytes]] | None = None) -> str:
     copy: takes the name of a file. Returns where its bytes are written, too. It is closed."""
     from blake3 import blake3
 
-    files = _files(path)
+    files = sorted(file for file in Path(path).glob(_FILES) if file.is_file())
     if not files:
         raise FileNotFoundError(f"no adapter at {path}")
     digest = blake3()
@@ -267,6 +267,10 @@ class Adapters:
             )
         self._newest[name] = max((asked.lora_int_id, told), (number, newest))
 
+    def has(self, adapter: Adapter) -> bool:
+        """Whether an adapter that another worker has told us of is loaded. Any thread."""
+        return identity(adapter.name, adapter.content) in self._loaded
+
     def for_others(self, own: LoRARequest) -> Adapter | None:
         """Return a loaded adapter for a job, or for another decode worker. Any thread.
 
@@ -319,13 +323,12 @@ def _content(name: str, path: str, is_3d: bool, read: Callable[[str], str]) -> s
 
 
 class AdapterFiles:
-    """Digests of adapter files on this machine, cached until a file changes."""
+    """Digests of adapter files on this machine."""
 
     # A drive may hang. So each path is read on a thread that nothing else needs.
 
     def __init__(self, read: Callable[[str], str] = content) -> None:
         self._read = read
-        self._known: dict[str, tuple[object, str]] = {}
         self._reading: dict[str, asyncio.Future[str]] = {}
 
     async def content(self, path: str) -> str:
@@ -335,36 +338,13 @@ class AdapterFiles:
         if reading is None:
             loop = asyncio.get_running_loop()
             reading = self._reading[path] = loop.run_in_executor(
-                SerialExecutor(), self._known_or_empty, path
+                SerialExecutor(), self._read_or_empty, path
             )
             reading.add_done_callback(lambda _: self._reading.pop(path))
         return await asyncio.shield(reading)
 
-    def read(self, path: str) -> str:
-        """As `content` of this module, but only files that have changed are read. Any thread."""
-        seen = _signature(path)
-        known = self._known.get(path)
-        if known is None or known[0] != seen:
-            known = self._known[path] = seen, self._read(path)
-        return known[1]
-
-    def _known_or_empty(self, path: str) -> str:
+    def _read_or_empty(self, path: str) -> str:
         try:
-            return self.read(path)
+            return self._read(path)
         except (OSError, ValueError):
             return ""
-
-
-def _files(path: str) -> list[Path]:
-    return sorted(file for file in Path(path).glob(_FILES) if file.is_file())
-
-
-def _signature(path: str) -> object:
-    """Return name, size, times and inode of each file. So a change shows without reading it.
-
-    None: the files cannot be seen."""
-    try:
-        stats = {file.name: file.stat() for file in _files(path)}
-    except (OSError, ValueError):
-        return None
-    return [(n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in stats.items()]

@@ -203,7 +203,9 @@ def test_others_are_told_name_path_and_digest(tmp_path: Path) -> None:
     assert worker.adapters.for_others(own) == told
     other = Adapters()
     core = Core()
+    assert not other.has(told)
     loaded = other.load(core, other.named(lora_request(told)))
+    assert other.has(told)
     assert (loaded.lora_name, core.step(loaded)) == (own.lora_name, b"w")
     assert worker.adapters.placed(lora_request(told)).lora_path == own.lora_path, "hashed equally"
     assert worker.adapters.for_others(asked("x", path)) is None, "it is not loaded here"
@@ -282,24 +284,6 @@ def test_nonsense_from_a_frontend_is_refused(fields: Any) -> None:
         load(Core())
 
 
-async def test_files_are_read_again_only_when_they_have_changed(tmp_path: Path) -> None:
-    reads = []
-
-    def read(path: str) -> str:
-        reads.append(path)
-        return content(path)
-
-    path, files = an_adapter(tmp_path / "a"), AdapterFiles(read)
-    first = await files.content(str(path))
-    assert await files.content(str(path)) == first == content(str(path))
-    assert len(reads) == 1
-    weights = path / "adapter_model.safetensors"
-    weights.write_bytes(b"W")
-    os.utime(weights, ns=(1, 1))
-    assert await files.content(str(path)) == content(str(path)) != first
-    assert await files.content(str(tmp_path / "none")) == ""
-
-
 async def test_a_drive_that_hangs_holds_one_thread_and_none_of_others() -> None:
     """The default executor has few threads, and connecting needs them too."""
     go, reads = threading.Event(), list[str]()
@@ -321,6 +305,7 @@ async def test_a_drive_that_hangs_holds_one_thread_and_none_of_others() -> None:
     go.set()
     assert await waiting == "digest"
     assert reads == ["/hangs"]
+    assert await AdapterFiles().content("/none") == ""
 
 
 def test_an_adapter_that_fails_in_one_rank_is_in_no_rank(tmp_path: Path) -> None:
