@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,6 @@ from vllm.v1.request import Request
 
 from pullfill.decode_worker.prefix.block_events import Held
 from pullfill.engine import kv_events
-from pullfill.engine.args import build_config
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Removed, Stored
 from pullfill.prefix import chain
 from pullfill.wire import u32
@@ -66,7 +64,6 @@ class Cache:
                 *(KVCacheGroupSpec([f"window {i}"], window) for i in range(windows)), full
             ],
         )  # fmt: skip
-        self.config_of_groups = config
         self.events = KvEvents()
         self.config = SimpleNamespace(kv_events_config=None)
         if theirs is not None:
@@ -233,36 +230,3 @@ def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
     events = KvEvents()
     events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
     assert events.block_size == 0
-
-
-@pytest.mark.parametrize("theirs", [False, True])
-def test_the_scheduler_of_a_worker_publishes_to_us(model_path: Path, theirs: bool) -> None:
-    """With vLLM's own configuration and scheduler, as a decode worker builds them."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    flags = ["--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=32"]
-    if theirs:
-        flags += ["--kv-events-config", '{"enable_kv_cache_events": true, "publisher": "null"}']
-    config, _ = build_config(
-        str(model_path),
-        flags,
-        kv_role="kv_consumer",
-        engine_id="e",
-    )
-    config.kv_transfer_config = None
-    config.cache_config.num_gpu_blocks = 20
-    events = KvEvents()
-    events.switch_on(config)
-    scheduler = Scheduler(
-        config, Cache(20).config_of_groups, StructuredOutputManager(config), BLOCK, BLOCK
-    )
-    assert scheduler.kv_cache_manager.block_pool.enable_kv_cache_events
-    taken: list[Any] = []
-    events.attach(SimpleNamespace(scheduler=scheduler), taken.extend)
-    assert events.block_size == BLOCK
-    assert scheduler.get_kv_event_publisher_config() is None
-    assert scheduler.reset_prefix_cache()
-    events.look()
-    assert taken == [kv_events.Cleared()]
-    scheduler.shutdown()

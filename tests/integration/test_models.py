@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import pytest
 from pullfill.engine import release
 from tests.integration.test_joining import last_error
 from tests.support.cluster import Cluster, Worker
-from tests.support.drafts import FEW
+from tests.support.drafts import FEW, NGRAM, SPECULATE
 from tests.support.lora import lora_adapter
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
@@ -208,11 +207,6 @@ ADAPTER = "adapter"
 KV_WORKERS = ("decode", "prefill")
 SHORT = ("Gemma 3",)
 """The others are asked by `make zoo`."""
-NGRAM = {
-    "method": "ngram", "num_speculative_tokens": 3,
-    "prompt_lookup_max": 4, "prompt_lookup_min": 1,
-}  # fmt: skip
-SPECULATE = f"--speculative-config={json.dumps(NGRAM)}"
 REPEATING = {"allowed_token_ids": list(FEW)}
 """Answers of so few tokens repeat themselves, so some drafts are accepted."""
 

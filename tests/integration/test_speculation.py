@@ -15,7 +15,7 @@ import pytest
 from pullfill.engine import release, speculation
 from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
-from tests.support.drafts import FEW, small_model, terse_model
+from tests.support.drafts import FEW, NGRAM, SPECULATE, small_model, terse_model
 from tests.support.oracle import Oracle
 from tests.support.prompts import forget_decode_prefixes, random_prompt
 
@@ -27,11 +27,6 @@ pytestmark = [
     ),
 ]
 
-NGRAM = {
-    "method": "ngram", "num_speculative_tokens": 3,
-    "prompt_lookup_max": 4, "prompt_lookup_min": 1,
-}  # fmt: skip
-FLAGS = ("--speculative-config", json.dumps(NGRAM))
 LENGTHS = (3, 33, 34, 65, 66, 300, 1500)
 STEPS = 30
 TOLERANCE = 1e-4
@@ -52,7 +47,7 @@ def oracle(model_path: Path) -> Iterator[Oracle]:
 @pytest.fixture(scope="module")
 def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Only the decode worker speculates. The frontend knows it, for its metrics."""
-    processes = (("decode", *FLAGS), "prefill", ("frontend", *FLAGS))
+    processes = (("decode", SPECULATE), "prefill", ("frontend", SPECULATE))
     with Cluster(tmp_path_factory.mktemp("ngram"), model_path, lease_ttl_s=10) as cluster:
         yield cluster.start(*processes, policy="always_remote")
         # vLLM's frontend logs a traceback of each logit_bias that it refuses.

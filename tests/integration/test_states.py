@@ -59,16 +59,6 @@ def blocks_written(cluster: Cluster, told: dict[str, Any]) -> float:
     return told["kv_bytes"] / (record.compat.page_bytes * record.compat.num_layers)
 
 
-def test_the_workers_have_the_groups_of_the_model(cluster: Cluster) -> None:
-    for role in ("decode", "prefill"):
-        (record,) = cluster.records(role).values()
-        assert record.compat is not None
-        assert record.compat.block_size == BLOCK
-        full, state = record.compat.kv_groups.split()
-        assert full == "4xFullAttention"
-        assert state.startswith("4xMamba(MAMBA2,align,")
-
-
 @pytest.mark.parametrize(("blocks", "beyond"), [(1, -1), (1, 1), (4, 2), (9, 0)])
 @pytest.mark.essential
 def test_kv_of_all_blocks_and_one_state_are_written(

@@ -12,6 +12,11 @@ from pullfill.demo.recipe import answer_only
 from tests.support.checkpoint import tiny_checkpoint
 
 FEW = (40, 90, 150)
+NGRAM = {
+    "method": "ngram", "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4, "prompt_lookup_min": 1,
+}  # fmt: skip
+SPECULATE = f"--speculative-config={json.dumps(NGRAM)}"
 
 
 def terse_model(directory: Path) -> Path:

@@ -1,10 +1,9 @@
 """What one plain vLLM engine answers: the truth that the disaggregated cluster is compared with.
 
 `Oracle` owns one child process (this file, run as a script) with one engine: no connector, no
-prefix cache, float32, one thread. It is forked from the zygote, which has imported vLLM. Requests
-and answers are JSON lines over a socket; what vLLM prints goes to a log file. The engine lives in a
-child so that none of its settings leak into the tests. Greedy answers are remembered, so a prompt
-asked twice costs nothing.
+prefix cache, float32, one thread. It is forked from the zygote, which has imported vLLM. What vLLM
+prints goes to a log file. The engine lives in a child so that none of its settings leak into the
+tests. Greedy answers are remembered, so a prompt asked twice costs nothing.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tests.support.zygote import Forked, zygote
-
-Prompt = str | Sequence[int]
 
 _ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,7 +50,7 @@ class Completion:
     token_ids: list[int]
     text: str
     finish_reason: str | None
-    logprobs: list[dict[int, float]] | None = field(default=None)
+    logprobs: list[dict[int, float]] | None = None
 
 
 class Oracle:
@@ -80,9 +77,7 @@ class Oracle:
         self.log = log
         self._forked = forked
         self._child: subprocess.Popen[bytes] | Forked | None = None
-        self._socket: socket.socket | None = None
-        self._ask: IO[str] | None = None
-        self._hear: IO[str] | None = None
+        self._link: Any = None
         self._lock = threading.Lock()
         self._known: dict[str, Completion] = {}
 
@@ -92,12 +87,6 @@ class Oracle:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        """Process id of the engine, once started."""
-        assert self._child is not None, "start() first"
-        return self._child.pid
-
     def start(self) -> Oracle:
         """Launch the engine and wait until it can answer (about five seconds)."""
         folder = tempfile.TemporaryDirectory(prefix="pullfill-oracle-")
@@ -106,7 +95,10 @@ class Oracle:
             door.listen()
             self._child = self._launch(json.dumps(self._args), f"{name}/socket")
             try:
-                self._connect(door)
+                while not select.select([door], [], [], 0.1)[0]:
+                    if self._child.poll() is not None:
+                        raise OracleError(f"the oracle's engine did not start, see {self.log}")
+                self._link = Connection(door.accept()[0].detach())
                 self._answer()
             except OracleError:
                 self.close()
@@ -130,44 +122,33 @@ class Oracle:
                 env=env,
             )
 
-    def _connect(self, door: socket.socket) -> None:
-        assert self._child is not None
-        while not select.select([door], [], [], 0.1)[0]:
-            if self._child.poll() is not None:
-                raise OracleError(f"the oracle's engine did not start, see {self.log}")
-        self._socket, _ = door.accept()
-        self._ask, self._hear = self._socket.makefile("w"), self._socket.makefile("r")
-
     def close(self) -> None:
         """End the engine. Its log is removed when it ended well."""
         child, self._child = self._child, None
         if child is None:
             return
-        if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_WR)  # end of input: the child leaves its loop
+        if self._link is not None:
+            self._link.close()  # the child leaves its loop
         try:
             code = child.wait(timeout=20)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)
             code = child.wait()
-        for part in (self._ask, self._hear, self._socket):
-            if part is not None:
-                part.close()
         if code == 0:
             self.log.unlink(missing_ok=True)
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         *,
         logprobs: int | None = None,
         ends: Sequence[Sequence[int]] = (),
         **sampling: Any,
     ) -> list[Completion]:
-        """One completion per prompt (text or token ids), in order; greedy unless told otherwise.
+        """One completion per prompt, in order; greedy unless told otherwise.
 
-        ends: for each prompt of token ids, the numbers of tokens after which a step ends. The last
+        ends: for each prompt, the numbers of tokens after which a step ends. The last
         is the whole prompt. A model of 16 bits rounds by them. Each prompt is then computed alone.
         Without it prompts not answered before run as one batch.
         sampling: more keyword arguments of vLLM's SamplingParams. Raises OracleError.
@@ -175,17 +156,15 @@ class Oracle:
         params = {
             "temperature": 0.0, "max_tokens": max_tokens, "logprobs": logprobs, **sampling
         }  # fmt: skip
-        plain = [p if isinstance(p, str) else list(p) for p in prompts]
-        stops = [list(e) for e in ends] or [list[int]()] * len(plain)
-        asked = list(zip(plain, stops, strict=True))
+        stops = [list(e) for e in ends] or [list[int]()] * len(prompts)
+        asked = list(zip(map(list, prompts), stops, strict=True))
         keys = [json.dumps([each, params], sort_keys=True) for each in asked]
         with self._lock:
             missing = {k: each for k, each in zip(keys, asked, strict=True) if k not in self._known}
             fresh: dict[str, Completion] = {}
             if missing:
-                self._send({"prompts": list(missing.values()), "params": params})
-                answers = self._answer()["answers"]
-                fresh = dict(zip(missing, map(_completion, answers), strict=True))
+                answers = self._answer((list(missing.values()), params))
+                fresh = {k: Completion(*told) for k, told in zip(missing, answers, strict=True)}
             found = [fresh.get(key) or self._known[key] for key in keys]
             if params["temperature"] == 0:
                 self._known |= fresh
@@ -196,40 +175,25 @@ class Oracle:
 
         The answer to a prompt that was asked before is not counted again."""
         with self._lock:
-            self._send({"counters": prefix})
-            found: dict[str, int] = self._answer()["counters"]
+            found: dict[str, int] = self._answer(prefix)
         return found
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._ask is None or self._child is None:
+    def _answer(self, question: Any = None) -> Any:
+        """Ask the child. None: it is about to say that it is ready."""
+        if self._child is None:
             raise OracleError("the oracle is not running: start() first")
         try:
-            self._ask.write(json.dumps(message) + "\n")
-            self._ask.flush()
-        except ConnectionError:
+            if question is not None:
+                self._link.send(question)
+            answer = self._link.recv()
+        except (EOFError, OSError):
             raise OracleError(f"the oracle's engine is gone, see {self.log}") from None
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._hear is not None
-        line = ""
-        with suppress(ConnectionError):
-            line = self._hear.readline()
-        if not line:
-            raise OracleError(f"the oracle's engine is gone, see {self.log}")
-        message: dict[str, Any] = json.loads(line)
-        if "error" in message:
-            raise OracleError(f"{message['error']} (log: {self.log})")
-        return message
+        if isinstance(answer, str):
+            raise OracleError(f"{answer} (log: {self.log})")
+        return answer
 
 
-def _completion(answer: dict[str, Any]) -> Completion:
-    logprobs = answer["logprobs"]
-    if logprobs is not None:
-        logprobs = [{int(token): value for token, value in step} for step in logprobs]
-    return Completion(answer["token_ids"], answer["text"], answer["finish_reason"], logprobs)
-
-
-def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
+def _serve(args: dict[str, Any], link: Any) -> None:
     from vllm import LLM, SamplingParams
     from vllm.v1.metrics.reader import Counter
 
@@ -245,34 +209,28 @@ def _serve(args: dict[str, Any], requests: IO[str], answers: IO[str]) -> None:
             **args,
         }
     )
-
-    def say(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    say({"ready": True})
-    for line in requests:
-        request = json.loads(line)
-        if prefix := request.get("counters"):
-            say({"counters": {
-                m.name: m.value for m in engine.get_metrics() if m.name.startswith(prefix)
-                and isinstance(m, Counter)
-            }})  # fmt: skip
+    link.send(True)
+    while True:
+        try:
+            question = link.recv()
+        except EOFError:
+            return
+        if isinstance(question, str):
+            counters = [m for m in engine.get_metrics() if isinstance(m, Counter)]
+            link.send({m.name: m.value for m in counters if m.name.startswith(question)})
             continue
         try:
-            prompts: Any = [
-                p if isinstance(p, str) else {"prompt_token_ids": p} for p, _ in request["prompts"]
-            ]
-            params = SamplingParams(**request["params"])
-            ends = [end for _, end in request["prompts"]]
+            asked, params = question[0], SamplingParams(**question[1])
+            prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+            ends = [end for _, end in asked]
             if all(ends):
                 outs = [_in_steps(engine, p, params, e) for p, e in zip(prompts, ends, strict=True)]
             else:
                 outs = engine.generate(prompts, params, use_tqdm=False)
         except Exception as exc:  # bad prompts and parameters; the engine itself goes on
-            say({"error": f"{type(exc).__name__}: {exc}"})
+            link.send(f"{type(exc).__name__}: {exc}")
             continue
-        say({"answers": [_plain(out.outputs[0]) for out in outs]})
+        link.send([_plain(out.outputs[0]) for out in outs])
 
 
 def _in_steps(engine: Any, prompt: Any, params: Any, ends: list[int]) -> Any:
@@ -296,26 +254,21 @@ def _in_steps(engine: Any, prompt: Any, params: Any, ends: list[int]) -> Any:
     return result
 
 
-def _plain(output: Any) -> dict[str, Any]:
+def _plain(output: Any) -> tuple[Any, ...]:
+    """The fields of a Completion, in plain types."""
     steps = output.logprobs
     if steps is not None:
-        steps = [[(token, entry.logprob) for token, entry in step.items()] for step in steps]
-    return {
-        "token_ids": list(output.token_ids),
-        "text": output.text,
-        "finish_reason": output.finish_reason,
-        "logprobs": steps,
-    }
+        steps = [{token: entry.logprob for token, entry in step.items()} for step in steps]
+    return list(output.token_ids), output.text, output.finish_reason, steps
 
 
 def main() -> None:
     """The child. Arguments: of the engine, as JSON, and the address of a socket."""
     code = 1
     try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(sys.argv[2])
-            with connection.makefile("r") as requests, connection.makefile("w") as answers:
-                _serve(json.loads(sys.argv[1]), requests, answers)
+        door = socket.socket(socket.AF_UNIX)
+        door.connect(sys.argv[2])
+        _serve(json.loads(sys.argv[1]), Connection(door.detach()))
         code = 0
     except BaseException:
         traceback.print_exc()
