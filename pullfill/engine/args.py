@@ -59,8 +59,9 @@ def build_config(
             "tensor_parallel_size is {} and pipeline_parallel_size {}, but not by flags: give them "
             "as --tensor-parallel-size and --pipeline-parallel-size, not in --config".format(*sizes)
         )
-    check_flags(args, current_platform.device_type, os.environ)
-    offloading = kv_offloading.take(args, current_platform.device_type)
+    device = current_platform.device_type
+    check_flags(args, device, os.environ)
+    offloading = kv_offloading.take(args, device)
     ours: dict[str, Any] = {
         "kv_connector": "WorkerConnector",
         "kv_connector_module_path": "pullfill.worker.connector",
@@ -75,7 +76,7 @@ def build_config(
     if args.async_scheduling is None:
         # With it, a step is under way whenever there are requests: docs/decisions.md, 47.
         args.async_scheduling = False
-    if args.worker_cls == "auto" and _is_cpu():
+    if args.worker_cls == "auto" and device == "cpu":
         # Else a seeded request ends the engine at the first chunk of its prompt.
         args.worker_cls = "pullfill.engine.cpu_worker.SeededCPUWorker"
     args.mm_processor_cache_gb = 0  # frontends run the processor
@@ -87,7 +88,7 @@ def build_config(
     check_config(config)
     speculation.check_config(config)
     kv_offloading.check_config(config)
-    if _is_cpu():
+    if device == "cpu":
         _rotate_parts_of_heads_natively(config)
     schedule_whole_prompts(config)
     names = namespace.served_model_name
@@ -211,12 +212,6 @@ def schedule_whole_prompts(config: Any) -> None:
     most = steps.max_num_scheduled_tokens
     if not steps.enable_chunked_prefill and most is not None:
         steps.max_num_scheduled_tokens = max(most, steps.max_num_batched_tokens)
-
-
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _rotate_parts_of_heads_natively(config: VllmConfig) -> None:

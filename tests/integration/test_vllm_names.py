@@ -16,7 +16,7 @@ import pytest
 import pullfill
 from pullfill import releases
 from pullfill.deploy import vllm_flags
-from pullfill.engine import args, check
+from pullfill.engine import check
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
 from pullfill.errors import ConfigError
@@ -59,7 +59,6 @@ def test_steps_overlap_only_if_asked(
         asked.append(engine_args.async_scheduling)
         raise ValueError("that is all")
 
-    monkeypatch.setattr(args, "_is_cpu", lambda: False)
     monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", make)
     with pytest.raises(ConfigError, match="that is all"):
         build_config(str(tmp_path), flags, kv_role="kv_both", engine_id="e")

@@ -27,8 +27,14 @@ from tests.support.late import Late
 torch: Any = Late("torch")
 
 
-def specs_by_name() -> dict[str, list[Any]]:
-    """KV cache groups of models, as vLLM describes them."""
+LENGTHS = (0, 1, 63, 64, 79, 300)
+
+
+def models() -> dict[str, tuple[list[Any], str, Any]]:
+    """KV cache groups of models, as vLLM describes them, and their kinds.
+
+    The last is where the blocks begin that vLLM keeps of prompts of LENGTHS tokens, for each group,
+    or why the prompts stay local."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -49,100 +55,75 @@ def specs_by_name() -> dict[str, list[Any]]:
             block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more
         )
 
+    def mamba(mode: str = "align") -> str:
+        return f"Mamba(MAMBA2,{mode},3x8:bfloat16,2x8:float32)"
+
+    drafts, small = state(num_speculative_blocks=2), state(page_size_padded=None)
+    both, beside = "1xFullAttention 1xSlidingWindow(64)", f"1xFullAttention 1x{mamba()}"
+    in_full, in_window = [0] * 6, [0, 0, 0, 0, 1, 14]
+    at_end = [0, 0, 3, 3, 4, 18]
     return {
-        "full": [full],
-        "full that stands for a window": [FullAttentionSpec(**common, sliding_window=64)],
-        "window": [window()],
-        "chunks": [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
-        "both": [full, window()],
-        "state": [state()],
-        "kv and states": [full, state()],
-        "no prefix cache": [state("none", 512), full],
-        "states of drafts": [full, state(num_speculative_blocks=2)],
-        "every state": [full, state("all")],
-        "small states": [full, state(page_size_padded=None)],
-        "ranks": [full, state()],
-        "tier": [full, state()],
-        "heads": [full, window(num_kv_heads=4, head_size=4)],
-        "blocks": [full, window(block_size=32)],
-    }
-
-
-def what_is_kept(name: str, specs: list[Any]) -> tuple[str, list[Any], str, list[int], Any]:
-    """Kinds of the groups, what vLLM keeps of prompts of several lengths, why prompts stay local,
-    the lengths of block tables, and the states."""
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-    parts = [KVCacheGroupSpec([f"{name}{i}"], spec) for i, spec in enumerate(specs)]
-    config = KVCacheConfig(32, [], parts)
-    ranks = 2 if name == "ranks" else 1
-    settings = {BESIDE_TIER: True} if name == "tier" else {}
-    vllm_config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks),
-        cache_config=SimpleNamespace(block_size=16),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=settings),
-    )
-    kept: list[Any] = []
-    tables: Any = []
-    why = why_local(vllm_config, config)
-    size = 512 if name == "no prefix cache" else 16
-    if not why:
-        manager = KVCacheManager(
-            config,
-            max_model_len=512,
-            scheduler_block_size=size,
-            hash_block_size=size,
-            enable_caching=name != "no prefix cache",
-        )
-        kept = [list(kept_from(manager, 16)(tokens)) for tokens in (0, 1, 63, 64, 79, 300)]
-        tables = by_position(manager, 16)([[7 + i] for i in range(len(parts))])
-    groups = groups_of(config)
-    return groups.kinds, kept, why, list(map(len, tables)), groups.states
+        "full": ([full], "FullAttention", [in_full]),
+        "full that stands for a window": (
+            [FullAttentionSpec(**common, sliding_window=64)], "FullAttention(64)", [in_full],
+        ),
+        "window": ([window()], "SlidingWindow(64)", [in_window]),
+        "chunks": (
+            [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
+            "ChunkedLocalAttention(64)", [[0, 0, 0, 4, 4, 16]],
+        ),
+        "both": ([full, window()], both, [in_full, in_window]),
+        "state": ([state()], mamba(), "only beside KV of attention layers"),
+        "kv and states": ([full, state()], beside, [in_full, at_end]),
+        "no prefix cache": (
+            [state("none", 512), full], f"1x{mamba('none')} 1xFullAttention", [at_end, in_full],
+        ),
+        "states of drafts": ([full, drafts], beside, "states of Mamba layers with speculation"),
+        "every state": (
+            [full, state("all")], f"1xFullAttention 1x{mamba('all')}", "--mamba-cache-mode all",
+        ),
+        "small states": ([full, small], beside, "blocks of different sizes"),
+        "ranks": ([full, state()], beside, "only between workers with one rank"),
+        "tier": ([full, state()], beside, "beside --kv-offloading-size"),
+        "heads": ([full, window(num_kv_heads=4, head_size=4)], both, "different heads"),
+        "blocks": ([full, window(block_size=32)], both, "blocks of different sizes"),
+    }  # fmt: skip
 
 
 def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
-    told = {name: what_is_kept(name, specs) for name, specs in specs_by_name().items()}
-    assert {name: kept for name, (_, kept, *_) in told.items() if kept} == {
-        "full": [[0]] * 6,
-        "full that stands for a window": [[0]] * 6,
-        "window": [[0], [0], [0], [0], [1], [14]],
-        "chunks": [[0], [0], [0], [4], [4], [16]],
-        "both": [[0, 0], [0, 0], [0, 0], [0, 0], [0, 1], [0, 14]],
-        "kv and states": [[0, 0], [0, 0], [0, 3], [0, 3], [0, 4], [0, 18]],
-        "no prefix cache": [[0, 0], [0, 0], [3, 0], [3, 0], [4, 0], [18, 0]],
-    }
-    assert told["kv and states"][3] == [1, 1]
-    assert told["no prefix cache"][3] == [512 // 16, 1], "one block for all positions"
-    assert told["no prefix cache"][4] == ((("bfloat16", 48), ("float32", 64)), ())
-    parts = "3x8:bfloat16,2x8:float32"
-    kinds_of_states = {
-        "state": f"Mamba(MAMBA2,align,{parts})",
-        "no prefix cache": f"1xMamba(MAMBA2,none,{parts}) 1xFullAttention",
-        "every state": f"1xFullAttention 1xMamba(MAMBA2,all,{parts})",
-    } | dict.fromkeys(
-        ("kv and states", "states of drafts", "small states", "ranks", "tier"),
-        f"1xFullAttention 1xMamba(MAMBA2,align,{parts})",
-    )
-    assert {name: kinds for name, (kinds, *_) in told.items()} == kinds_of_states | {
-        "full": "FullAttention",
-        "full that stands for a window": "FullAttention(64)",
-        "window": "SlidingWindow(64)",
-        "chunks": "ChunkedLocalAttention(64)",
-        "both": "1xFullAttention 1xSlidingWindow(64)",
-        "heads": "1xFullAttention 1xSlidingWindow(64)",
-        "blocks": "1xFullAttention 1xSlidingWindow(64)",
-    }
-    assert {name: why for name, (_, _, why, *_) in told.items() if why} == {
-        "state": "pullfill moves states of Mamba layers only beside KV of attention layers",
-        "states of drafts": "pullfill does not move states of Mamba layers with speculation",
-        "every state": "pullfill does not move states of Mamba layers with --mamba-cache-mode all",
-        "small states": "its KV cache groups have blocks of different sizes",
-        "ranks": "pullfill moves states of Mamba layers only between workers with one rank",
-        "tier": "pullfill does not move states of Mamba layers beside --kv-offloading-size",
-        "heads": "its KV cache groups have different heads",
-        "blocks": "its KV cache groups have blocks of different sizes",
-    }
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    for name, (specs, kinds, expected) in models().items():
+        groups = [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)]
+        config, caches = KVCacheConfig(32, [], groups), name != "no prefix cache"
+        vllm_config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1, tensor_parallel_size=2 if name == "ranks" else 1
+            ),
+            cache_config=SimpleNamespace(block_size=16),
+            kv_transfer_config=SimpleNamespace(
+                kv_connector_extra_config={BESIDE_TIER: name == "tier"}
+            ),
+        )
+        told, why = groups_of(config), why_local(vllm_config, config)
+        assert told.kinds == kinds, name
+        if isinstance(expected, str):
+            assert expected in why, name
+            continue
+        assert why == "", name
+        size = 16 if caches else 512
+        manager = KVCacheManager(
+            config, max_model_len=512, scheduler_block_size=size, hash_block_size=size,
+            enable_caching=caches,
+        )  # fmt: skip
+        kept = [kept_from(manager, 16)(tokens) for tokens in LENGTHS]
+        assert list(map(list, zip(*kept, strict=True))) == expected, name
+        # Without a prefix cache a state has one block for all positions.
+        tables = by_position(manager, 16)([[7 + i] for i in range(len(specs))])
+        assert [len(table) for table in tables] == [1 if caches else 512 // 16, 1][: len(specs)]
+        if not caches:
+            assert told.states == ((("bfloat16", 48), ("float32", 64)), ())
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 9))

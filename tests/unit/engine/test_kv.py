@@ -1,4 +1,4 @@
-"""An executor that computes no model: what its KV is called, and where it lies."""
+"""What the KV of an executor without a model is called, and how layers store KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pullfill.engine.kv import (
     Attention,
     Geometry,
     attention_of_rank,
-    device_of,
     executor_without_model,
     join_attention,
 )
@@ -26,10 +25,6 @@ class Invents:
     """An executor as vLLM's flag may name it: it computes no model."""
 
     KV_KIND = "invented"
-
-    @staticmethod
-    def kv_device(vllm_config: Any) -> str:
-        return str(vllm_config.additional_config)
 
 
 class Computes:
@@ -76,24 +71,8 @@ def test_a_worker_without_a_model_exchanges_nothing_with_one_that_has_it(
 
 def test_other_executors_compute_a_model() -> None:
     for backend in ("uni", None, Computes, f"{__name__}.Computes"):
-        assert executor_without_model(config_of(backend)) is None
-
-
-def config_of(backend: Any, device: str = "auto") -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
-        additional_config=device,
-    )
-
-
-def test_where_the_kv_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    platform = ModuleType("vllm.platforms")
-    platform.__dict__["current_platform"] = SimpleNamespace(device_type="here")
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-    for backend, device, found in (
-        (Invents, "auto", "here"), (BY_PATH, "cpu", "cpu"), ("uni", "cpu", "here"),
-    ):  # fmt: skip
-        assert device_of(config_of(backend, device)) == found
+        parallel = SimpleNamespace(distributed_executor_backend=backend)
+        assert executor_without_model(SimpleNamespace(parallel_config=parallel)) is None
 
 
 torch: Any = Late("torch")
