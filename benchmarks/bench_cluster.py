@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from benchmarks import command, machine
-from benchmarks.live import CLI, Live, child, demo_vocabulary, running, wait_for
+from benchmarks.live import CLI, Live, ask, child, demo_vocabulary, running, wait_for
 from benchmarks.report import Row, median, percentile, row
 
 STAGES = {
@@ -74,21 +74,9 @@ def measure_handoff(live: Live, requests: int) -> list[dict[str, Any]]:
         for number in range(-4, requests):  # the first pairs warm up
             fresh = [rng.choice(ids) for _ in range(PROMPT)]
             prompt = fresh if number % 2 == 0 else prompt + fresh
-            records.append(_explained(http, prompt))
+            records.append(ask(http, prompt, 4)[1])
             time.sleep(BETWEEN_S)
     return records[4:]
-
-
-def _explained(http: httpx.Client, prompt: list[int]) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "ignore_eos": True}
-    answer = http.post("/v1/completions", json=body).raise_for_status().json()
-    found: dict[str, Any] = wait_for(
-        lambda: http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json(),
-        5.0,
-        "a record of the request",
-        0.02,
-    )
-    return found
 
 
 def handoff_rows(records: list[dict[str, Any]]) -> list[Row]:

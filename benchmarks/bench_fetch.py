@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks import command, machine
-from benchmarks.live import BenchError, Live, demo_vocabulary, running, wait_for
+from benchmarks.live import BenchError, Live, ask, demo_vocabulary, running, wait_for
 from benchmarks.report import Row, median, row, versus
 
 PREFIX, ANSWER = 2000, 16
@@ -47,18 +47,6 @@ class Seen:
     fetched: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     prefilled: list[int] = field(default_factory=list)
-
-
-def ask(http: httpx.Client, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-    """Return the answer's tokens, and the explain record."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True,
-            "temperature": 0, "return_token_ids": True}  # fmt: skip
-    answer = http.post("/v1/completions", json=body).raise_for_status().json()
-    told: dict[str, Any] = wait_for(
-        lambda: http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json(),
-        5.0, "a record of the request", 0.02,
-    )  # fmt: skip
-    return answer["choices"][0]["token_ids"], told
 
 
 def note(seen: Seen, first: dict[str, Any], told: dict[str, Any]) -> None:
@@ -87,10 +75,10 @@ def converse(live: Live, pairs: int) -> dict[str, Seen]:
             live.configure(min_fetch_tokens=LEAST if kind == WITH else 0)
             time.sleep(SETTLE_S)
             prompt = [rng.choice(ids) for _ in range(PREFIX)]
-            tokens, first = ask(http, prompt)
+            tokens, first = ask(http, prompt, ANSWER)
             time.sleep(SETTLE_S)
             asked = [*prompt, *tokens, *(rng.choice(ids) for _ in range(QUESTION))]
-            _, told = ask(http, asked)
+            _, told = ask(http, asked, ANSWER)
             if number >= 0:
                 note(seen[kind], first, told)
         if number >= 0:

@@ -131,6 +131,18 @@ def running(
         )
 
 
+def ask(http: httpx.Client, prompt: list[int], tokens: int) -> tuple[list[int], dict[str, Any]]:
+    """Return an answer of the demo model, `tokens` long, and the request's explain record."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True,
+            "temperature": 0, "return_token_ids": True}  # fmt: skip
+    answer = http.post("/v1/completions", json=body).raise_for_status().json()
+    told: dict[str, Any] = wait_for(
+        lambda: http.get(f"/pullfill/requests/{answer['id']}").raise_for_status().json(),
+        5.0, "a record of the request", 0.02,
+    )  # fmt: skip
+    return answer["choices"][0]["token_ids"], told
+
+
 def demo_vocabulary() -> int:
     """Token ids of the demo model are below this. It must have been made."""
     config = json.loads((plan.demo_directory() / "config.json").read_text())
