@@ -170,10 +170,7 @@ async def build(
         compat_hash=engine.compat.hash(),
     )
     computes = rounding_digest(config)
-    leases = ReadLeases(
-        context, thread, server.intake if server is not None else None, view,
-        compat=engine.compat, computes=computes,
-    )  # fmt: skip
+    leases = ReadLeases(context, thread, view, compat=engine.compat, computes=computes)
     frontends = None
     if own_loop is not None and server is not None and blocks is not None:
         reports = LoadReports(view, server, partial(_wake_after, loop, wake_engine))

@@ -1,7 +1,7 @@
 """Read leases: other decode workers copy cached blocks out of this worker's KV memory.
 
     asker: LeaseHello → LeaseWelcome, with the descriptors of our memory
-    LeaseAsk ──intake thread──▶ vLLM's block hashes of the prompt
+    LeaseAsk ──its own thread──▶ vLLM's block hashes of the prompt
              ──engine thread──▶ cached blocks found and pinned, fence opened ──▶ Lease
     LeaseEnd ──▶ fence revoked, LeaseEnded ──proved──▶ engine thread: blocks let go
 
@@ -14,19 +14,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.intake import Work
 from pullfill.engine import requests
 from pullfill.engine.adapters import lora_request
 from pullfill.engine.groups import cached_run, keeps_all
-from pullfill.errors import BadMessage, ConfigError, OverloadedError
+from pullfill.errors import BadMessage, ConfigError, NotNow, OverloadedError
 from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import proved
 from pullfill.wire import (
     Compat,
@@ -44,7 +43,6 @@ from pullfill.wire import (
 )
 
 if TYPE_CHECKING:
-    from pullfill.decode_worker.intake import Intake
     from pullfill.engine.view import View
     from pullfill.worker.ports import EngineThread
 
@@ -89,10 +87,7 @@ class ReadLeases:
     def __init__(
         self,
         context: DecodeContext,
-        # thread, intake: run work between steps, and prepare prompts meanwhile. None: nothing is
-        # leased.
-        thread: EngineThread | None,
-        intake: Intake | None,
+        thread: EngineThread | None,  # runs work between steps. None: nothing is leased
         view: View,
         *,
         compat: Compat,
@@ -100,7 +95,7 @@ class ReadLeases:
     ) -> None:
         self._context = context
         self._thread = thread
-        self._intake = intake
+        self._hashes = SerialExecutor()  # the hashes of a prompt of 128k tokens take 50 ms
         self._view = view
         self._compat = compat
         self._computes = computes
@@ -109,12 +104,12 @@ class ReadLeases:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._askers: set[_Asker] = set()
-        self._asked = 0  # number of leases that are asked for
+        self._asked: set[asyncio.Task[None]] = set()  # one for each lease that is asked for
         # All leases whose blocks are pinned. Changed on the engine thread.
         self._pinned: set[_Lease] = set()
         self._closed = False
         self.why_not = ""
-        if thread is None or intake is None:
+        if thread is None:
             self.why_not = "its engine does no work for us between steps"
         elif context.owner is None:
             self.why_not = "no transport reaches its KV memory"
@@ -124,7 +119,7 @@ class ReadLeases:
     @property
     def open(self) -> int:
         """Number of leases that pin blocks, or have been asked for. Any thread may read it."""
-        return self._asked + len(self._pinned)
+        return len(self._asked) + len(self._pinned)
 
     @property
     def unproved_blocks(self) -> int:
@@ -199,95 +194,83 @@ class ReadLeases:
         if self._closed or self.open >= MOST:
             self._refuse(asker, ask, BUSY)
             return
-        self._asked += 1
-        self._submit(lambda: self._put(asker, ask))
+        task = self._loop.create_task(self._give(asker, ask))
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
 
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
         metrics.PREFIX_LEASE.labels(reason).inc()
         if not asker.gone:
             asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
-    def _unfilled(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
-        self._asked -= 1
-        self._refuse(asker, ask, reason)
-
-    def _tell(self, call: Callable[[], None]) -> None:
-        """Have `call` run on the asyncio thread. Any thread."""
-        self._loop.call_soon_threadsafe(call)
-
-    def _submit(self, work: Callable[[], None], *, wake: bool = True) -> None:
+    async def _give(self, asker: _Asker, ask: LeaseAsk) -> None:
         assert self._thread is not None, "else nobody may ask"
-        self._thread.submit(work, wake=wake)
-
-    def _put(self, asker: _Asker, ask: LeaseAsk) -> None:
-        """Engine thread."""
-        assert self._intake is not None
-        if not self._intake.put(partial(self._prepare, asker, ask), len(ask.token_ids)):
-            self._tell(partial(self._unfilled, asker, ask, BUSY))
-
-    def _prepare(self, asker: _Asker, ask: LeaseAsk) -> Work:
-        """Compute vLLM's block hashes of the prompt. Intake thread."""
-        lora = None
+        found: _Lease | str = BUSY
         try:
-            if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
-                lora = self._context.adapters.placed(lora_request(adapter))
-            request = requests.own_request(
-                "read-lease", (), cache_salt=ask.cache_salt, priority=0,
-                arrival_time=time.time(), lora_request=lora,
-            )  # fmt: skip
-            made = self._view.prepare(request, memoryview(ask.token_ids))
+            made = await self._loop.run_in_executor(self._hashes, self._prepare, ask)
+            found = await self._thread.call(partial(self._find, asker, ask, made))
+        except NotNow as exc:
+            logger.debug("no lease for %s: %s", asker.name, exc)  # we are leaving
         except Exception:
-            logger.exception("cannot hash a prompt of %s", asker.name)
-            return lambda: self._tell(partial(self._unfilled, asker, ask, BUSY))
-        return lambda: self._find(asker, ask, made)
-
-    def _find(self, asker: _Asker, ask: LeaseAsk, made: Any) -> None:
-        """Pin the cached blocks and open a fence over them. Engine thread, between steps."""
-        size = self._block_size
-        stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
-        room = self._view.config.cache_config.num_gpu_blocks // SHARE
-        room -= sum(len(lease.blocks) for lease in self._pinned)
-        reason, blocks = BUSY, list[Any]()
-        # Only finished blocks are leased. Between two steps each cached block is computed, but with
-        # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
-        # that are still copied, are not cached yet.
-        if not self._view.mid_step and room > 0 and not asker.gone:
-            reason = NOT_HELD
-            blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
-        if not blocks:
-            self._tell(partial(self._unfilled, asker, ask, reason))
+            logger.exception("no lease for %s", asker.name)
+        if isinstance(found, str):
+            self._refuse(asker, ask, found)
             return
-        ids = [block.block_id for block in blocks]
-        assert self._context.owner is not None
-        try:
-            fence = self._context.owner.fences.open(ids, len(ids))  # to be read only
-        except (ConfigError, OverloadedError):
-            self._tell(partial(self._unfilled, asker, ask, BUSY))
-            return
-        # Referenced in vLLM's pool, a block is neither evicted nor reused.
-        self._pool.touch(blocks)
-        lease = _Lease(next(self._numbers), fence, blocks, self._context.ledger.incarnation)
-        self._pinned.add(lease)
-        self._tell(partial(self._given, asker, ask, lease))
-
-    def _given(self, asker: _Asker, ask: LeaseAsk, lease: _Lease) -> None:
-        self._asked -= 1
-        asker.leases[lease.number] = lease
+        asker.leases[found.number] = found
         if asker.gone:
-            self._over(asker, lease)
+            self._over(asker, found)
             return
-        lease.timer = self._loop.call_later(LEASE_S, self._over, asker, lease)
+        found.timer = self._loop.call_later(LEASE_S, self._over, asker, found)
         metrics.PREFIX_LEASE.labels("given").inc()
         failpoints.hit("decode.before_lease")
         asker.channel.write(
             Lease(
                 rid=ask.rid,
-                lease=lease.number,
-                block_ids=u32.pack([block.block_id for block in lease.blocks]),
-                fence=lease.fence,
+                lease=found.number,
+                block_ids=u32.pack([block.block_id for block in found.blocks]),
+                fence=found.fence,
                 within_s=LEASE_S,
             ),
         )
+
+    def _prepare(self, ask: LeaseAsk) -> Any:
+        """Compute vLLM's block hashes of the prompt. On the thread of `_hashes`."""
+        lora = None
+        if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
+            lora = self._context.adapters.placed(lora_request(adapter))
+        request = requests.own_request(
+            "read-lease", (), cache_salt=ask.cache_salt, priority=0,
+            arrival_time=time.time(), lora_request=lora,
+        )  # fmt: skip
+        return self._view.prepare(request, memoryview(ask.token_ids))
+
+    def _find(self, asker: _Asker, ask: LeaseAsk, made: Any) -> _Lease | str:
+        """Pin the cached blocks and open a fence over them. Engine thread, between steps.
+
+        Returns the reason if there is no lease."""
+        size = self._block_size
+        stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
+        room = self._view.config.cache_config.num_gpu_blocks // SHARE
+        room -= sum(len(lease.blocks) for lease in self._pinned)
+        # Only finished blocks are leased. Between two steps each cached block is computed, but with
+        # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
+        # that are still copied, are not cached yet.
+        if self._view.mid_step or room <= 0 or asker.gone:
+            return BUSY
+        blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
+        if not blocks:
+            return NOT_HELD
+        ids = [block.block_id for block in blocks]
+        assert self._context.owner is not None
+        try:
+            fence = self._context.owner.fences.open(ids, len(ids))  # to be read only
+        except (ConfigError, OverloadedError):
+            return BUSY
+        # Referenced in vLLM's pool, a block is neither evicted nor reused.
+        self._pool.touch(blocks)
+        lease = _Lease(next(self._numbers), fence, blocks, self._context.ledger.incarnation)
+        self._pinned.add(lease)
+        return lease
 
     # ------------------------------------------------------------------ ending
 
@@ -318,7 +301,8 @@ class ReadLeases:
         lease.unproved = not quiet
         if quiet:
             # Not before: so each read that the fence let pass has read what the block's hash says.
-            self._submit(lambda: self._unpin(lease), wake=False)
+            assert self._thread is not None
+            self._thread.submit(lambda: self._unpin(lease), wake=False)
         else:
             # A copy takes milliseconds, and its reader lets go at the end.
             self._loop.call_later(0.02, self._let_go, lease)

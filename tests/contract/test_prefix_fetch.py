@@ -446,9 +446,9 @@ async def test_an_adapter_that_vllm_refuses_gets_an_answer(
 async def test_a_holder_that_answers_nonsense(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    real = read_leases.ReadLeases._given
+    real = read_leases.ReadLeases._give
 
-    def given(self: Any, asker: Any, ask: Any, lease: Any) -> None:
+    async def give(self: Any, asker: Any, ask: Any) -> None:
         write = asker.channel.write
 
         def other(message: Any) -> None:
@@ -467,9 +467,9 @@ async def test_a_holder_that_answers_nonsense(
             write(message)
 
         monkeypatch.setattr(asker.channel, "write", other, raising=False)
-        real(self, asker, ask, lease)
+        await real(self, asker, ask)
 
-    monkeypatch.setattr(read_leases.ReadLeases, "_given", given)
+    monkeypatch.setattr(read_leases.ReadLeases, "_give", give)
     served, told = await pair.ask()
     assert served.loaded is (wrong == "many"), told
 

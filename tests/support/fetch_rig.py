@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -34,6 +34,7 @@ from tests.support.kv_engine import BLOCK, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
 
 LEAST = 2 * BLOCK
+T = TypeVar("T")
 
 
 def hashes_of(tokens: Sequence[int], salt: str | None) -> list[str]:
@@ -79,15 +80,14 @@ class FakeHost:
         self._todo.append(work)
         self._loop.call_soon_threadsafe(self.run)
 
+    async def call(self, work: Callable[[], T]) -> T:
+        done = self._loop.create_future()
+        self.submit(lambda: done.set_result(work()))
+        return await done
+
     def run(self) -> None:
         while self._todo and not self.held:
             self._todo.pop(0)()
-
-
-class FakeIntake:
-    def put(self, preparation: Any, size: int) -> bool:
-        preparation()()
-        return True
 
 
 def prepare(request: Any, data: memoryview) -> Any:
@@ -119,7 +119,7 @@ class FetchWorker(DecodeHalf):
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
         self.leases = ReadLeases(
-            self.context, self.host, FakeIntake(), self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
+            self.context, self.host, self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
         )  # fmt: skip
         self.control = ControlServer(
             self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases
