@@ -139,14 +139,6 @@ class Prefill(msgspec.Struct):
     def options(self) -> tuple[Option, ...]:
         return (*self.here, self.there) if self.there is not None and self.known else self.here
 
-    @property
-    def hedge_s(self) -> float:
-        """In how many seconds it must begin here to meet its target for the first token.
-
-        Infinite if it cannot meet the target any more. See `router.hedge`."""
-        left = self.targets.ttft_s - self.waited_s - min(option.ttft_s for option in self.here)
-        return left if left > 0 else math.inf
-
     def becomes(self, choice: Choice) -> None:
         """Go on as another choice than the one that was predicted."""
         self.choice, self.option = choice, None

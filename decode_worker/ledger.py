@@ -112,9 +112,6 @@ class Entry:
     timeout_s: float  # most seconds for the whole job
     tokens: int = 0  # number of tokens that a prefill worker must compute
     claim_timeout_s: float = math.inf  # most seconds for each wait for a claim
-    # If nobody claims the job within so many seconds, the prompt is computed here, even if
-    # claim_timeout_s is longer.
-    hedge_s: float = math.inf
     # An attempt that makes progress may go on beyond timeout_s. It ends after this many seconds
     # without progress.
     stall_s: float = 0.0
@@ -189,8 +186,7 @@ class Entry:
     def due(self) -> float:
         """When the job has been in its state for too long."""
         if self.state is JobState.QUEUED:
-            claim_by = self.queued_at + self.claim_timeout_s
-            return min(self.deadline, claim_by, self.opened_at + self.hedge_s)
+            return min(self.deadline, self.queued_at + self.claim_timeout_s)
         if self.state is JobState.QUARANTINED:
             return min(self.deadline, self.quarantined_at + NO_PROOF_S)
         return self.deadline
@@ -798,10 +794,7 @@ class Ledger:
     def _expire(self, entry: Entry) -> None:
         """The job has been in its state for too long. The outcome tells which state that was."""
         if entry.state is JobState.QUEUED:
-            if entry.due == entry.opened_at + entry.hedge_s:
-                self._give_up(entry, Outcome.HEDGED)
-            else:
-                self._nobody_claimed(entry)
+            self._nobody_claimed(entry)
             return
         early = self._clock.monotonic() < entry.deadline  # then its writer is not proved quiet
         self._give_up(entry, Outcome.QUARANTINED if early else Outcome.TIMEOUT)

@@ -11,7 +11,6 @@ BlockPool. engine/check.py checks at start-up that they have the attributes that
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -364,7 +363,6 @@ class DecodeScheduler:
                 timeout_s=timeout_s,
                 tokens=external_tokens,
                 claim_timeout_s=claim_timeout_s,
-                hedge_s=situation.costs.hedge_s if config.hedge and situation.costs else math.inf,
                 stall_s=config.remote_timeout_s,
                 to=to,
             )

@@ -134,7 +134,6 @@ class Outcome(enum.StrEnum):
     PUBLISH_FAILED = "publish_failed"
     QUEUE_FULL = "queue_full"
     CLAIM_TIMEOUT = "claim_timeout"
-    HEDGED = "hedged"
     CLAIMS_STALLED = "claims_stalled"
     TIMEOUT = "timeout"
     PREFILL_LOST = "prefill_lost"

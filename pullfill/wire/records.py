@@ -56,9 +56,6 @@ class RouterConfig(Message, frozen=True, kw_only=True):
     # time between two tokens.
     ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 1000.0
     itl_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 50.0
-    # As long as no prefill worker has claimed a prompt, the decode worker may compute it. It does
-    # so as soon as that is needed to meet the target for the first token.
-    hedge: bool = False
     # Jobs whose target for the first token is at most this come first in the queue.
     tight_ttft_ms: Annotated[float, Meta(gt=0, le=3.6e6)] = 500.0
     # Jobs whose target for the first token is at least this come last in the queue.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import timeit
 from collections.abc import Mapping
 from functools import partial
@@ -201,14 +200,6 @@ def test_a_prompt_at_once_goes_on_in_chunks_when_streams_begin(rig: Rig) -> None
     rig.streams(3)
     assert rig.model.chunk()[0] < 200
     assert rig.compute(name, 1488).regret_ms is None, "it was predicted as another choice"
-
-
-def test_when_a_prompt_that_went_away_must_begin_here(rig: Rig) -> None:
-    """Its target less what computing it here takes. Never, if that is too late already."""
-    took = 4000 * LOCAL_S + 4 * STEP_S
-    for ttft_s, left in ((2.0, 2.0 - took), (1.0, math.inf)):
-        costs = rig.model.predict(Queue(), Targets(ttft_s, 0.05), 0, 4000)
-        assert costs.hedge_s == pytest.approx(left, abs=0.1)
 
 
 # ------------------------------------------------------------------ what is learned

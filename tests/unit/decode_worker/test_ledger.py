@@ -226,6 +226,31 @@ def test_a_writer_that_gives_up_is_no_loss() -> None:
     assert model.claim(job, "c").grant is not None
 
 
+def test_a_job_in_quarantine_is_held_until_its_writer_is_quiet() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.begin_batch(grant)
+    model.lose("a", others_alive=True)
+    for writer in ("a", "b"):
+        claimed = model.claim(job, writer)
+        assert (claimed.refused, claimed.retry_after_s) == (RefuseReason.HELD, 0.05)
+    model.end_batch(grant)
+    model.tick(0.05)
+    assert model.claim(job, "b").grant is not None
+
+
+def test_what_a_writer_says_of_an_old_attempt_of_its_own_counts_nothing() -> None:
+    model = HandoffModel()
+    job, old = granted(model)
+    model.gave_up(old, retry=True)
+    assert model.claim(job, "a").grant is not None
+    assert model.commit(old) == model.ready(old) == "stale"
+    assert not said.progress(model.ledger, old.job_id, 1, "i0", "a", 1)
+    model.gave_up(old, retry=False)
+    assert (state(model, job), told(model)) == (JobState.GRANTED, [])
+    assert model.commit(model.grants[-1]) is None
+
+
 # ------------------------------------------------------------------ pull mode
 
 
@@ -355,29 +380,13 @@ def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
     assert ledger.open_jobs == 0
 
 
-@pytest.mark.parametrize(
-    ("times", "after_s", "outcome", "stalled"),
-    [
-        ({"hedge_s": 0.5}, 0.5, Outcome.HEDGED, False),
-        ({"hedge_s": 20.0, "claim_timeout_s": 10.0}, 10.0, Outcome.CLAIM_TIMEOUT, True),
-    ],
-)
-def test_a_hedged_job_goes_local_at_the_nearer_time(
-    ledger: Ledger,
-    clock: FakeClock,
-    times: dict[str, float],
-    after_s: float,
-    outcome: Outcome,
-    stalled: bool,
+def test_a_job_is_not_granted_after_its_time_though_the_timer_is_late(
+    ledger: Ledger, clock: FakeClock
 ) -> None:
-    """A hedge says nothing of the queue."""
-    fill(ledger, 3, **times)
-    assert ledger.tick() == pytest.approx(after_s)
-    clock.advance(after_s)
-    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED, "before the timer"
-    ledger.tick()
-    assert outcomes(ledger) == [outcome] * 3
-    assert ledger.claims.stalled is stalled
+    fill(ledger, 1)
+    clock.advance(30.0)
+    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED
+    assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
 
 
 def test_the_timer_is_woken_where_it_would_sleep_too_long(
@@ -407,17 +416,6 @@ def test_the_timer_looks_at_no_job_before_the_first_is_due(
     fill(ledger, 1)
     monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
     assert ledger.tick() == pytest.approx(30.0)
-
-
-def test_a_claim_ends_the_hedge(ledger: Ledger, clock: FakeClock) -> None:
-    fill(ledger, 1, hedge_s=0.5)
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
-    clock.advance(0.6)
-    ledger.tick()
-    assert not outcomes(ledger), "the prefill worker has won"
-    said.gave_up(ledger, "j0", 1, "i", "w")
-    ledger.tick()
-    assert outcomes(ledger) == [Outcome.HEDGED], "there is no time for another one"
 
 
 # ------------------------------------------------------------------ no proof can be asked for

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
@@ -264,14 +262,3 @@ def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
         )  # fmt: skip
     assert [job.urgency for job in rig.published] == list(Urgency)
     assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}
-
-
-@pytest.mark.parametrize("hedge", [False, True])
-def test_a_hedged_prompt_waits_as_long_as_its_target_allows(hedge: bool) -> None:
-    rig = Rig()
-    rig.config = replace(rig.config, hedge=hedge)
-    rig.told["costs"] = SimpleNamespace(hedge_s=0.25)
-    rig.send(3 * BLOCK)
-    entry = rig.ledger.find(rig.published[0].job_id)
-    assert entry is not None
-    assert entry.hedge_s == (0.25 if hedge else math.inf)
