@@ -183,6 +183,8 @@ class DecodeScheduler:
         in_flight: set[Any] | None = None,  # vLLM's set of requests for which it reserves blocks
         # The self-check's requests. None: nothing can be compared.
         trials: Trials | None = None,
+        # Whether a request's record ends with the request, because no request server ends it.
+        end_records: bool = False,
     ) -> None:
         self._blocks = blocks
         self._block_size = blocks.block_size
@@ -197,6 +199,7 @@ class DecodeScheduler:
         self._seats = seats or Seats()
         self._in_flight = set[Any]() if in_flight is None else in_flight
         self._trials = trials
+        self._end_records = end_records
         # The last decision about each request that has no blocks yet.
         self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
         self._waiting: dict[str, str] = {}  # the job of each request that waits for remote KV
@@ -469,6 +472,8 @@ class DecodeScheduler:
         if (job_id := self._waiting.get(request_id)) is not None:
             # It is settled all the same, so that vLLM frees its blocks.
             self._ledger.give_up(job_id, Outcome.CANCELLED)
+        if self._end_records:
+            self._traces.finish(request_id)
 
 
 class DecodeHalf(SchedulerHalf):

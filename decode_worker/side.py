@@ -212,6 +212,7 @@ async def build(
         seats=view.seats(options.reserve_seats),
         in_flight=view.in_flight,
         trials=trials,
+        end_records=own_loop is None,
     )
     return DecodeSide(
         engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,

@@ -13,7 +13,7 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.engine import check
@@ -29,7 +29,28 @@ logger = log.get("engine.life")
 T = TypeVar("T")
 
 
-class EngineLife(Generic[T]):
+class Life(Protocol[T]):
+    """An engine, from its start until its memory is free. asyncio thread.
+
+    ready: what it is, once it is built. dead: set once it takes no more steps."""
+
+    ready: asyncio.Future[T]
+    dead: asyncio.Event
+
+    def pulse(self) -> Pulse:
+        """What the engine's thread does now."""
+
+    def give_up(self, why: str) -> None:
+        """Treat the engine as dead."""
+
+    async def halt(self) -> None:
+        """Have it take no more steps, and wait for that. Frees no memory."""
+
+    async def stop(self) -> None:
+        """Free its memory. Nothing may copy from or to that any more."""
+
+
+class EngineLife(Life[T]):
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result.
@@ -173,7 +194,7 @@ class EngineWatchdog:
 
     def __init__(
         self,
-        engine: EngineLife[Any],
+        engine: Life[Any],
         stall_s: float,
         on_stuck: Callable[[bool], None],
         clock: Clock = SYSTEM_CLOCK,

@@ -76,11 +76,16 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             for half in self._halves:
                 half.constructed(vllm_config, kv_cache_config)
             return
-        bind_to_parent()
+        name, directory = self.place(vllm_config)
         if kv.device_of(vllm_config) == "cpu":
-            place = vllm_config.kv_transfer_config.kv_connector_extra_config
             rank = vllm_config.parallel_config.rank  # one pipeline stage after another
-            self._pool = SharedKvPool(place["instance_id"], rank, Path(place["directory"]))
+            self._pool = SharedKvPool(name, rank, directory)
+
+    def place(self, vllm_config: VllmConfig) -> tuple[str, Path]:
+        """Return the worker's instance id, and where its files are. Called once in each rank."""
+        bind_to_parent()
+        place = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return place["instance_id"], Path(place["directory"])
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:

@@ -111,12 +111,11 @@ def install(*sides: tuple[WorkerContext, SchedulerHalf]) -> None:
 def sides_for(vllm_config: Any) -> list[tuple[WorkerContext, SchedulerHalf]]:
     """Return the sides of the connector that vLLM constructs. Raises ConfigError if there are none.
 
-    Whoever starts the engine has installed them: `pullfill decode` and `pullfill prefill` do. Stock
-    `vllm serve` has not: its sides are to be built here, from
-    `vllm_config.kv_transfer_config.kv_connector_extra_config`."""
+    Whoever starts the engine has installed them: `pullfill decode` and `pullfill prefill`, or in
+    stock `vllm serve` the connector itself (stock_core.py)."""
     if not _sides:
         raise ConfigError(
-            "the pullfill connector works inside `pullfill decode` and `pullfill prefill` only: "
-            "start these"
+            "WorkerConnector works inside `pullfill decode` and `pullfill prefill` only. For stock "
+            "`vllm serve` name PullfillDecode of pullfill.worker.stock_core"
         )
     return list(_sides)

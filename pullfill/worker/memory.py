@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from pullfill.engine.kv import NO_MODEL, Attention, Geometry
-from pullfill.engine.life import EngineLife
+from pullfill.engine.life import Life
 from pullfill.runtime import log
 from pullfill.transfer.owners import RankRegion, attach_ranks, total_layers
 from pullfill.worker.context import WorkerContext
@@ -72,7 +72,7 @@ def close(context: WorkerContext) -> None:
         context.files.close()
 
 
-async def end(engine: EngineLife[Any], memory: MemoryLifetime, copies_s: float = 3.0) -> None:
+async def end(engine: Life[Any], memory: MemoryLifetime, copies_s: float = 3.0) -> None:
     """Stop everything that uses the KV memory, then free it. Nothing new may begin.
 
     copies_s: how long to wait for the last copies, all together."""

@@ -1,60 +1,36 @@
 """`pullfill decode`, `pullfill prefill`: one worker process, from flags to exit code.
 
-It has an engine, its KV memory, and a decode side, a prefill side, or both:
-
-    engine thread loads the model ┐
-                                  ├─▶ sides are built ─▶ registered ─▶ serving ─▶ drain ─▶ closed
-    etcd is dialled ──────────────┘
-
-A role is which sides serve. `pullfill decode` and `pullfill prefill` have one side. With
-`--elastic` a worker has both, and orders in etcd say which of them serve (switch.py). The rooms of
-the sides say how each is made (sides.py). What was opened is closed in the opposite order.
+It has an engine that our own loop steps (own_loop.py), its KV memory, and a decode side, a prefill
+side, or both. A role is which sides serve. `pullfill decode` and `pullfill prefill` have one side.
+With `--elastic` a worker has both, and orders in etcd say which of them serve (switch.py). The
+rooms of the sides say how each is made (sides.py), and worker.py how they serve.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-from pullfill.config import ClusterRef, pod_name, ranks_of, restarts_so_far
+from pullfill.config import ClusterRef, ranks_of
 from pullfill.engine import args, check, compat, environment, kv_offloading
 from pullfill.engine.host import EngineHost
-from pullfill.engine.life import EngineLife, EngineWatchdog
+from pullfill.engine.life import EngineLife
 from pullfill.engine.view import View
-from pullfill.errors import BadMessage, ConfigError, PullfillError, exit_code
+from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.ids import new_instance_id
-from pullfill.net.this_host import allow_open_files, host_id
+from pullfill.net.this_host import allow_open_files
 from pullfill.options import LogFormat, WorkerOptions
-from pullfill.registry import keys
-from pullfill.registry.client import EtcdClient
-from pullfill.registry.live_settings import Settings
-from pullfill.registry.membership import Membership
-from pullfill.registry.watch import Delete, Follower, Put
-from pullfill.runtime import log, metrics, tracing
-from pullfill.runtime.health import UP
-from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, end, exit_within, leave, until
-from pullfill.runtime.probe import ProbeServer
+from pullfill.runtime import log, tracing
+from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import (
-    QueueSettings,
-    RegionDescriptor,
-    RoleOrder,
-    WorkerRecord,
-    WorkerState,
-    decode,
-)
 from pullfill.worker import context as contexts
-from pullfill.worker import memory
 from pullfill.worker.own_loop import OwnLoop
-from pullfill.worker.sides import Engine, Role, Service
-from pullfill.worker.switch import Side, Switch
+from pullfill.worker.sides import Engine, Role
+from pullfill.worker.worker import Worker
 
 # By name, as vLLM gets the connector: the rooms of the sides import this one.
 ROLES = {
@@ -135,8 +111,7 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
 class WorkerProcess:
     """One worker, on the process's asyncio loop. The engine has its own thread.
 
-    roles: the sides that it has. With two the worker follows orders.
-    first: name of the one in which it begins."""
+    roles, first: see `Worker`."""
 
     def __init__(
         self,
@@ -148,17 +123,13 @@ class WorkerProcess:
         vllm_args: list[str],
     ) -> None:
         self._roles = roles
-        self._elastic = len(roles) > 1
         self._first = next(role for role in roles if role.name == first)
-        self._cluster = cluster
         self._options = options
         self._vllm_args = vllm_args
         self._instance_id = instance_id
-        log.identify(instance_id)
         self._log = log.get(f"{first}_worker")
         self._stop = Stop()
-        self._started_at = time.time()
-        self._state = WorkerState.READY
+        self._worker = Worker(roles, first, instance_id, cluster, options)
 
     async def serve(self) -> int:
         """Build everything, serve, leave. Returns the exit code."""
@@ -166,58 +137,22 @@ class WorkerProcess:
         self._stop.install()
         self._life = life = EngineLife(self._load, self._built)
         life.start()
-        options, namespace = self._options, self._cluster.namespace
         async with AsyncExitStack() as parts:
-            etcd = await EtcdClient.connect(
-                self._cluster.etcd_url,
-                wait_s=options.connect_timeout_s,
-                on_retry=self._log.warning,
-                security=self._cluster.security.etcd,
-            )
-            parts.push_async_callback(etcd.close)
-            for role in self._roles:
-                await role.watch(etcd, parts)
-            queue = await Settings(etcd, namespace, QueueSettings).start()
-            parts.push_async_callback(queue.close)
-            self._engine: Engine[Any] = await life.ready
-            kv = memory.KvMemory(self._contexts, [role.copiers for role in self._roles])
-            parts.push_async_callback(memory.end, life, kv)
-            for role, context in zip(self._roles, self._contexts, strict=True):
-                await role.build(self._engine.of(context), queue, parts)
-            self._guard = EngineWatchdog(life, options.engine_stall_s, self._on_stuck)
-            as_role = partial(self._as_role, etcd)
-            sides = [Side(role, as_role) for role in self._roles]
-            self._switch = Switch(sides, self._first.name, options.drain_timeout_s)
-            probe = ProbeServer(
-                options.host, self._ready, self._status, self._refresh_metrics, self._jobs
-            )
-            await probe.start(options.http_port)
-            parts.push_async_callback(probe.stop)
-            self._http = probe.url
-            parts.push_async_callback(self._switch.leave)
+            await self._worker.build(life, parts)
             self._stop.starting = False
-            await self._switch.join(options.connect_timeout_s)
-            self._guard.start()
-            parts.push_async_callback(self._guard.stop)
-            orders = await self._follow_orders(etcd) if self._elastic else AsyncExitStack()
-            parts.push_async_callback(orders.aclose)
-            name, model = self._instance_id, self._engine.served_name
-            elastic = " (elastic)" if self._elastic else ""
-            self._log.info("%s %s%s (%s)", name, self._first.serving, elastic, model)
-            await until(self._stop.drain, self._switch.revoked, life.dead)
-            await orders.aclose()
+            await self._worker.register(parts)
+            await until(self._stop.drain, self._worker.revoked, life.dead)
             code = await self._leave(life)
             exit_within(EXIT_S, code)
         return code
 
     async def _leave(self, life: EngineLife[Any]) -> int:
         """Finish the work, or let others do the rest. Returns the exit code."""
-        if self._switch.revoked.is_set():
+        if self._worker.revoked.is_set():
             self._stop.ask("lease revoked")
-        services = self._switch.services
+        services = await self._worker.settle()
         if not life.dead.is_set():
-            self._state = WorkerState.DRAINING
-            await self._switch.stop_taking()
+            await self._worker.stop_taking()
             finished = await self._stop.race(
                 _all(service.finished() for service in services), self._options.drain_timeout_s
             )
@@ -230,38 +165,6 @@ class WorkerProcess:
         self._log.info("drained")
         return 0
 
-    def _on_stuck(self, stuck: bool) -> None:
-        """Take no work while the engine is stuck. What is in the engine stays there, and goes
-        elsewhere if this process has to leave."""
-        if self._stop.drain.is_set() or self._switch.revoked.is_set():
-            return  # it leaves anyway
-        self._state = WorkerState.DRAINING if stuck else WorkerState.READY
-        for service in self._switch.services:
-            service.engine_stuck(stuck)
-        self._switch.note_state(self._state)
-
-    # ------------------------------------------------------------------ orders
-
-    async def _follow_orders(self, etcd: EtcdClient) -> AsyncExitStack:
-        """Change the role as `RoleOrder`s in etcd say. Closing what this returns ends that."""
-        key = keys.role_order(self._cluster.namespace, self._instance_id)
-
-        def on_order(event: Put | Delete) -> None:
-            if not isinstance(event, Put) or event.key != key.encode():
-                return
-            try:
-                self._switch.order(decode(event.value, RoleOrder).role.names)
-            except BadMessage as exc:
-                self._log.warning("an order to change the role cannot be read: %s", exc)
-
-        orders = AsyncExitStack()
-        switching = asyncio.create_task(self._switch.run(), name="role switch")
-        orders.push_async_callback(end, switching)
-        follower = Follower(etcd, key, "the role orders", on_order)
-        orders.push_async_callback(follower.close)
-        await follower.start()
-        return orders
-
     # ------------------------------------------------------------------ engine thread
 
     def _load(self) -> EngineHost:
@@ -273,13 +176,13 @@ class WorkerProcess:
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
-            kv_role="kv_both" if self._elastic else role.kv_role,
+            kv_role="kv_both" if len(self._roles) > 1 else role.kv_role,
             engine_id=name,
             extra={"instance_id": name, "directory": str(files[0].directory)},
         )
         tracing.begin(self._config.observability_config.otlp_traces_endpoint, role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
-        if self._elastic:
+        if len(self._roles) > 1:
             refuse_offloading(self._config)
         for one in self._roles:
             one.adjust(self._config)
@@ -293,7 +196,7 @@ class WorkerProcess:
         contexts.install(*zip(self._contexts, self._halves, strict=True))
         return host
 
-    def _built(self, host: EngineHost, core: Any) -> Engine[Any]:
+    def _built(self, host: EngineHost, core: Any) -> list[Engine[Any]]:
         first = self._contexts[0]
         if first.geometry is None:
             raise RuntimeError("vLLM registered no KV cache with the connector")
@@ -305,94 +208,11 @@ class WorkerProcess:
             half.built(view)
         loop = OwnLoop(host, core, self._life, first.adapters, self._halves)
         host.use(loop)
-        return Engine(
+        engine: Engine[Any] = Engine(
             view, loop, loop, loop, self._served_name, described, first, self._life.dead,
             self._life.fail,
         )  # fmt: skip
-
-    # ------------------------------------------------------------------ what others are told
-
-    def _as_role(self, etcd: EtcdClient, role: str, service: Service) -> Membership:
-        return Membership(
-            etcd,
-            self._cluster.namespace,
-            self._options.lease_ttl_s,
-            partial(self._describe, role, service),
-            checking=lambda: bool(service.checking()),
-        )
-
-    def _describe(
-        self, role: str, service: Service, incarnation: str
-    ) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        engine = self._engine
-        return service.describe(
-            WorkerRecord(
-                instance_id=self._instance_id,
-                incarnation=incarnation,
-                role=role,
-                state=self._state,
-                model=engine.served_name,
-                model_path=self._options.model,
-                compat=engine.compat,
-                host=self._options.host,
-                host_id=host_id(),
-                pid=os.getpid(),
-                started_at=self._started_at,
-                http=self._http,
-                max_model_len=engine.view.config.model_config.max_model_len,
-                restarts=restarts_so_far(),
-            )
-        )
-
-    @property
-    def _checking(self) -> list[str]:
-        return [why for service in self._switch.services if (why := service.checking())]
-
-    @property
-    def _shown_state(self) -> WorkerState:
-        ready = self._state is WorkerState.READY
-        return WorkerState.CHECKING if ready and self._checking else self._state
-
-    def _ready(self) -> tuple[bool, dict[str, Any]]:
-        services, switch = self._switch.services, self._switch
-        reasons = [reason for service in services for reason in service.reasons()]
-        reasons += [*self._checking, *([f"it {switch.told}"] if switch.told else [])]
-        told: dict[str, Any] = {"role": switch.roles} if self._elastic else {}
-        for service in services:
-            told |= service.told()
-        told |= {"degraded": bool(reasons), "reasons": reasons}
-        detail = {"state": self._shown_state, **told, **self._guard.detail()}
-        # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.
-        checked = any(
-            s.service.checking() for s in switch.sides if s.name == "decode" and s.service
-        )
-        return self._state is WorkerState.READY and not checked, detail
-
-    def _status(self) -> dict[str, Any]:
-        status: dict[str, Any] = {}
-        load: dict[str, Any] = {}
-        for service in self._switch.services:
-            found = service.status()
-            load |= found.pop("load", {})  # of two sides, those of the prefill side win
-            status = {**found, **status}
-        if self._elastic:
-            load["elastic"] = self._switch.roles or "none"
-            if self._switch.told:
-                load["switch"] = self._switch.told
-        return {"state": self._shown_state, "pod": pod_name(), **status, "load": load}
-
-    def _jobs(self) -> dict[str, Any]:
-        return {key: told for one in self._switch.services for key, told in one.jobs().items()}
-
-    def _refresh_metrics(self) -> None:
-        metrics.RESTARTS.set(restarts_so_far())
-        # These gauges belong to the process. A side that rests has closed its connection to NATS,
-        # and that has set the gauge to 0.
-        for name, server in self._status().get("servers", {}).items() if self._elastic else ():
-            UP.labels(name).set(server["up"])
-        for side in self._switch.sides:
-            if side.last is not None:  # gauges of a side that rests must not keep old values
-                side.last.refresh_metrics()
+        return [engine.of(context) for context in self._contexts]
 
 
 def refuse_offloading(config: Any) -> None:

@@ -1,26 +1,31 @@
-"""The ports that a side stands on (pullfill/worker/ports.py), as our own loop gives them.
+"""The ports that a side stands on (pullfill/worker/ports.py), for each adapter that gives them.
 
-vLLM's engine core and scheduler are real, and compute no model. An engine that nobody wakes sleeps
-for a minute, which fails a test.
+vLLM's engine core and scheduler are real, and compute no model. An engine of ours that nobody wakes
+sleeps for a minute, which fails a test. Stock vLLM turns while a request waits, and needs no wake.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.side import DecodeRole
 from pullfill.engine.adapters import lora_request
-from pullfill.engine.args import build_config
+from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import own_request
@@ -36,7 +41,7 @@ from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
-from pullfill.worker.sides import Engine
+from pullfill.worker.sides import Engine, Role
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
@@ -160,11 +165,137 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
         await memory.end(life, kept[0])
 
 
+class StockLoop:
+    """An EngineCore in the turns of vLLM's `EngineCoreProc.run_busy_loop`, without its sockets.
+
+    What a test does through `EngineThread` and `Submit` goes the way of a client's request."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._came: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._outcomes: dict[str, Future[Any]] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.core: Future[Any] = Future()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._came.put(None)
+        self._thread.join(20)
+
+    def _run(self) -> None:
+        try:
+            core = self._make()
+        except BaseException as exc:
+            self.core.set_exception(exc)
+            return
+        self.core.set_result(core)
+        while True:
+            while not self._came.empty() or not (core.scheduler.has_requests() or core.batch_queue):
+                if (work := self._came.get()) is None:
+                    core.shutdown()
+                    return
+                work()
+            outputs, computed = core.step_fn()
+            for output in outputs[0].outputs if outputs and 0 in outputs else ():
+                if output.finish_reason is not None:
+                    self._outcomes.pop(output.request_id).set_result(output)
+            if not computed and core.scheduler.has_requests():
+                time.sleep(0.001)
+
+    def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
+        self._came.put(work)
+
+    def wake(self) -> None:
+        """Stock vLLM cannot be woken."""
+
+    async def call(self, work: Callable[[], Any]) -> Any:
+        done: Future[Any] = Future()
+        self.submit(lambda: done.set_result(work()))
+        return await asyncio.wrap_future(done)
+
+    def add(self, request: Any) -> Future[Any]:
+        core, request.client_index = self.core.result(), 0
+        self._outcomes[request.request_id] = outcome = Future[Any]()
+        self.submit(lambda: core.add_request(*core.preprocess_add_request(request)))
+        return outcome
+
+    def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:
+        core = self.core.result()
+        self.submit(lambda: (core.abort_requests([request_id]), forgotten()))
+
+
+class ProbeRole(Role[WorkerContext]):
+    """A role whose half is a test's, and which notes its engine."""
+
+    name, kv_role = "decode", "kv_consumer"
+    sides: ClassVar[Sides]
+    engine: ClassVar[asyncio.Future[Engine[Any]]]
+
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None: ...
+
+    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> WorkerContext:
+        context, self._half = self.sides(wake, files)
+        return context
+
+    def make_half(self, context: WorkerContext) -> SchedulerHalf:
+        return self._half
+
+    async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
+
+    async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> None:
+        self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
+
+    async def open(self, parts: AsyncExitStack) -> Any:
+        async def nothing(*_: Any) -> None: ...
+
+        return SimpleNamespace(
+            describe=lambda record: (record, []), start=nothing, checking=str, reasons=list,
+            told=dict, status=dict, jobs=dict, refresh_metrics=lambda: None, stop_taking=nothing,
+        )  # fmt: skip
+
+
 @asynccontextmanager
-async def probed(model: Path) -> AsyncIterator[tuple[Made, Probe]]:
+async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> AsyncIterator[Made]:
+    """vLLM's own loop, and one flag (worker/stock_core.py)."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    ProbeRole.sides = staticmethod(sides)
+    ProbeRole.engine = asyncio.get_running_loop().create_future()
+    parser = EngineArgs.add_cli_args(flag_parser("test"))
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", str(model), *FLAGS, *MOCK]))
+    place = {"etcd": etcd.url, "nats": "nats://unused", "namespace": ns}
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector="ProbedConnector", kv_connector_module_path="tests.support.probed_connector",
+        kv_role="kv_consumer", engine_id="ports-1", kv_connector_extra_config=place,
+    )  # fmt: skip
+    config = args.create_engine_config()
+    loop = StockLoop(lambda: EngineCore(config, Executor.get_class(config), log_stats=False))
+    loop.start()
+    try:
+        await asyncio.wrap_future(loop.core)
+        engine = await ProbeRole.engine
+        yield Made(engine, Memory(engine.context), loop, loop)
+    finally:
+        await asyncio.to_thread(loop.end)
+
+
+@pytest.fixture(params=["own_loop", "stock_core"])
+def adapter(request: pytest.FixtureRequest) -> Any:
+    if request.param == "own_loop":
+        return own_loop
+    return partial(stock_core, request.getfixturevalue("etcd"), request.getfixturevalue("ns"))
+
+
+@asynccontextmanager
+async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]:
     """An engine with a `Probe` as its side. Each step must be told as done in the end."""
     probe = Probe()
-    async with own_loop(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
+    async with adapter(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
         yield made, probe
     assert len(probe.running) == len(probe.steps)
     assert not any(probe.running)
@@ -181,7 +312,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 async def test_work_runs_on_the_engine_thread_in_order(model_path: Path) -> None:
     done: list[str] = []
-    async with probed(model_path) as (made, probe):
+    async with probed(own_loop, model_path) as (made, probe):
         thread = made.thread
         assert await thread.call(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
@@ -197,7 +328,7 @@ async def test_work_runs_on_the_engine_thread_in_order(model_path: Path) -> None
 
 
 async def test_a_request_has_one_outcome(model_path: Path) -> None:
-    async with probed(model_path) as (made, probe):
+    async with probed(own_loop, model_path) as (made, probe):
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert output.finish_reason is not None
         assert len(output.new_token_ids) == 1
@@ -218,8 +349,8 @@ async def test_a_request_has_one_outcome(model_path: Path) -> None:
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
 
-async def test_what_a_side_reports_reaches_vllm(model_path: Path) -> None:
-    async with probed(model_path) as (made, probe):
+async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
         view = made.engine.view
         for name, computed in (("loaded", PROMPT - BROUGHT), ("failed", PROMPT)):
             probe.brings[name] = BROUGHT
@@ -240,8 +371,8 @@ async def test_what_a_side_reports_reaches_vllm(model_path: Path) -> None:
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
 
-async def test_a_side_sees_load_blocks_and_limits(model_path: Path) -> None:
-    async with probed(model_path) as (made, probe):
+async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
         view = made.engine.view
         idle = view.load(draining=False)
         assert view.counts() == (idle.running, idle.waiting) == (0, 0)
@@ -259,7 +390,8 @@ async def test_a_side_sees_load_blocks_and_limits(model_path: Path) -> None:
 
 
 async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
-    async with probed(model_path) as (made, probe):
+    """Stock vLLM ends the ranks first. Their memory stays until its process ends."""
+    async with probed(own_loop, model_path) as (made, probe):
         await asyncio.wrap_future(made.submit.add(request("a")))
         assert made.memory.order == []
     assert made.memory.order == ["quiet", "freed"]
@@ -270,7 +402,7 @@ async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
 
 @asynccontextmanager
 async def decode_role(
-    model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
+    adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
 ) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[None]]]]:
     """A decode role, its engine, and what builds its side around an engine."""
     options = WorkerOptions(model=str(model), instance_id="ports-1")
@@ -284,7 +416,7 @@ async def decode_role(
         await role.watch(client, parts)
         queue = await Settings(client, ns, QueueSettings).start()
         parts.push_async_callback(queue.close)
-        made = await parts.enter_async_context(own_loop(model, sides))
+        made = await parts.enter_async_context(adapter(model, sides))
         yield role, made, lambda engine: role.build(engine, queue, parts)
 
 
@@ -293,7 +425,7 @@ async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
 ) -> None:
     """No thread, no requests of its own, no request server: clients come another way."""
     async with (
-        decode_role(model_path, ns, etcd, nats, client) as (role, made, build),
+        decode_role(own_loop, model_path, ns, etcd, nats, client) as (role, made, build),
         AsyncExitStack() as parts,
     ):
         await build(replace(made.engine, thread=None, submit=None, own_loop=None))
@@ -334,6 +466,6 @@ async def test_ranks_are_asked_on_the_engine_thread_alone(
         return ("generate",)
 
     monkeypatch.setattr(EngineCore, "get_supported_tasks", tasks)
-    async with decode_role(model_path, ns, etcd, nats, client) as (_, made, build):
+    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
         await build(made.engine)
         assert set(asked) == {"engine"}

@@ -32,12 +32,13 @@ class StockVllm:
     """One server. `launch` it, then wait until it is `ready`.
 
     role: `prefill` or `decode`. connector: it has one.
-    flags, env: more of them."""
+    transfer: another connector's `--kv-transfer-config`. flags, env: more of them."""
 
     role: str
     model: Path
     log: Path
     connector: bool = True
+    transfer: Mapping[str, Any] = field(default_factory=dict)
     flags: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     ports: list[int] = field(default_factory=lambda: free_ports(2))
@@ -74,6 +75,12 @@ class StockVllm:
         assert self.process is not None
         os.killpg(self.process.pid, number)
 
+    def terminate(self) -> None:
+        """Have the server end, as its user does, and wait for that."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+
     def kill(self) -> None:
         """Kill the server and its engine, which is a child of it, as the end of a machine does."""
         if self.process is None or not self.alive:
@@ -84,7 +91,7 @@ class StockVllm:
         self.process.wait(20)
 
     def _arguments(self) -> list[str]:
-        config = {
+        config = dict(self.transfer) or {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
             "kv_buffer_device": "cpu",

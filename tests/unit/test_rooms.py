@@ -60,7 +60,7 @@ HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 
 def may_use(room: str, file: Path, package: str) -> bool:
     """Whether a heavy third party may be imported there."""
-    connector = room == "worker" and file.name == "connector.py"
+    connector = room == "worker" and file.name in ("connector.py", "stock_core.py")
     if room == "engine":
         return package != "cupy"
     if room == "testing":

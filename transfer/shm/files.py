@@ -125,9 +125,13 @@ def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path
     path = kv_path(directory, instance_id, rank)
     fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        # This process keeps the descriptor, and so the lock, until it ends. In stock vLLM the ranks
+        # make their files before the fence file is there, and a sweeper must not take them.
+        lock.try_exclusive(fd, 0, 1)
         os.ftruncate(fd, nbytes)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
     return path
 
 
@@ -208,7 +212,7 @@ class Mapping:
 def sweep(directory: Path) -> list[str]:
     """Delete the shared memory files that dead workers of this user left. Returns their names."""
     # Two kinds of files are orphans: a .fence whose first byte can be locked, with every .kv of its
-    # instance; and a .kv whose instance has no .fence.
+    # instance; and a .kv whose instance has no .fence, unless its rank still holds its lock.
     removed: list[str] = []
     names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
     for name in (n for n in names if n.endswith(".fence")):
@@ -225,9 +229,14 @@ def sweep(directory: Path) -> list[str]:
         if (kv := _KV.fullmatch(name)) is None:
             continue
         with suppress(OSError):
-            fenced = (directory / f"{kv['instance']}.fence").exists()
-            if not fenced and (directory / name).stat().st_uid == os.geteuid():
-                removed += _unlink(directory, name)
+            if (directory / f"{kv['instance']}.fence").exists():
+                continue
+            fd = open_same(str(directory / name))
+            try:
+                if lock.try_exclusive(fd, 0, 1):
+                    removed += _unlink(directory, name)
+            finally:
+                os.close(fd)
     return removed
 
 

@@ -13,7 +13,8 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.wire import WorkerState
 from pullfill.worker import process
-from pullfill.worker.process import WorkerProcess, kv_port_of, refuse_offloading
+from pullfill.worker.process import kv_port_of, refuse_offloading
+from pullfill.worker.worker import Worker
 
 
 def test_both_sides_and_offloading_are_refused_however_they_were_asked_for() -> None:
@@ -48,7 +49,7 @@ def test_a_decode_worker_is_not_ready_before_it_gets_requests(role: str, ready: 
     service: Any = SimpleNamespace(checking=lambda: why, reasons=list, told=dict)
     side: Any = SimpleNamespace(name=role, service=service)
     options = WorkerOptions(model="m")
-    worker: Any = WorkerProcess([side], role, "w-1", ClusterRef("n", "e", "q"), options, [])
+    worker: Any = Worker([side], role, "w-1", ClusterRef("n", "e", "q"), options)
     worker._switch = SimpleNamespace(services=[service], sides=[side], told="", roles=role)
     worker._guard = SimpleNamespace(detail=dict)
     said, detail = worker._ready()

@@ -1,0 +1,228 @@
+"""A decode worker in stock `vllm serve`: one flag, in one cluster with workers of our own."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pullfill.errors import ConfigError
+from pullfill.transfer.shm.files import shm_dir
+from pullfill.wire import KvMode, WorkerRecord
+from tests.support.cluster import FLAGS, Cluster, pullfill, until
+from tests.support.oracle import Oracle
+from tests.support.prompts import Answer, ask, assert_right, random_prompt
+from tests.support.stock_vllm import StockVllm
+
+pytestmark = pytest.mark.engine
+
+STEPS = 6
+LENGTHS = [1, 2, 31, 32, 33, 64, 65, 200, 511, 512, 513, 700, 1023, 1025, 1999]
+DECIDED = "pullfill_decision_total"
+
+
+def flag(cluster: Cluster, **extra: Any) -> dict[str, Any]:
+    """The value of `--kv-transfer-config`. extra: settings of the worker."""
+    place = {"etcd": cluster.etcd.url, "nats": cluster.nats.url, "namespace": cluster.namespace}
+    return {
+        "kv_connector": "PullfillDecode",
+        "kv_connector_module_path": "pullfill.worker.stock_core",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": place | extra,
+    }
+
+
+class Stock:
+    """One server that is ready, as clients and the cluster see it."""
+
+    def __init__(self, cluster: Cluster, server: StockVllm) -> None:
+        self.cluster, self.server = cluster, server
+        (told,) = re.findall(r"registered (decode-\S+) as", server.log.read_text())
+        self.instance_id: str = told
+        self.client = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
+        )
+
+    @property
+    def record(self) -> WorkerRecord | None:
+        """Its record in etcd."""
+        return self.cluster.records("decode").get(self.instance_id)
+
+    def ask(self, prompt: list[int]) -> Answer:
+        return ask(self.cluster, prompt, STEPS, self.client)
+
+    def ask_all(self, prompts: list[list[int]]) -> list[Answer]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(self.ask, prompts))
+
+    def remote(self) -> float:
+        """How many prompts it has sent to prefill workers."""
+        return self.cluster.counter(DECIDED, path="remote", instance_id=self.instance_id)
+
+    def load(self) -> dict[str, Any]:
+        rows = self.cluster.status()["workers"]
+        return next((w["load"] for w in rows if w["instance_id"] == self.instance_id), {})
+
+    def clean(self) -> None:
+        """No job and no block is left."""
+
+        def holds() -> bool:
+            load = self.load()
+            if not load:
+                return False
+            free = load["kv_free_blocks"] == load["kv_blocks"]
+            return free and not load["open_jobs"] and not load["quarantined_blocks"]
+
+        until(holds, 20, "nothing is left")
+
+
+@contextmanager
+def stock_decode(cluster: Cluster, log: Path, **how: Any) -> Iterator[Stock]:
+    flags = [*FLAGS, "--shutdown-timeout=10"]
+    server = StockVllm("decode", cluster.model_path, log, transfer=flag(cluster), flags=flags)
+    server.launch()
+    try:
+        server.ready()
+        made = Stock(cluster, server)
+        with closing(made.client):
+            until(lambda: made.load().get("prefill_workers"), 20, "prefill workers have connected")
+            yield made
+            server.kill()
+            until(lambda: made.record is None, 20, "its lease is over")
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_stock(
+    shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stock]:
+    with stock_decode(shared_cluster, tmp_path_factory.mktemp("stock") / "decode.log") as made:
+        yield made
+
+
+@pytest.fixture
+def stock(cluster: Cluster, shared_stock: Stock) -> Iterator[Stock]:
+    """With the shared cluster, where everything is prefilled remotely."""
+    wanted = cluster.of("decode")[0].router
+    log = shared_stock.server.log
+    until(lambda: _settings(log) == wanted.policy.value, 20, "it has the settings")
+    yield shared_stock
+    shared_stock.clean()
+
+
+def _settings(log: Path) -> str:
+    said = [line for line in log.read_text().splitlines() if "router settings:" in line]
+    return said[-1].partition('"policy":"')[2].partition('"')[0] if said else ""
+
+
+def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: Oracle) -> None:
+    before = stock.remote()
+    prompts = [random_prompt(length, seed=50) for length in LENGTHS]
+    assert_right(oracle, prompts, [stock.ask(prompt) for prompt in prompts], STEPS, 1e-5)
+    assert stock.remote() - before == len(LENGTHS) - 1, "one token is computed where it is sampled"
+    # Its own prefix cache is a hit, and a prefill worker reads it.
+    longer = [prompt + random_prompt(300, seed=51) for prompt in prompts]
+    assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-5)
+    assert stock.remote() - before == 2 * len(LENGTHS) - 1
+
+
+def test_a_prefill_worker_that_dies_costs_no_request(stock: Stock, oracle: Oracle) -> None:
+    cluster = stock.cluster
+    (other,) = cluster.of("prefill")
+    prompts = [random_prompt(900, seed=60 + number) for number in range(4)]
+    dying = cluster.add("prefill")
+    other.signal(signal.SIGSTOP)  # all jobs go to the one that dies
+    try:
+        dying.arm("prefill.before_commit=kill@1")
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(stock.ask, prompts))
+    finally:
+        other.signal(signal.SIGCONT)
+    until(lambda: not dying.alive, 20, "it has died")
+    assert_right(oracle, prompts, answers, STEPS, 1e-5)
+
+
+def test_a_client_that_leaves_holds_no_block(stock: Stock, oracle: Oracle) -> None:
+    (prefill,) = stock.cluster.of("prefill")
+    prefill.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(openai.APITimeoutError):
+            ask(
+                stock.cluster, random_prompt(700, seed=70), STEPS,
+                stock.client.with_options(timeout=0.5),
+            )  # fmt: skip
+    finally:
+        prefill.signal(signal.SIGCONT)
+    stock.clean()
+    prompt = random_prompt(700, seed=71)
+    assert_right(oracle, [prompt], [stock.ask(prompt)], STEPS, 1e-5)
+
+
+def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
+    cluster: Cluster, tmp_path: Path, oracle: Oracle
+) -> None:
+    with stock_decode(cluster, tmp_path / "decode.log") as stock:
+        prompts = [random_prompt(600, seed=80 + number) for number in range(2)]
+        answers = [stock.ask(prompts[0])]
+        assert stock.remote() == 1
+        drained = pullfill(cluster, "drain", stock.instance_id)
+        assert drained.returncode == 0, drained.stderr
+        until(lambda: "lease revoked" in stock.server.log.read_text(), 20, "it has noticed")
+        answers.append(stock.ask(prompts[1]))
+        assert_right(oracle, prompts, answers, STEPS, 1e-5)
+        assert stock.record is None
+        stock.server.terminate()
+        files = [path.name for path in shm_dir().iterdir() if stock.instance_id in path.name]
+        assert files == []
+
+
+def test_settings_are_the_flags_of_a_decode_worker() -> None:
+    from pullfill.worker.stock_core import settings_of
+
+    place = {"etcd": "http://e", "nats": "nats://n", "namespace": "ns"}
+    cluster, options = settings_of({**place, "kv_port": "7000", "kv_mode": "push"}, "m", "d-1")
+    assert (cluster.namespace, cluster.etcd_url, cluster.nats_url) == tuple(
+        place[key] for key in ("namespace", "etcd", "nats")
+    )
+    assert (options.model, options.instance_id, options.kv_port) == ("m", "d-1", 7000)
+    assert options.kv_mode is KvMode.PUSH
+    for given, told in (
+        ({"kv_port": 70000}, "out of 0 to 65535"),
+        ({"kv_port": "many"}, "kv_port is 'many'"),
+        ({"transports": "avian"}, "no transport is called 'avian'"),
+        ({"data_port": 1}, "has no setting 'data_port'"),
+        ({"namespace": "A B"}, "namespace 'A B' is not usable"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            settings_of({**place, **given}, "m", "d-1")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"kv_role": "kv_both"}, "kv_role is 'kv_both'"),
+        ({"kv_connector_extra_config": {"nat": "x"}}, "has no setting 'nat'"),
+        ({"engine_id": "a b"}, "leave it out"),
+    ],
+)
+def test_what_cannot_work_is_told_and_the_server_does_not_start(
+    cluster: Cluster, tmp_path: Path, config: dict[str, Any], told: str
+) -> None:
+    server = StockVllm(
+        "decode", cluster.model_path, tmp_path / "decode.log",
+        transfer=flag(cluster) | config, flags=FLAGS,
+    )  # fmt: skip
+    server.launch()
+    try:
+        until(lambda: not server.alive, 60, "it ends")
+    finally:
+        server.kill()
+    assert told in server.log.read_text()
