@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MINIMUM = (3, 11)
 # vLLM for CPU asks for these. With their builds for CUDA, `import transformers` fails.
 TRAP = ("torchvision", "torchaudio", "torchcodec")
-SMOKE = "import torch, transformers, vllm, nats, click, pullfill.queue.contract"
+SMOKE = "import torch, transformers, vllm, nats, etcd3, click, pullfill.queue.contract"
 # If an index also has CPU builds, they come first: 2.13.0+cpu sorts after 2.13.0.
 SMOKE_GPU = "import torch; assert torch.version.cuda, 'this is a CPU build of torch'; "
 PIP_TO_UV = {

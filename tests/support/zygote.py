@@ -54,10 +54,13 @@ _PRELOADED = (
     "vllm.v1.executor.multiproc_executor",
     "aiohttp.web",
     "blake3",
+    "etcd3",
+    "etcd3.aio_client",
     "nats",
     "nats.js",
     "numpy.ma",
     "prometheus_client.core",
+    "semantic_version",
     "zmq.utils.monitor",
 )
 _ENVIRONMENT = {  # what workers and frontends set for themselves before these imports

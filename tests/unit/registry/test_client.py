@@ -166,10 +166,9 @@ def test_prefix_end_bounds_exactly_the_prefixed_keys(prefix: bytes, key: bytes) 
 
 
 def test_urls() -> None:
-    assert parse_url("127.0.0.1:99")[0] == ["http://127.0.0.1:99"]
-    assert parse_url("http://[::1]")[0] == ["http://[::1]:2379"]
-    members, credentials = parse_url("https://me:p%40ss@a:1,https://b")
-    assert members == ["https://a:1", "https://b:2379"]
+    assert parse_url("127.0.0.1:99")[0] == [("http", "127.0.0.1", 99)]
+    endpoints, credentials = parse_url("https://me:p%40ss@a:1,https://b")
+    assert endpoints == [("https", "a", 1), ("https", "b", 2379)]
     assert credentials == ("me", "p@ss")
     for bad in ("", "ftp://x", "http://x/path", "http://:2379", "http://x:port"):
         with pytest.raises(ConfigError):
