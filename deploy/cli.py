@@ -40,6 +40,11 @@ COMMANDS = {
     "prefill": ("run_role.prefill", "Run one prefill worker that joins a cluster."),
     "frontend": ("run_role.run_frontend", "Run one HTTP frontend that joins a cluster."),
     "status": ("status.status", "Show workers, their load, and the job queue."),
+    "top": (
+        "top.top",
+        "Watch workers, requests and latencies in the terminal, until Ctrl-C.\n\n"
+        "Shows what a frontend shows at /pullfill/ui, to administrators only.",
+    ),
     "plan": (
         "planner.show",
         "Say how many prefill and decode workers are right, and why.\n\n"

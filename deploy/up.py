@@ -127,7 +127,7 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"
     by_key = "" if detach else "Ctrl-C, or "
     if options.frontend_url:
-        click.echo(f"  watch: {options.frontend_url}/pullfill/ui")
+        click.echo(f"  watch: {options.frontend_url}/pullfill/ui, or pullfill top{where}")
     click.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
 
 

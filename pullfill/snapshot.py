@@ -1,5 +1,5 @@
 """One picture of the cluster. All that show it read this: /ready, `/pullfill/status`,
-`pullfill status` and the live page.
+`pullfill status`, `pullfill top` and the live page.
 
     workers' /status: `Report` ──► `cluster_of` ──► `Cluster` ──► status, /ready
                                                         └─ with its requests: `LiveSnapshot`

@@ -1,4 +1,4 @@
-"""The live page at /pullfill/ui, and the snapshots that it shows.
+"""The live page at /pullfill/ui, and the snapshots that it and `pullfill top` show.
 
     /pullfill/ui               the page
     /pullfill/ui/NAME          its style, scripts and icon
@@ -49,7 +49,7 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
 
-# Each viewer gets something this often, at least.
+# Each viewer gets something this often, at least. `pullfill top` gives up after 10 s.
 QUIET_S = 5.0
 # With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
