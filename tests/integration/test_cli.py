@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,24 +111,6 @@ async def _register(etcd_url: str, pid: int) -> None:
     client = await EtcdClient.connect(etcd_url)
     await client.put(keys.worker("default", "prefill", "prefill-hand"), wire.encode(record))
     await client.close()
-
-
-def test_foreground_reports_a_server_that_dies_and_ends_in_order_on_a_signal(state: Path) -> None:
-    up = start(state, "up", "--no-restart", *SERVERS_ONLY)
-    read_until(up, "ready (no frontend)")
-    running = recorded(state)
-    by_name = {entry["name"]: entry["pid"] for entry in cluster(state)["processes"]}
-    os.kill(by_name["nats"], signal.SIGKILL)
-    seen = read_until(up, "nats died")
-    assert "SIGKILL" in seen
-    assert up.poll() is None
-    assert local_servers.etcd_ready(cluster(state)["etcd_url"]) is None
-    up.send_signal(signal.SIGINT)
-    output, _ = up.communicate(timeout=30)
-    assert up.returncode == 0, output
-    assert output.rstrip().endswith("stopped")
-    assert not any(is_alive(process) for process in running)
-    assert not (state / "cluster.json").exists()
 
 
 @pytest.mark.essential

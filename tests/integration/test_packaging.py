@@ -120,13 +120,6 @@ def test_the_installed_wheel_imports_without_the_repository(venv: Path, tmp_path
     run(venv, "python", "-P", "-c", code, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("extra", ["cpu", "cuda13", "cupy", "nixl", "otel"])
-def test_the_wheel_has_the_extra(wheel: Path, extra: str) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        assert f'; extra == "{extra}"' in archive.read(name).decode()
-
-
 @pytest.mark.engine
 @pytest.mark.long
 @pytest.mark.timeout(600)

@@ -19,7 +19,7 @@ kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.sche
 RELEASES = ("1.29", "1.35", "1.36", "1.37")
 """The oldest that the chart accepts, and the newest three."""
 WITHOUT_SCHEMA = {"ScaledObject", "PodMonitor"}
-"""KEDA and the Prometheus Operator bring them. test_kubernetes.py looks at their fields."""
+"""KEDA and the Prometheus Operator bring them. test_manifests.py looks at their fields."""
 EVERYTHING: dict[str, Any] = {
     "global": {"image": "registry:5000/pullfill:1", "imagePullSecrets": [{"name": "s"}]},
     "securitySecret": "keys",

@@ -26,13 +26,6 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
 
 
-def test_flags_of_the_user_come_last() -> None:
-    options = plan.UpOptions(model="demo", vllm_args=["--max-model-len", "128"])
-    arguments = plan.engine_arguments(options)
-    assert arguments[-2:] == ["--max-model-len", "128"]
-    assert "--max-model-len=4096" in arguments[:-2]
-
-
 def test_the_demo_leaves_room_for_the_others_of_its_gpu() -> None:
     """vLLM refuses to start where less than its share is free, however little it needs."""
     flags = plan.engine_flags("demo", gpus=1, workers=2)
@@ -193,10 +186,8 @@ def test_where_workers_run(
 @pytest.mark.parametrize(
     ("gpus", "cores", "given", "expected"),
     [
-        (0, 2, {}, {0}),
         (0, 4, {"model": "demo", "prefill": 2}, {3}),
         (0, 4, {}, {0, 1}),
-        (0, 2, {"decode": 3}, {0, 1}),
         (0, 2, {"pin": False}, set()),
         (2, 2, {}, set()),
     ],

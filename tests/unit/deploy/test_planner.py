@@ -61,18 +61,16 @@ def seen(
 
 
 @pytest.mark.parametrize(
-    ("prefills", "long", "right"),
-    [(0, 0.0, 0), (0, 0.001, 1), (1, 0.0, 0), (1, 0.001, 1), (1, 0.69, 1), (1, 0.71, 2),
-     (1, 2.9, 5), (2, 0.5, 1), (2, 0.69, 2)],  # for the last one, one has nothing to spare
+    ("prefills", "long", "backlog_s", "right"),
+    [(0, 0.0, 0, 0), (0, 0.001, 0, 1), (1, 0.0, 0, 0), (1, 0.69, 0, 1), (1, 0.71, 0, 2),
+     (1, 2.9, 0, 5), (2, 0.5, 0, 1), (1, 0.6, 5, 1), (1, 0.6, 35, 2),
+     (2, 0.69, 0, 2)],  # one has nothing to spare
 )  # fmt: skip
-def test_prefill_workers_for_an_autoscaler(prefills: int, long: float, right: int) -> None:
-    assert plan(seen(prefills, 1, long=long), PlanState(), NOW).prefill.right == right
-
-
-def test_a_backlog_asks_for_more_until_it_is_gone() -> None:
-    for backlog_s, right in ((5.0, 1), (35.0, 2)):
-        found = plan(seen(1, 1, long=0.6, backlog_s=backlog_s), PlanState(), NOW)
-        assert found.prefill.right == right
+def test_prefill_workers_for_an_autoscaler(
+    prefills: int, long: float, backlog_s: float, right: int
+) -> None:
+    observation = seen(prefills, 1, long=long, backlog_s=backlog_s)
+    assert plan(observation, PlanState(), NOW).prefill.right == right
 
 
 @pytest.mark.parametrize(("decodes", "streams", "right"), [(1, 0.0, 1), (2, 2.0, 3), (3, 0.5, 1)])
@@ -94,8 +92,8 @@ def test_the_idlest_worker_changes_to_the_role_that_is_short() -> None:
         (seen(1, 3, long=0.3, streams=1.0), ENOUGH),
         (seen(1, 1, long=3.0), NONE_TO_SPARE.format("prefill")),
         (seen(1, 2, long=1.0, streams=2.0), NONE_TO_SPARE.format("prefill and decode")),
-        (seen(1, 2, long=0.8, streams=1.0), NONE_TO_SPARE.format("prefill")),
         (seen(0, 2, long=0.1, streams=1.5), NONE_TO_SPARE.format("prefill")),
+        (seen(0, 2, long=0.005, streams=0.5), NONE_TO_SPARE.format("prefill")),
     ],
 )
 def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
@@ -103,13 +101,8 @@ def test_no_move_without_a_gain(observation: Observation, why: str) -> None:
     assert (found.move, found.reason) == (None, why)
 
 
-def test_long_prompts_get_a_first_prefill_worker_if_one_can_be_spared() -> None:
+def test_the_first_prefill_worker_comes_for_long_prompts_and_the_last_goes_without_them() -> None:
     assert plan(seen(0, 2, long=0.1, streams=0.5), PlanState(), NOW).move
-    assert not plan(seen(0, 2, streams=0.5), PlanState(), NOW).move
-    assert not plan(seen(0, 2, long=0.005, streams=0.5), PlanState(), NOW).move, "hardly any"
-
-
-def test_the_last_prefill_worker_goes_when_nothing_is_for_it() -> None:
     observation = seen(1, 2, streams=2.5)
     assert moved(plan(observation, PlanState(), NOW)) == ("p0", DECODE)
     assert not plan(observation, PlanState(), replace(NOW, min_prefill=1)).move

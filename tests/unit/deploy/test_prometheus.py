@@ -1,4 +1,4 @@
-"""deploy/prometheus/alerts.yaml names metrics, labels and label values that exist."""
+"""Alerts and the dashboard name what exists; alerts fire, and KEDA scales, when they must."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pullfill.deploy import planner
 from pullfill.snapshot import Demand
 from tests.support.chart import of_kind, render
 from tests.support.metrics import EVERYWHERE, labels_of_metrics
-from tests.support.prometheus import missing, promtool
+from tests.support.prometheus import dashboard, missing, promtool
 
 CASES = Path(__file__).resolve().parent / "alerts.test.yaml"
 ALERTS = Path(__file__).resolve().parents[3] / "deploy" / "prometheus" / "alerts.yaml"
@@ -24,27 +24,46 @@ def rules() -> list[dict[str, Any]]:
     return list(group["rules"])
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda r: r["alert"])
-def test_an_alert_names_what_exists(rule: dict[str, Any]) -> None:
+TARGETS = [target for panel in dashboard()["panels"] for target in panel.get("targets", ())]
+QUERIES = [(rule["expr"], rule["annotations"]["summary"]) for rule in rules()]
+QUERIES += [(target["expr"], target["legendFormat"]) for target in TARGETS]
+
+
+@pytest.mark.parametrize(("query", "text"), QUERIES, ids=lambda text: text[:60])
+@pytest.mark.essential
+def test_a_query_names_what_exists(query: str, text: str) -> None:
+    """text: what is told of it. vLLM's names: tests/integration/test_prometheus.py."""
     real = labels_of_metrics()
-    names = set(re.findall(r"pullfill_\w+", rule["expr"])) - EVERYWHERE
-    assert names
+    found = re.findall(r"(pullfill_\w+?|vllm:\w+?)(?:_bucket)?\b", query)
+    names = {name for name in found if name.startswith("pullfill_")} - EVERYWHERE
+    assert found
     assert names <= set(real)
-    labels = set(re.findall(r"(\w+)=~?\"", rule["expr"]))
-    for group in re.findall(r"by \(([^)]*)\)", rule["expr"]):
-        labels |= {name.strip() for name in group.split(",")}
-    labels |= set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
-    assert labels <= set().union(*(real[name] for name in names))
-    told_apart = re.findall(r"(?:sum|max|min|count) by \(pullfill_namespace\b", rule["expr"])
-    assert len(told_apart) == len(re.findall(r"\b(?:sum|max|min|count)\b", rule["expr"]))
-    assert rule["expr"].count("(") == rule["expr"].count(")")
-    assert rule["labels"]["severity"] in {"critical", "warning"}
+    used = set(re.findall(r"(\w+)!?=~?\"", query)) | set(
+        re.findall(r"{{ ?(?:\$labels\.)?(\w+)", text)
+    )
+    for group in re.findall(r"by \(([^)]*)\)", query):
+        used |= {label.strip() for label in group.split(",")}
+    assert used - {"le"} - EVERYWHERE <= set().union(*(real[name] for name in names))
+    assert query.count("(") == query.count(")")
+    if any("instance_id" in real[name] for name in names):
+        # The page of every frontend has what a worker reports.
+        for inner in re.findall(r"\bsum(?: by \([^)]*\))? \((.{40})", query):
+            assert re.match(r"max by \([^)]*instance_id", inner)
 
 
-def test_no_worker_is_counted_once_for_each_frontend() -> None:
+def test_clusters_in_one_prometheus_are_told_apart() -> None:
     for rule in rules():
-        for inner in re.findall(r"sum by \(pullfill_namespace\) \((.*?)\(", rule["expr"]):
-            assert inner == "max by ", rule["alert"]
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        told_apart = re.findall(r"(?:sum|max|min|count) by \(pullfill_namespace\b", rule["expr"])
+        assert len(told_apart) == len(re.findall(r"\b(?:sum|max|min|count)\b", rule["expr"]))
+    for target in TARGETS:
+        series = len(re.findall(r"(?:pullfill_\w+|vllm:\w+){", target["expr"]))
+        assert 0 < series == target["expr"].count('{pullfill_namespace="$cluster"')
+    (chosen,) = [v for v in dashboard()["templating"]["list"] if v["name"] == "cluster"]
+    assert (chosen["type"], chosen["multi"], chosen["includeAll"]) == ("query", False, False)
+    known = re.fullmatch(r"label_values\((\w+), (\w+)\)", chosen["query"]["query"])
+    assert known
+    assert known[2] in labels_of_metrics()[known[1]]
 
 
 needs_promtool = pytest.mark.skipif(bool(missing()), reason=missing())

@@ -369,6 +369,15 @@ async def test_a_lock_that_cannot_be_opened_costs_one_try(
     assert "decode-0 was not started again: too many open files" in rig.said()
 
 
+async def test_without_restarts_a_death_is_only_told(rig: Rig) -> None:
+    for name in ("decode-0", "prefill-0"):
+        rig.add(name)
+    async with rig.up(restart=False):
+        rig.kill("decode-0")
+        await until(lambda: "decode-0 died (killed by SIGKILL)" in rig.said())
+        assert rig.recorded()["decode-0"].restarts == 0
+
+
 @pytest.mark.parametrize("how", ["down", "signal"])
 async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) -> None:
     """The lock is taken, as by `pullfill down`, before the process dies."""

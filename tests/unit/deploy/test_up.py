@@ -1,16 +1,21 @@
-"""`pullfill up --detach`: what the command prints, and what goes on behind it."""
+"""What `pullfill up` prints, and what goes on behind `--detach`."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import up
 from pullfill.deploy.state import StateDir
+from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.options import UpOptions
 from tests.support.waiting import eventually
 
@@ -67,14 +72,6 @@ def test_it_names_a_state_directory_that_is_not_the_default_one(
         assert told == "  stop: pullfill down" + flag
 
 
-def test_it_says_why_a_frontend_of_stock_servers_cannot_serve_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(up.members, "why_not_ready", lambda *_, **__: ["no server is ready"])
-    up._say_ready(UpOptions(decode=0, prefill=0, port=9), StateDir(tmp_path), False)
-    assert "  but not yet: no server is ready" in capsys.readouterr().out
-
-
 def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     """As of `pullfill up --detach | head -1`."""
     done = _up(tmp_path, "r, w = os.pipe(); os.close(r); os.dup2(w, 1)")
@@ -101,3 +98,43 @@ def test_it_tells_why_the_cluster_did_not_start(
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert "it goes on" not in done.stdout
+
+
+# ------------------------------------------------------------------ its lines
+
+
+class _Full(io.StringIO):
+    full = False
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_lines_tell_how_long_it_took_and_a_full_disk_ends_nobody() -> None:
+    stream = _Full()
+    view = ProcessView(Console(file=stream), "x")
+    with view:
+        view.set("etcd", "starting", "http://[::1]:1")
+        view.set("etcd", "starting", "http://[::1]:1")
+        view.set("etcd", "ready")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "http://[::1]:1" in lines[0]
+    assert "ready after" in lines[1]
+    stream.full = True
+    view.set("etcd", "starting")
+    view.say("etcd died")
+
+
+def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default rich ends the process in this case. If a supervisor ends like that, the processes
+    that it has started go on without it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        view = ProcessView(SteadyConsole(), "x")
+        with view:
+            for _ in range(2):
+                view.say("etcd died")
