@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -31,34 +32,28 @@ TINY = Recipe(
 )
 
 
-def _finished(fresh: Path, target: Path) -> Path:
-    """Give a checkpoint its name, once it is complete."""
-    try:
-        fresh.rename(target)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
-    return target
-
-
-def tiny_checkpoint(cache_dir: Path | None = None, recipe: Recipe = TINY) -> Path:
-    """Directory of the checkpoint, made unless a test run of this user made it before.
-
-    cache_dir: where checkpoints are kept, one folder per recipe (default: a folder of this user
-    under the temporary directory). Safe to call from several processes at once.
-    """
-    if cache_dir is None:
-        cache_dir = _cache_dir()
-    return ensure_demo_model(cache_dir / f"tiny-{recipe.digest()}", recipe)
-
-
-def _digest(config: dict[str, object]) -> str:
-    return blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8).hexdigest()
+def tiny_checkpoint(recipe: Recipe = TINY) -> Path:
+    """Directory of the checkpoint, made unless a test run of this user made it before."""
+    return ensure_demo_model(_cache_dir() / f"tiny-{recipe.digest()}", recipe)
 
 
 def _cache_dir() -> Path:
     directory = Path(tempfile.gettempdir()) / f"pullfill-tests-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     return directory
+
+
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    """Directory of that name, which `make` fills unless it is there. Several processes may ask."""
+    target = _cache_dir() / name
+    if not target.is_dir():
+        fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+        make(fresh)
+        try:
+            fresh.rename(target)
+        except OSError:  # another process was faster
+            shutil.rmtree(fresh)
+    return target
 
 
 IMAGE, IMAGE_ID = "<tool_call>", 380
@@ -87,21 +82,18 @@ def random_checkpoint(
     processor: of images: what processor_config.json holds. Then one token is called <image>.
     fields: of the config."""
     made_of = {"config": config, "make": _MAKE, "processor": processor, **fields}
-    target = _cache_dir() / f"{model}-{_digest(made_of)}"
-    if target.is_dir():
-        return target
-    fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
-    subprocess.run(
-        [sys.executable, "-c", _MAKE, config, model, json.dumps(fields), str(fresh)],
-        check=True,
-        capture_output=True,
-    )
-    for file in tiny_checkpoint().glob("*token*"):
-        text = file.read_text()
-        (fresh / file.name).write_text(text.replace(IMAGE, "<image>") if processor else text)
-    if processor:
-        (fresh / "processor_config.json").write_text(json.dumps(processor))
-    return _finished(fresh, target)
+    digest = blake2b(json.dumps(made_of, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def make(fresh: Path) -> None:
+        command = [sys.executable, "-c", _MAKE, config, model, json.dumps(fields), str(fresh)]
+        subprocess.run(command, check=True, capture_output=True)
+        for file in tiny_checkpoint().glob("*token*"):
+            text = file.read_text()
+            (fresh / file.name).write_text(text.replace(IMAGE, "<image>") if processor else text)
+        if processor:
+            (fresh / "processor_config.json").write_text(json.dumps(processor))
+
+    return _made(f"{model}-{digest}", make)
 
 
 DEEPSEEK: dict[str, object] = {
@@ -149,24 +141,22 @@ def scaled_checkpoint(first: float) -> Path:
     from safetensors.torch import load_file, save_file
     from torch import tensor
 
-    target = _cache_dir() / f"tiny-{TINY.digest()}-scaled-{first}"
-    if target.is_dir():
-        return target
-    fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
-    shutil.copytree(tiny_checkpoint(), fresh, dirs_exist_ok=True)
-    weights = load_file(fresh / "model.safetensors")
-    for layer in range(TINY.layers):
-        weights[f"model.layers.{layer}.self_attn.k_scale"] = tensor(0.02)
-        weights[f"model.layers.{layer}.self_attn.v_scale"] = tensor(0.04 if layer else first)
-    save_file(weights, fresh / "model.safetensors", {"format": "pt"})
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-    config = json.loads((fresh / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": {**scheme, "symmetric": True},
-    }
-    (fresh / "config.json").write_text(json.dumps(config))
-    return _finished(fresh, target)
+    def make(fresh: Path) -> None:
+        shutil.copytree(tiny_checkpoint(), fresh, dirs_exist_ok=True)
+        weights = load_file(fresh / "model.safetensors")
+        for layer in range(TINY.layers):
+            weights[f"model.layers.{layer}.self_attn.k_scale"] = tensor(0.02)
+            weights[f"model.layers.{layer}.self_attn.v_scale"] = tensor(0.04 if layer else first)
+        save_file(weights, fresh / "model.safetensors", {"format": "pt"})
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+        config = json.loads((fresh / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": {**scheme, "symmetric": True},
+        }
+        (fresh / "config.json").write_text(json.dumps(config))
+
+    return _made(f"tiny-{TINY.digest()}-scaled-{first}", make)

@@ -40,7 +40,6 @@ from pullfill.options import FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from tests.support.http_stub import serving
-from tests.support.small_disk import full, small_disk
 from tests.support.waiting import eventually
 from tests.support.workers import record
 
@@ -395,62 +394,17 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
     assert "restarts: 1" not in rig.said()
 
 
-# ------------------------------------------------------------------ a full disk
-
-
-class Disk:
-    """A disk of 40 MiB with the state directory of an `up` that has not begun to watch."""
-
-    def __init__(self, directory: Path) -> None:
-        self.rig = Rig(directory)
-        self.children = self.rig.supervisor()._children
-        self.look = DiskWatch(self.children, restart=True).look
-        self.rig.state.logs.mkdir()
-
-    def launch(self, name: str, script: str = SLEEP) -> None:
-        self.children.launch(self.rig.add(name, script))
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    with small_disk(tmp_path / "disk", 40) as directory:
-        disk = Disk(directory)
-        yield disk
-        for child in disk.children.running.values():
-            child.kill()
-        disk.children.reap()
-
-
-def test_it_is_told_once_and_what_it_broke_is_mended(disk: Disk) -> None:
-    disk.launch("nats", "echo no space left on device; exec sleep 60")
-    with full(disk.rig.state.path):
-        for name in ("etcd", "decode"):
-            disk.launch(name)
-        for _ in range(2):
-            disk.look()
-        assert list(disk.rig.recorded()) == ["nats"], "the old record is whole"
-        assert not list(disk.rig.state.path.glob(".*")), "no half of a file is left"
-        assert disk.rig.said().count("is full (0 MiB free): serving goes on") == 1
-        assert (
-            disk.rig.said().count("(No space left on device): other commands see an old list") == 1
-        )
-        assert all(disk.children.running[name].poll() is None for name in disk.children.running)
-    disk.look()
-    assert list(disk.rig.recorded()) == ["nats", "etcd", "decode"]
-    assert "has room again" in disk.rig.said()
-    assert disk.rig.said().count("nats starts again: it met a full disk") == 1
-    assert disk.children.running["nats"].wait(10) == -15, "it would go on storing nothing"
-    assert disk.children.running["etcd"].poll() is None
-    disk.look()
-    assert disk.rig.said().count("nats starts again") == 1
-
-
-def test_a_disk_that_was_full_for_a_moment(disk: Disk) -> None:
-    """Between two looks. The log of NATS tells it."""
-    disk.launch("nats", "echo '[ERR] write 1.blk: no space left on device'; exec sleep 60")
-    eventually(lambda: disk.rig.state.log_of("nats").stat().st_size > 0, "it tells")
-    disk.look()
-    assert disk.children.running["nats"].wait(10) == -15
-    disk.launch("nats")
-    disk.look()
-    assert disk.children.running["nats"].poll() is None, "that line is about the process before"
+async def test_nats_starts_again_after_a_disk_that_was_full_for_a_moment(rig: Rig) -> None:
+    """Between two looks. The log of NATS tells it. tests/integration/test_full_disk.py has one that
+    stays full."""
+    children = rig.supervisor()._children
+    look = DiskWatch(children, restart=True).look
+    children.launch(rig.add("nats", f"echo '[ERR] 1.blk: no space left on device'; {SLEEP}"))
+    await until(lambda: rig.state.log_of("nats").stat().st_size > 0)
+    look()
+    assert children.running["nats"].wait(10) == -15
+    children.launch(rig.add("nats"))
+    look()
+    assert children.running["nats"].poll() is None, "that line is about the process before"
+    children.running["nats"].kill()
+    children.reap()
