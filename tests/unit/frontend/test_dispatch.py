@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from pullfill.errors import IncompatibleError, PeerUnavailable
 from pullfill.frontend import counters, dispatch
 from pullfill.frontend.decode_pool import refuse_other_models
 from pullfill.frontend.dispatch import NO_WORKER, Dispatcher
-from pullfill.frontend.flight import WAITS, Flight, Waits
+from pullfill.frontend.flight import WAITS, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.wire import MAX_TEXT, DecodePolicy, WorkerState
@@ -207,19 +208,17 @@ async def test_nothing_is_left_of_the_load_of_requests_that_ended() -> None:
 # Every request ends, once and in time, whatever goes wrong with another: the dispatcher alone.
 
 
-class Worker:
+class Worker(SimpleNamespace):
     """What the dispatcher sees of a connection. refuse: wire ids whose sending fails."""
 
-    def __init__(self, instance_id: str) -> None:
-        self.instance_id = instance_id
-        self.flights: dict[str, Flight] = {}
-        self.calls: dict[int, Any] = {}
-        self.welcome = None
-        self.usable = True
-        self.far = False
-        self.made = 0
-        self.heard_at = asyncio.get_running_loop().time()
-        self.refuse: set[str] = set()
+    def __init__(self, instance_id: str, *refuse: str) -> None:
+        super().__init__(
+            instance_id=instance_id, flights={}, calls={}, welcome=None, usable=True, far=False,
+            heard_at=asyncio.get_running_loop().time(), made=0, refuse=set(refuse),
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def send(self, kind: bytes, *frames: Any) -> None:
         if self.refuse & set(self.flights):
@@ -227,40 +226,27 @@ class Worker:
             raise OSError("no descriptors left")
 
 
-class Family(Sink):
-    """As vLLM: requests whose names share the first letter are choices of one answer, and end with
-    the first that fails. breaks: telling it fails."""
+class Desk(Sink):
+    """A dispatcher with requests at worker A. As in vLLM, those whose names share the first letter
+    are choices of one answer, and end with the first that fails."""
 
-    dispatcher: Dispatcher
-    open: set[str]
-    breaks = False
+    def __init__(self, *requests: Any, waits: Waits = WAITS) -> None:
+        super().__init__()
+        self.workers = [Worker("A")]
+        self.log = RequestLog()
+        made: Any = self
+        balancer = Balancer(lambda: DecodePolicy.ROUND_ROBIN)
+        self.dispatcher = Dispatcher(
+            made, PlainCodec(), balancer, self.log, Alone(), waits=waits  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
+        for item in requests:
+            self.dispatcher.submit(item)
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         super().failed(request_id, message, fault)
-        if self.breaks:
-            raise RuntimeError("the reader is gone")
-        self.dispatcher.abort([n for n in self.open if n[0] == request_id[0] and n != request_id])
-
-
-class Desk:
-    """A dispatcher with requests at worker A."""
-
-    def __init__(self, *requests: Any, waits: Waits = WAITS) -> None:
-        self.workers: list[Worker] = [Worker("A")]
-        self.sink = Family()
-        self.dispatcher = Dispatcher(
-            self.sink,
-            PlainCodec(),
-            Balancer(lambda: DecodePolicy.ROUND_ROBIN),
-            RequestLog(),
-            Alone(),  # type: ignore[arg-type]
-            waits=waits,
-        )
-        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
-        self.sink.dispatcher = self.dispatcher
-        self.sink.open = {r.request_id for r in requests}
-        for item in requests:
-            self.dispatcher.submit(item)
+        others = [n for n in self.dispatcher.flights if n[0] == request_id[0]]
+        self.dispatcher.abort(others)
 
     def lose(self, *left: Worker) -> None:
         """The first worker leaves us, alive; these are there then."""
@@ -268,62 +254,44 @@ class Desk:
         self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
         self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
-    def say(self, name: str, *tokens: int) -> None:
-        outputs = Outputs(outputs=[Output(name, list(tokens))], timestamp=1.0)
+    def say(self, name: str, *tokens: int, **fields: Any) -> None:
+        outputs = Outputs(outputs=[Output(name, list(tokens), **fields)], timestamp=1.0)
         frames = [zmq.Frame(msgspec.msgpack.encode(outputs))]
         self.dispatcher.on_outputs(self.workers[0], frames)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-async def test_a_request_that_cannot_be_sent_harms_no_other_and_no_later_one(breaks: bool) -> None:
-    desk = Desk(request("a"), request("b"), request("c"))
-    desk.sink.breaks = breaks
-    second, third = Worker("B"), Worker("C")
-    second.refuse.add("a~1")
-    desk.lose(second)
-    await until(lambda: set(second.flights) == {"b~1", "c~1"})
-    assert list(desk.sink.failures) == ["a"]
-    assert "no descriptors left" in desk.sink.failures["a"]
-    assert desk.sink.faults["a"] is Fault.OURS
-    assert desk.dispatcher.in_flight == 2
-    desk.lose(third)
-    await until(lambda: set(third.flights) == {"b~2", "c~2"})
-
-
-async def test_a_request_whose_end_cannot_be_noted_harms_no_other(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("broken", ["send", "tell", "note", "judge"])
+async def test_a_request_that_something_fails_for_harms_no_other_and_no_later_one(
+    broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even if it is the one that is being placed of many."""
-    raised = list[Any]()
+    """It cannot be sent, and nobody can be told, or its end cannot be noted, or it cannot be judged
+    whether it may go on."""
+    desk, raised = Desk(request("a"), request("b"), request("c")), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, told: raised.append(told))
 
-    def over(self: RequestLog, *told: Any) -> None:
-        raise RuntimeError("no span")
+    def fails(item: Any, *_: Any, **__: Any) -> None:
+        assert broken != "judge" or item.request_id != "a", "a bug"
+        if broken != "judge":
+            raise RuntimeError("a bug")
 
-    desk = Desk(request("a"), request("b"), request("c"))
-    monkeypatch.setattr(RequestLog, "over", over)
-    second = Worker("B")
-    second.refuse.add("a~1")
+    second, third = Worker("B", *(["a~1"] if broken != "judge" else [])), Worker("C")
+    if broken == "judge":
+        desk.say("a", 1)
+        monkeypatch.setattr(dispatch.migration, "why_not", fails)
+    elif broken != "send":
+        where: Any = {"tell": (desk.dispatcher._sink, "failed"), "note": (desk.log, "over")}
+        monkeypatch.setattr(*where[broken], fails)
     desk.lose(second)
     await until(lambda: {"b~1", "c~1"} <= set(second.flights))
-    assert len(raised) == 1
-
-
-async def test_a_request_that_cannot_be_judged_harms_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def why_not(item: Any, tokens: Any) -> str | None:
-        assert item.request_id != "a"
-        return None
-
-    monkeypatch.setattr(dispatch.migration, "why_not", why_not)
-    desk = Desk(request("a"), request("b"))
-    desk.say("a", 1)
-    desk.say("b", 1)
-    second = Worker("B")
-    desk.lose(second)
-    await until(lambda: set(second.flights) == {"b~1"})
-    assert list(desk.sink.failures) == ["a"]
+    assert len(raised) == (broken == "note")
+    assert "a" not in desk.dispatcher.flights
+    if broken in ("send", "judge"):
+        assert list(desk.failures) == ["a"]
+        assert desk.faults["a"] is Fault.OURS
+    if broken == "send":
+        assert "no descriptors left" in desk.failures["a"]
+    desk.lose(third)
+    await until(lambda: {"b~2", "c~2"} <= set(third.flights))
 
 
 async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> None:
@@ -332,7 +300,7 @@ async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> N
     desk.lose(second)
     await until(lambda: set(second.flights) == {"a~1"})
     await asyncio.sleep(0.1)
-    assert not desk.sink.failures
+    assert not desk.failures
 
 
 async def test_choices_that_fail_together_are_counted_once() -> None:
@@ -345,39 +313,30 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     second = Worker("B")
     seeded.lose(second)
     await asyncio.sleep(0.05)
-    assert (list(seeded.sink.failures), second.flights) == (["a1"], {})
+    assert (list(seeded.failures), second.flights) == (["a1"], {})
     assert seeded.dispatcher.in_flight == 0
     later = Desk(waits=waits)
     later.dispatcher.on_usable([])
-    later.sink.open = {"a1", "a2"}
     for name in ("a1", "a2"):
         later.dispatcher.submit(request(name))
-    await until(lambda: list(later.sink.failures) == ["a1"])
+    await until(lambda: list(later.failures) == ["a1"])
     assert later.dispatcher.in_flight == 0
     assert failed.get() - before == 2
 
 
-async def test_a_worker_that_says_why_a_request_fails_is_believed() -> None:
-    """The user gets the reason, as an error of the request, and no token after it."""
+@pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])
+async def test_a_worker_that_says_why_a_request_fails_is_believed(fault: Fault) -> None:
+    """The user gets the reason, as an error of the request or of ours, and no token after it."""
     desk = Desk(request("a1"), request("a2"), request("b"))
     desk.say("a1", 1)
-    error = Output("a1", [2], finish_reason=front_wire._ERROR, stop_reason="no text matches it")
-    frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
-    desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
-    assert desk.sink.failures == {"a1": "no text matches it"}
-    assert desk.sink.refused == {"a1"}
-    assert desk.sink.tokens["a1"] == [1]
-    assert desk.dispatcher.in_flight == 1, "the other choice of that answer ended too"
-
-
-async def test_a_bug_of_a_worker_does_not_look_like_a_bad_request() -> None:
-    desk = Desk(request("a"))
-    error = Output("a", [], finish_reason=front_wire._ERROR, stop_reason="a bug")
-    error.kv_transfer_params = front_wire.fault_mark(Fault.OURS)
-    frames = [zmq.Frame(msgspec.msgpack.encode(Outputs(outputs=[error], timestamp=1.0)))]
-    desk.dispatcher.on_outputs(desk.workers[0], frames)  # type: ignore[arg-type]
-    assert desk.sink.failures == {"a": "a bug"}
-    assert desk.sink.faults == {"a": Fault.OURS}
+    desk.say(
+        "a1", 2, finish_reason=front_wire._ERROR, stop_reason="no text matches it",
+        kv_transfer_params=front_wire.fault_mark(fault),
+    )  # fmt: skip
+    assert desk.failures == {"a1": "no text matches it"}
+    assert desk.faults == {"a1": fault}
+    assert desk.tokens["a1"] == [1]
+    assert list(desk.dispatcher.flights) == ["b"], "the other choice of that answer ended too"
 
 
 async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
@@ -385,5 +344,5 @@ async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
     odd = request("b")
     odd.sampling_params.seed = 10**30
     desk.dispatcher.submit(odd)
-    assert desk.sink.refused == {"b"}
+    assert desk.refused == {"b"}
     assert desk.dispatcher.in_flight == 1
