@@ -128,7 +128,7 @@ class FakeDecode:
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.ROUTER)
         front_wire.set_options(self._socket)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.record = WorkerRecord(
             instance_id=self.instance_id,
             incarnation=new_incarnation(),
@@ -139,7 +139,7 @@ class FakeDecode:
             host_id="elsewhere" if self.ahead_s else host_id(),
             pid=1,
             started_at=0.0,
-            data=f"tcp://127.0.0.1:{port}",
+            data=f"tcp://127.0.0.1:{self.port}",
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
 

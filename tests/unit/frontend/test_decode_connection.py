@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -22,80 +20,38 @@ from pullfill.frontend.decode_connection import ConnectionState, DecodeConnectio
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig, until
 from tests.support.fuzz import EXAMPLES, explore, mutated
+from tests.support.proxy import Proxy
 
 LATE = front_wire.LoadReport(
     running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
 )
 
 
-class _Relay:
-    """A TCP relay in threads of its own, so that it goes on while the event loop is busy.
-
-    spoils: so many connections end within the handshake."""
-
-    def __init__(self, port: int, spoils: int = 0) -> None:
-        self._spoils = spoils
-        self._far = ("127.0.0.1", port)
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
-        self.ends: list[socket.socket] = []
-        self._threads = list[threading.Thread]()
-        self._start(self._accept)
-
-    def _start(self, run: Callable[..., None], *sockets: socket.socket) -> None:
-        self._threads.append(threading.Thread(target=run, args=sockets, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near = self._server.accept()[0]
-                if self._spoils:
-                    self._spoils -= 1
-                    near.recv(10)
-                    near.close()
-                    continue
-                far = socket.create_connection(self._far)
-                self.ends += [near, far]
-                for pair in ((near, far), (far, near)):
-                    self._start(self._pump, *pair)
-
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-
-    def cut(self) -> None:
-        for end in self.ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)  # a close would not end its accept
-        self._threads[0].join()
-        self.cut()
-        for thread in self._threads:
-            thread.join()
-        for end in (self._server, *self.ends):
-            end.close()
+def behind(proxy: Proxy, worker: FakeDecode) -> wire.WorkerRecord:
+    """The record of a worker that is reached through the proxy."""
+    return msgspec.structs.replace(worker.record, data=f"tcp://{proxy.address}")
 
 
-async def test_a_hello_lost_in_flight_is_sent_again() -> None:
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy(("127.0.0.1", 1)) as proxy:  # nobody is there
+        yield proxy
+
+
+async def test_a_hello_lost_in_flight_is_sent_again(proxy: Proxy) -> None:
     """Also after a handshake that failed, which alone is for ZMQ to try again."""
     worker = FakeDecode("decode-1")  # reads nothing before it is started
-    relay = _Relay(int(worker.record.data.rpartition(":")[2]), spoils=1)
     async with rig() as r:
-        r.directory.put(msgspec.structs.replace(worker.record, data=relay.address))
+        r.directory.put(behind(proxy, worker))
         await until(lambda: any("handshake" in line for line in r.pool.refusals()))
+        proxy.target = ("127.0.0.1", worker.port)
         await until(lambda: not r.pool.refusals())
-        assert len(relay.ends) == 2
-        relay.cut()
-        await until(lambda: len(relay.ends) == 4)
+        before = proxy.accepted
+        proxy.reset()
+        await until(lambda: proxy.accepted > before)
         worker.start()
         await r.ready(1)
     worker.die()
-    relay.close()
 
 
 async def test_all_outputs_that_came_before_a_break_count() -> None:
@@ -116,29 +72,27 @@ async def test_all_outputs_that_came_before_a_break_count() -> None:
         assert len(r.sink.tokens["a"]) == 300
 
 
-async def test_nothing_counts_that_comes_after_a_break_went_unnoticed() -> None:
+async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Proxy) -> None:
     """ZMQ has connected again before the busy loop knows, and messages are missing."""
-    worker = FakeDecode("decode-1", hold=True)
-    worker.start()
-    relay = _Relay(int(worker.record.data.rpartition(":")[2]))
+    worker = FakeDecode("decode-1", hold=True).start()
+    proxy.target = ("127.0.0.1", worker.port)
 
     def be_busy() -> None:
-        relay.cut()
-        while len(relay.ends) < 4:
+        proxy.reset()
+        while proxy.accepted < 2:
             time.sleep(0.01)
         time.sleep(0.3)
         worker.send_raw(front_wire.LOAD, msgspec.msgpack.encode(LATE))
         time.sleep(0.3)
 
     async with rig() as r:
-        r.directory.put(msgspec.structs.replace(worker.record, data=relay.address))
+        r.directory.put(behind(proxy, worker))
         await r.ready(1)
         connection = r.pool.candidates()[0]
         be_busy()
         await until(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
         assert connection.load != LATE
     worker.die()
-    relay.close()
 
 
 async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
