@@ -184,6 +184,10 @@ class FakeDecode:
 
         self._orders.put(order)
 
+    def say(self, out: Output) -> None:
+        """Send an output, whatever has been asked for."""
+        self.send_raw(front_wire.OUT, msgspec.msgpack.encode(Outputs(outputs=[out], timestamp=1.0)))
+
     # ---------------------------------------------------------------- thread
 
     def _run(self) -> None:

@@ -79,8 +79,7 @@ async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(worker.added))
         r.dispatcher.abort(["a", "never-heard-of"])
-        late = Outputs(outputs=[Output("a", [1])], timestamp=1.0)
-        worker.send_raw(front_wire.OUT, msgspec.msgpack.encode(late))
+        worker.say(Output("a", [1]))
         await until(lambda: worker.aborted == ["a"])
         r.dispatcher.submit(request("b"))
         worker.hold = False
@@ -107,8 +106,7 @@ async def test_one_worker_cannot_speak_for_another() -> None:
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a"))
         await until(lambda: bool(one.added))
-        forged = Outputs(outputs=[Output("a", [9], finish_reason=0)], timestamp=1.0)
-        two.send_raw(front_wire.OUT, msgspec.msgpack.encode(forged))
+        two.say(Output("a", [9], finish_reason=0))
         one.hold = False
         await until(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer([1, 2, 3], 4)

@@ -22,38 +22,25 @@ def convicted() -> float:
     return counters.SUSPECTS.labels("convicted")._value.get()
 
 
-class Fleet:
-    """Workers that die of FATAL."""
-
-    def __init__(self, *workers: FakeDecode) -> None:
-        self.all = list(workers)
-
-    @property
-    def living(self) -> list[FakeDecode]:
-        return [worker for worker in self.all if not worker.killed_by]
-
-    @property
-    def deaths(self) -> int:
-        return len(self.all) - len(self.living)
-
-
 @asynccontextmanager
-async def fleet_of(
-    count: int, *, fatal_length: int = 0, board: Alone | None = None
-) -> AsyncIterator[tuple[Rig, Fleet]]:
+async def fleet_of(count: int, *, fatal_length: int = 0) -> AsyncIterator[tuple[Rig, Alone]]:
     """A frontend and so many workers that die of FATAL."""
     workers = [
         FakeDecode(f"decode-{i}", step_s=0.004, fatal_token=FATAL, fatal_length=fatal_length)
         for i in range(count)
     ]
+    board = Alone()
     async with rig(*workers, board=board, waits=QUICK) as r:
-        yield r, Fleet(*workers)
+        yield r, board
+
+
+def deaths(r: Rig) -> int:
+    return sum(bool(worker.killed_by) for worker in r.workers)
 
 
 async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
     """Every other answer is whole, also those of streams that were at both deaths."""
-    board = Alone()
-    async with fleet_of(3, board=board) as (r, fleet):
+    async with fleet_of(3) as (r, board):
         for i in range(9):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=80))
         await until(lambda: len(r.sink.tokens) == 9)
@@ -61,23 +48,22 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
         await until(lambda: "d" in r.sink.failures)
         assert not any(f.deaths for f in r.dispatcher.flights.values()), "they are explained"
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert fleet.deaths == 2
+        assert deaths(r) == 2
         assert all(r.sink.tokens[f"s{i}"] == answer([i], 80) for i in range(9))
         said = r.sink.failures.pop("d")
         assert not r.sink.failures
         assert r.sink.refused == {"d"}
-        ((name, deaths),) = board.refused.items()
-        assert deaths == 2
+        ((name, counted),) = board.refused.items()
+        assert counted == 2
         assert "2 decode workers died while this request was in flight" in said
         assert f"pullfill suspects clear {name}" in said
 
 
 async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -> None:
-    board = Alone()
-    async with fleet_of(3, board=board) as (r, fleet):
+    async with fleet_of(3) as (r, board):
         r.dispatcher.submit(request("d", [FATAL]))
         await until(lambda: "d" in r.sink.failures)
-        (last,) = fleet.living
+        (last,) = [worker for worker in r.workers if not worker.killed_by]
         r.dispatcher.submit(request("again", [FATAL]))
         assert "are refused for another" in r.sink.failures["again"]
         assert not last.added
@@ -143,12 +129,12 @@ async def test_a_user_who_goes_away_after_two_deaths_is_refused_at_once_when_bac
 
 
 async def test_an_answer_that_kills_half_way_kills_six() -> None:
-    async with fleet_of(7, fatal_length=20) as (r, fleet):
+    async with fleet_of(7, fatal_length=20) as (r, _):
         for i in range(6):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
         r.dispatcher.submit(request("d", [FATAL] * 10, max_tokens=60))
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert fleet.deaths == 6
+        assert deaths(r) == 6
         assert set(r.sink.failures) == {"d"}
 
 
@@ -174,32 +160,32 @@ def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any
 
 
 async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
-    async with fleet_of(3) as (r, fleet):
+    async with fleet_of(3) as (r, _):
         for each in (*choices("one", [1], 4), *choices("two", [2], 4), *choices("x", [3], 4)):
             r.dispatcher.submit(each)
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert [len(worker.added) for worker in fleet.all] == [4, 4, 4]
-        for worker in fleet.all:
+        assert [len(worker.added) for worker in r.workers] == [4, 4, 4]
+        for worker in r.workers:
             assert len({q.external_req_id for q in worker.added}) == 1
 
 
 async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
-    async with fleet_of(4) as (r, fleet):
+    async with fleet_of(4) as (r, _):
         asked = choices("d", [FATAL], 4)
         for each in asked:
             r.dispatcher.submit(each)
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert fleet.deaths == 2
+        assert deaths(r) == 2
         assert r.sink.refused == {each.request_id for each in asked}
 
 
 async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None:
     """They count alone until one of them is refused. Then all that wait end, and none is sent."""
-    async with fleet_of(5) as (r, fleet):
+    async with fleet_of(5) as (r, _):
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [FATAL]))
         await until(lambda: r.dispatcher.in_flight == 0)
-        assert 2 <= fleet.deaths <= 4
+        assert 2 <= deaths(r) <= 4
         assert r.sink.refused == {"a", "b"}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.runtime import tracing
 from pullfill.wire import ExplainRecord
 from tests.support.fake_vllm import Request, request
-from tests.support.frontend_rig import FakeDecode, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig, until
 from tests.support.otlp import Receiver
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -247,27 +248,6 @@ async def test_a_record_that_never_comes_is_not_waited_for() -> None:
     assert (found.state, found.path) == ("answered", "unknown")
 
 
-def test_records_since_a_number_come_newest_first_and_each_once() -> None:
-    requests = RequestLog(limit=3)
-    for i in range(5):
-        finish(requests, f"k{i}")
-    found = [(one.key, one.serial) for one in requests.since(0)]
-    assert found == [("k4", 5), ("k3", 4), ("k2", 3)]
-    assert [one.key for one in requests.since(4)] == ["k4"]
-    assert list(requests.since(5)) == []
-
-
-def test_a_request_that_waits_has_left_its_last_worker_too() -> None:
-    requests, one = RequestLog(), RequestRecord("r")
-    requests.begin(one)
-    requests.sent("r-1", one, one.to("d"))
-    assert one.explained().migrated_from == ()
-    one.left("was lost")
-    assert one.explained().migrated_from == ("d",)
-    requests.over(one, error="no other worker")
-    assert one.explained().migrated_from == (), "no other worker has continued it"
-
-
 # --------------------------------------------------------------------------- spans
 
 
@@ -283,30 +263,27 @@ def receiver() -> Iterator[Receiver]:
         tracing.close(20.0)
 
 
-def traced(request_id: str, headers: dict[str, str] | None) -> Request:
+def traced(request_id: str, headers: dict[str, str]) -> Request:
     made = request(request_id)
     made.trace_headers = headers
     return made
 
 
-async def answered(request_id: str, headers: dict[str, str] | None) -> FakeDecode:
-    """Send one request, and return the worker that answered it. All spans are at the receiver."""
-    worker = FakeDecode()
-    async with rig(worker) as r:
-        r.dispatcher.submit(traced(request_id, headers))
-        await until(lambda: request_id in r.sink.finished)
+@asynccontextmanager
+async def tracing_rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
+    """A rig with one request, a-1, at its first worker. Afterwards all spans are there."""
+    async with rig(*workers) as r:
+        r.dispatcher.submit(traced("a-1", HEADERS))
+        await until(lambda: bool(workers[0].added))
+        yield r
     tracing.close(20.0)
-    return worker
 
 
 async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
-    async with rig(one, two) as r:
-        r.dispatcher.submit(traced("a-1", HEADERS))
-        await until(lambda: bool(one.added))
+    async with tracing_rig(one, two) as r:
         one.die()
         await until(lambda: "a-1" in r.sink.finished)
-    tracing.close(20.0)
     first, second = receiver.named("frontend.dispatch")
     assert first.error
     assert not second.error
@@ -314,34 +291,27 @@ async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> Non
     assert second.parent == first.parent == receiver.one("frontend.request").id
 
 
-async def test_an_abort_ends_the_trace(receiver: Receiver) -> None:
-    worker = FakeDecode(hold=True)
-    async with rig(worker) as r:
-        r.dispatcher.submit(traced("a-1", HEADERS))
-        await until(lambda: bool(worker.added))
-        r.dispatcher.abort(["a-1"])
-        await asyncio.sleep(0)
-    tracing.close(20.0)
-    assert receiver.one("frontend.request").error == "aborted"
-    assert receiver.one("frontend.dispatch").error == "aborted"
-
-
-async def test_a_stop_string_is_no_error(receiver: Receiver) -> None:
+@pytest.mark.parametrize("answered", [False, True])
+async def test_an_abort_ends_the_trace_and_a_stop_string_is_no_error(
+    receiver: Receiver, answered: bool
+) -> None:
     """vLLM finds it in the frontend, and aborts the request at its worker."""
-    worker = FakeDecode(hold=True)
-    async with rig(worker) as r:
-        r.dispatcher.submit(traced("a-1", HEADERS))
-        await until(lambda: bool(worker.added))
+    async with tracing_rig(FakeDecode(hold=True)) as r:
         record = r.dispatcher.flights["a-1"].record
-        r.dispatcher.abort(["a-1"], answered=True)
-        assert record.answer_ms is not None, "not cancelled"
-        await until(lambda: worker.aborted == ["a-1"])
-    tracing.close(20.0)
-    assert not receiver.one("frontend.request").error
+        r.dispatcher.abort(["a-1"], answered=answered)
+        assert (record.answer_ms is not None) is answered
+        await until(lambda: r.workers[0].aborted == ["a-1"])
+    error = "" if answered else "aborted"
+    assert receiver.one("frontend.request").error == error
+    assert receiver.one("frontend.dispatch").error == error
 
 
 async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiver) -> None:
     headers = {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
-    worker = await answered("a-1", headers)
+    worker = FakeDecode()
+    async with rig(worker) as r:
+        r.dispatcher.submit(traced("a-1", headers))
+        await until(lambda: "a-1" in r.sink.finished)
+    tracing.close(20.0)
     assert worker.added[0].trace_headers == headers
     assert receiver.spans == []
