@@ -111,8 +111,6 @@ class FakeDriver:
     """Of each batch, whether it was for the copy engines."""
     launched: list[int] = field(default_factory=list)
     """Runs of each kernel."""
-    to_host: list[int] = field(default_factory=list)
-    """Bytes of each copy to memory of the CPU."""
     openings: Counter[int] = field(default_factory=Counter)
     streams: dict[int, FakeStream] = field(default_factory=dict)
     _tables: threading.RLock = field(default_factory=threading.RLock)
@@ -170,10 +168,6 @@ class FakeDriver:
             gone = [opened for opened in self._opened.values() if opened.freed]
             return any(opened.holds(target) or opened.holds(source) for opened in gone)
 
-    def to_device(self, address: int) -> bool:
-        with self._tables:
-            return not any(b <= address < b + len(data) for b, data in self._locked.items())
-
     def count(self) -> int:
         return len(self.devices)
 
@@ -208,12 +202,12 @@ class FakeDriver:
                 return base, nbytes
         raise TransferFailed("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
-    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
+    def allocate_host(self, device: int, nbytes: int) -> int:
         self.check()
         host = np.empty(nbytes, np.uint8)
         with self._tables:
             self._locked[host.ctypes.data] = host
-        return self.allocate(nbytes, device).base, host.ctypes.data
+        return host.ctypes.data
 
     def export(self, device: int, base: int) -> bytes:
         mine = self._mine[base]
@@ -300,8 +294,6 @@ class FakeStream:
         for batch in self.queued:
             for target, source, nbytes in reversed(batch):
                 ctypes.memmove(target, source, nbytes)
-                if not driver.to_device(target):
-                    driver.to_host.append(nbytes)
         driver.copies.append(sum(map(len, self.queued)))
         self.queued.clear()
 

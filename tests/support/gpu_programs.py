@@ -36,8 +36,8 @@ from pullfill.transfer.copying import read_pages
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.nccl.gpu_turns import CudaGpu
-from pullfill.transfer.nccl.library import Nccl, NcclMove
-from pullfill.transfer.nccl.nccl_backend import make_kind
+from pullfill.transfer.nccl.library import NcclMove
+from pullfill.transfer.nccl.nccl_backend import make_kind, nccl
 from pullfill.transfer.owners import MappedRank, Owner, tell_gpu
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
@@ -71,9 +71,8 @@ class NcclToItself:
 
     def __init__(self, device: int) -> None:
         gpu = CudaGpu(device)
-        self.library = gpu.library()
         self.stream = gpu.stream()
-        self._nccl = Nccl(self.library)
+        self._nccl = nccl()
         gpu.activate()
         comm, error = self._nccl.init(self._nccl.unique_id(), 0, ranks=1)
         if error is not None:

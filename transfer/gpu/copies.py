@@ -110,7 +110,7 @@ class Lane:
         self._stream = driver.stream(device)
         self._kernel = make_kernel(device, self._stream.handle)
         self.broken = False
-        self._staged, self._stage = 0, (0, 0)
+        self._staged = self._stage = 0
 
     @property
     def has_kernel(self) -> bool:
@@ -165,7 +165,6 @@ class Lane:
     def fetched(self, memory: LocalMemory, blocks: Sequence[int]) -> Iterator[LocalMemory]:
         """A copy of the blocks in the CPU's memory, side by side and numbered from 0. Valid until
         the `with` ends."""
-        # Gathered on the GPU first, so that they cross to the CPU in one copy.
         layout = memory.layout
         nbytes = len(blocks) * layout.block_bytes
         dense = dense_layout(layout.num_layers, len(blocks), layout.num_kv_heads, layout.page_bytes)
@@ -174,17 +173,14 @@ class Lane:
             if nbytes > self._staged:
                 # Never given back. So it grows by doubling.
                 size = max(1 << (nbytes - 1).bit_length(), _STAGE_BYTES)
-                self._stage, self._staged = self._driver.stage(self._device, size), size
-            there, here = self._stage
+                self._stage = self._driver.allocate_host(self._device, size)
+                self._staged = size
             todo = Planner(layout, dense).plan(blocks, range(len(blocks)))
             for batch in todo.batches(*SAME.limits):
-                self.copy(*_absolute(there, memory.address, batch))
-            one = np.ones(1, np.uint64)
-            self._stream.copy_batch(
-                one * np.uint64(here), one * np.uint64(there), one * np.uint64(nbytes), engines=True
-            )
+                runs = _absolute(self._stage, memory.address, batch)
+                self._stream.copy_batch(*runs, engines=True)
             self.wait()
-            yield replace(memory, address=here, nbytes=nbytes, layout=dense, device=None)
+            yield replace(memory, address=self._stage, nbytes=nbytes, layout=dense, device=None)
 
 
 # A prefill worker that cannot copy is of no use, so it ends.

@@ -12,7 +12,6 @@ process may be in an unknown state. Who waits for copies must not believe that t
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -33,8 +32,6 @@ Addresses = NDArray[np.uint64]
 
 _LIBRARY = "libcuda.so.1"
 _SETTINGS = Path("/proc/driver/nvidia/params")
-# The folder of the MPS daemon's socket `control`: the variable that names it, and the default.
-_MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered with the legacy default stream
 _BLOCKING_EVENT = 1 | 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
@@ -43,7 +40,7 @@ _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines,
 _MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE = 2, 9, 10  # CUpointer_attribute
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
-_INVALID_VALUE, _NOT_READY, _NOT_SUPPORTED = 1, 600, 801
+_NOT_READY, _NOT_SUPPORTED = 600, 801
 
 
 class _Handle(ctypes.Structure):
@@ -171,22 +168,11 @@ class CudaDriver:
         return bool(yes.value)
 
     def shares_contexts(self, device: int) -> bool:
-        """Whether processes share one context on `device` (MPS). Where the driver cannot say:
-        whether MPS's control daemon is in reach, or may be."""
+        """Whether processes share one context on `device` (MPS). Raises TransferFailed where the
+        driver cannot say: before CUDA 12.2."""
         yes = ctypes.c_int()
-        code = self.quick.cuDeviceGetAttribute(ctypes.byref(yes), _MPS_ENABLED, self._cu(device))
-        if code != _INVALID_VALUE:
-            self.check("cuDeviceGetAttribute", code)
-            return bool(yes.value)
-        # A driver older than the attribute. CUDA uses MPS if its daemon answers.
-        variable, default = _MPS_PIPES
-        try:
-            os.stat(Path(os.environ.get(variable) or default, "control"))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            pass  # it may be there
-        return True
+        self.call("cuDeviceGetAttribute", ctypes.byref(yes), _MPS_ENABLED, self._cu(device))
+        return bool(yes.value)
 
     def settings(self) -> str:
         """The settings of the driver's kernel module. Raises TransferFailed."""
@@ -226,12 +212,13 @@ class CudaDriver:
         self.wait("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
-    def stage(self, device: int, nbytes: int) -> tuple[int, int]:
-        """Addresses of so much new memory of `device`, and of so much page-locked memory of the
-        CPU. Both stay until the process ends."""
-        there, here = self.allocate(device, nbytes), ctypes.c_void_p()
-        self.wait("cuMemAllocHost_v2", ctypes.byref(here), ctypes.c_size_t(nbytes))
-        return there, here.value or 0
+    def allocate_host(self, device: int, nbytes: int) -> int:
+        """The address of so much new page-locked memory of the CPU, which `device` can use. It
+        stays until the process ends."""
+        self.enter(device)
+        address = ctypes.c_void_p()
+        self.wait("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value or 0
 
     def export(self, device: int, base: int) -> bytes:
         """The IPC handle of an allocation, HANDLE_BYTES long. Valid while it is allocated."""

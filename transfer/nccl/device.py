@@ -114,9 +114,8 @@ class Communicator:
 
 
 class Device:
-    """One GPU: its turns, and its owner thread. There is one per GPU and process. Thread-safe.
-
-    The owner thread is there only while there are communicators."""
+    """One GPU: its turns, and its owner thread. There is one per GPU and process, for as long as
+    the process lives. Thread-safe."""
 
     # NCCL's manual forbids calls for one GPU from two threads at once ("Thread Safety"). It allows
     # an abort only while no other thread is in a call ("Fault Tolerance"). So sessions never call
@@ -130,17 +129,16 @@ class Device:
     # when nothing else runs. No new group begins while a `run` waits for an abort, or while `DEAD`
     # communicators wait.
 
-    def __init__(self, gpu: CudaGpu) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: CudaGpu, nccl: Nccl) -> None:
+        self.gpu, self.nccl = gpu, nccl
         # By rank: see gpu_turns.py.
         self.turns = tuple(Turns(gpu) for _ in range(RANKS))
-        self.nccl = Nccl(gpu.library())
         self._changed = threading.Condition()
         self._asked: list[Callable[[], None]] = []
         self._comms: list[Communicator] = []
-        self._thread: threading.Thread | None = None
-        self._last: threading.Thread | None = None
         self._polls = 0
+        self._thread = threading.Thread(target=self._main, name="kv-nccl", daemon=True)
+        self._thread.start()
 
     def communicator(self, unique_id: bytes, rank: int) -> Communicator:
         """Begin to make a communicator."""
@@ -180,55 +178,41 @@ class Device:
         with self._changed:
             self._asked.append(do)
             self._changed.notify_all()
-            if self._thread is None:
-                thread = threading.Thread(
-                    target=self._main, args=(self._last,), name="kv-nccl", daemon=True
-                )
-                thread.start()
-                self._thread = self._last = thread
 
     def check(self) -> None:
         """Raise TransferFailed if the owner thread has died: then nobody does what was asked."""
-        with self._changed:
-            if self._thread is not None and not self._thread.is_alive():
-                raise TransferFailed(
-                    "the thread that makes this GPU's NCCL calls has died (see the log); "
-                    "restart this worker"
-                )
+        if not self._thread.is_alive():
+            raise TransferFailed(
+                "the thread that makes this GPU's NCCL calls has died (see the log); "
+                "restart this worker"
+            )
 
     # ------------------------------------------------------------------ the owner thread
 
-    def _main(self, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
+    def _main(self) -> None:
         try:
-            self._serve()
+            while True:
+                self._serve()
         except BaseException:  # a bug; `check` tells whoever waits
             log.critical("the thread that makes a GPU's NCCL calls has died", exc_info=True)
 
     def _serve(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked, self._pause())
-                asked, self._asked = self._asked, []
-                if not asked and not self._comms:
-                    self._thread = None
-                    return
-            self._polls = 0 if asked else self._polls + 1
-            for do in asked:
-                do()
-            for comm in self._comms:
-                try:
-                    self._step(comm)
-                except Exception as exc:
-                    self._fail(comm, exc)
-            self._bury()
-            self._comms = [comm for comm in self._comms if comm.state is not State.FREED]
+        with self._changed:
+            self._changed.wait_for(lambda: self._asked, self._pause())
+            asked, self._asked = self._asked, []
+        self._polls = 0 if asked else self._polls + 1
+        for do in asked:
+            do()
+        for comm in self._comms:
+            try:
+                self._step(comm)
+            except Exception as exc:
+                self._fail(comm, exc)
+        self._bury()
+        self._comms = [comm for comm in self._comms if comm.state is not State.FREED]
 
     def _pause(self) -> float | None:
         """How long until the next poll. None: nothing changes by itself."""
-        if not self._comms:
-            return 0.0
         if all(comm.state is State.IDLE and comm.messages is None for comm in self._comms):
             return None
         return 20e-6 if self._polls <= _FAST_POLLS else 500e-6

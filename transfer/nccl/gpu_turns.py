@@ -11,14 +11,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.copies import BATCH_RUNS, lane_of
 from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load, settle
-from pullfill.transfer.nccl import library
 from pullfill.transfer.runs import Iovec, Runs, pieces
 
 # A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only so many of
@@ -116,20 +114,12 @@ class Laid:
                 at += message.total
 
 
-# This process's libnccl. Raises TransferFailed.
-nccl = cache(library.load)
-
-
 class CudaGpu:
     """One GPU. Makes no CUDA context before it is used."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self.uuid = load().uuid(device)
-
-    def library(self) -> object:
-        """See `library.load`."""
-        return nccl()
 
     def activate(self) -> None:
         """Make it the calling thread's device: NCCL takes the driver's current context."""

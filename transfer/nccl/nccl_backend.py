@@ -21,10 +21,11 @@ from msgspec import Meta
 from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.gpu.copies import visible
 from pullfill.transfer.gpu.cuda import load, why_no_cuda
 from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.device import Communicator, Device
-from pullfill.transfer.nccl.gpu_turns import CudaGpu, Laid, nccl
+from pullfill.transfer.nccl.gpu_turns import CudaGpu, Laid
 from pullfill.transfer.nccl.library import NcclMove, setting
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.backends import (
@@ -74,6 +75,12 @@ class NcclReady(Message, tag="nccl_ready", frozen=True, kw_only=True):
 
 
 T = TypeVar("T", NcclStart, NcclReady)
+
+
+@cache
+def nccl() -> library.Nccl:
+    """This process's libnccl. Raises TransferFailed."""
+    return library.Nccl(library.load())
 
 
 # A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
@@ -239,7 +246,7 @@ class NcclKind(BackendKind):
 
     def version(self) -> int:
         """NCCL's, as NCCL writes it: 22903 is 2.29.3."""
-        return library.Nccl(nccl()).version()
+        return nccl().version()
 
     @property
     def shared(self) -> bool:
@@ -249,8 +256,7 @@ class NcclKind(BackendKind):
 
     def uuids(self) -> list[str]:
         """Of the GPUs of this process."""
-        driver = load()
-        return [driver.uuid(device) for device in range(driver.count())]
+        return list(visible(load()))
 
     def device_of(self, memory: LocalMemory) -> Device | None:
         """The GPU that holds `memory`, the same object each time. None: it is not on a GPU."""
@@ -259,7 +265,7 @@ class NcclKind(BackendKind):
             return None
         with self._mutex:
             if number not in self._devices:
-                self._devices[number] = Device(CudaGpu(number))
+                self._devices[number] = Device(CudaGpu(number), nccl())
             return self._devices[number]
 
     def detail(self, memory: LocalMemory) -> str | None:

@@ -12,6 +12,7 @@ import pytest
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import device as device_module
 from pullfill.transfer.nccl.device import Device, State
+from pullfill.transfer.nccl.library import Nccl
 from tests.support.fake_nccl import CUDA_ERROR, INVALID_USAGE, FakeStream, World
 from tests.support.nccl_rig import FakeGpu, Here, Running, clean_world, data, impatient, patient
 from tests.support.waiting import eventually
@@ -236,7 +237,7 @@ def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCapture
         raise MemoryError("no more")
 
     world = World()
-    device = Device(FakeGpu(world, "GPU-0"))
+    device = Device(FakeGpu(world, "GPU-0"), Nccl(world))
     waiting, other = (device.communicator(device.unique_id(patient), 0) for _ in range(2))
     eventually(lambda: len(world.comms) == 2, "not begun")
     world.ncclCommAbort = fail  # type: ignore[method-assign]
