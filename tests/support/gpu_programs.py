@@ -1,9 +1,10 @@
 """Processes with real GPU memory, for tests/gpu and bench_gpu. CUDA lets no process map its own
 memory again, so an owner and its peers never share one.
 
-    python -m tests.support.gpu_programs owner DIRECTORY LAYERS BLOCKS HEADS PAGE_BYTES
+    python -m tests.support.gpu_programs owner DIRECTORY LAYERS BLOCKS HEADS PAGE_BYTES [TRANSPORT]
 
-prints its region's descriptor as a line of JSON, or `refused TEXT`, then answers a line each:
+prints its region's descriptor as a line of JSON, or `refused TEXT`, then answers a line each, over
+`cuda_ipc`, or `nccl`:
 
     open                every block; SLOT EPOCH
     revoke SLOT EPOCH   True or False
@@ -11,12 +12,12 @@ prints its region's descriptor as a line of JSON, or `refused TEXT`, then answer
     others N            how many bytes are not N
     digest B,B,...      of these blocks, hexadecimal
 
-    python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL [DEVICE TRANSPORT]
+    python -m tests.support.gpu_programs writer DESCRIPTOR_FILE FILL [DEVICE]
 
 prints `ready`, then obeys a line each, from memory whose every byte is FILL: `write SLOT EPOCH`
 (all blocks), `loop SLOT EPOCH` and `beat SLOT EPOCH` (the same until fenced; a beat five times a
 second), and `read SLOT EPOCH` (block 0 into its last one). Answers `done`, or `done N` (the first
-byte read), `fenced` or `failed TEXT`. Over `cuda_ipc`, or `nccl`.
+byte read), `fenced` or `failed TEXT`.
 """
 
 from __future__ import annotations
@@ -119,16 +120,24 @@ class GpuProgram(Program):
         return self.ask("revoke", token) == "True"
 
 
-def owner(directory: str, *shape: str) -> None:
-    layout = dense_layout(*map(int, shape))
-    kv = GpuMemory(layout)
-    told = tell_gpu(kv.memory)
-    if told.exported is None:
-        print(f"refused {told.why_not}", flush=True)
-        return
-    files = RegionFiles("gpu-owner", Path(directory))
-    ranks = [MappedRank(kv.memory, exported=told.exported)]
-    made = Owner(files, ranks, "i1", instance_id="gpu-owner")
+def owner(
+    directory: str, layers: str, blocks: str, heads: str, page: str, transport: str = "cuda_ipc"
+) -> None:
+    kv = GpuMemory(dense_layout(int(layers), int(blocks), int(heads), int(page)))
+    exported, kinds = None, {}
+    if transport == "nccl":
+        kinds = {"nccl": make_kind()}
+    else:
+        told = tell_gpu(kv.memory)
+        if (exported := told.exported) is None:
+            print(f"refused {told.why_not}", flush=True)
+            return
+    files, ranks = (
+        RegionFiles("gpu-owner", Path(directory)),
+        [MappedRank(kv.memory, "", None, exported)],
+    )
+    made = Owner(files, ranks, "i1", instance_id="gpu-owner", kinds=kinds)
+    made.listen("127.0.0.1")
     (descriptor,) = made.describe(COMPAT)
     print(msgspec.json.encode(descriptor).decode(), flush=True)
     for line in sys.stdin:
@@ -157,13 +166,13 @@ def _obey(words: list[str], kv: GpuMemory, made: Owner) -> Any:
     return int((kv.buffer != int(rest[0])).sum())
 
 
-def writer(path: str, fill: str, device: str = "0", transport: str = "cuda_ipc") -> None:
+def writer(path: str, fill: str, device: str = "0") -> None:
     descriptor = msgspec.json.decode(Path(path).read_bytes(), type=RegionDescriptor)
     kv = GpuMemory(layout_of(descriptor), int(device))
     kv.buffer.view(torch.uint8).fill_(int(fill))
     torch.cuda.synchronize(kv.buffer.device)
     over: PeerTransport = CudaIpcTransport(kv.memory.device)
-    if transport == "nccl":
+    if "nccl" in descriptor.endpoints:
         over = StreamTransport(make_kind())
     session = over.connect(kv.memory, descriptor)
     obey(lambda verb, token: _move(session, kv, verb, token))

@@ -146,7 +146,8 @@ class Rig:
 
     name: str
     transport: PeerTransport
-    make_owner: Callable[[KvLayout, str, str, int], tuple[Owner, Bytes]]
+    make_owner: Callable[..., tuple[Owner, Bytes]]
+    """Of a layout, an instance id, and options of `Owner`."""
 
     def region(
         self,
@@ -158,7 +159,7 @@ class Rig:
         seed: int = 1,
     ) -> Region:
         """A region full of random bytes."""
-        owner, data = self.make_owner(layout, instance_id, incarnation, slots)
+        owner, data = self.make_owner(layout, instance_id, incarnation=incarnation, slots=slots)
         data[:] = random_bytes(data.nbytes, seed)
         memory = memory_over(data, layout)
         (descriptor, *_) = owner.describe(COMPAT)
@@ -177,16 +178,13 @@ class Rig:
 def shm_rig(
     directory: Path, transport: PeerTransport | None = None, owner_class: type[Owner] = Owner
 ) -> Rig:
-    def make(
-        layout: KvLayout, instance_id: str, incarnation: str, slots: int
-    ) -> tuple[Owner, Bytes]:
+    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
         files = RegionFiles(instance_id, directory)
         path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
         memory = memory_over(data, layout)
         ranks = [MappedRank(memory, str(path))]
-        made = owner_class(files, ranks, incarnation, instance_id=instance_id, slots=slots)
-        return made, data
+        return owner_class(files, ranks, instance_id=instance_id, **options), data
 
     return Rig("shm", transport or ShmTransport(), make)
 
@@ -197,8 +195,8 @@ def loopback_rig(directory: Path) -> Rig:
     rig = shm_rig(directory, transport, LoopbackOwner)
     make_owner = rig.make_owner
 
-    def make(*args: Any) -> tuple[Owner, Bytes]:
-        owner, data = make_owner(*args)
+    def make(*args: Any, **options: Any) -> tuple[Owner, Bytes]:
+        owner, data = make_owner(*args, **options)
         assert isinstance(owner, LoopbackOwner)
         transport.owners[owner.endpoints()["loopback"]] = owner
         return owner, data
@@ -207,35 +205,15 @@ def loopback_rig(directory: Path) -> Rig:
 
 
 def stream_rig(
-    directory: Path,
-    kind: BackendKind,
-    *,
-    stall_s: float = 20.0,
-    key: ClusterKey | None = None,
-    ranks: int = 1,
+    directory: Path, kind: BackendKind, *, stall_s: float = 20.0, key: ClusterKey | None = None
 ) -> Rig:
-    """Over a backend that works between plain memories of one process. The region is rank 0's."""
-    ranks_data: list[Bytes] = []  # a LocalMemory does not keep the bytes that it describes
+    """Over a backend that works between plain memories of one process."""
 
-    def make(
-        layout: KvLayout, instance_id: str, incarnation: str, slots: int
-    ) -> tuple[Owner, Bytes]:
+    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
         data = np.zeros(extent(layout), np.uint8)
-        memory = memory_over(data, layout)
-        files = RegionFiles(instance_id, directory)
-        copies = [data.copy() for _ in range(ranks - 1)]
-        ranks_data.extend(copies)
-        memories = [memory, *(memory_over(copy, layout) for copy in copies)]
-        owner = Owner(
-            files,
-            [MappedRank(memory) for memory in memories],
-            incarnation,
-            instance_id=instance_id,
-            kinds={kind.name: kind},
-            key=key,
-            slots=slots,
-            stall_s=stall_s,
-        )
+        ranks, files = [MappedRank(memory_over(data, layout))], RegionFiles(instance_id, directory)
+        options |= {"kinds": {kind.name: kind}, "key": key, "stall_s": stall_s}
+        owner = Owner(files, ranks, instance_id=instance_id, **options)
         owner.listen("127.0.0.1")
         return owner, data
 
@@ -263,9 +241,7 @@ def ipc_rig(directory: Path) -> Rig:
     """Over GPUs made of plain memory."""
     driver: Any = FakeDriver()
 
-    def make(
-        layout: KvLayout, instance_id: str, incarnation: str, slots: int
-    ) -> tuple[Owner, Bytes]:
+    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
         block = driver.allocate(4096 + extent(layout))
         data = block.data[4096:]  # as in a caching allocator, not at the start
         memory = replace(memory_over(data, layout), device=0)
@@ -273,7 +249,7 @@ def ipc_rig(directory: Path) -> Rig:
         exported = msgspec.structs.replace(export(memory, driver), pid=1)
         files = RegionFiles(instance_id, directory)
         ranks = [MappedRank(memory, exported=exported)]
-        return Owner(files, ranks, incarnation, instance_id=instance_id, slots=slots), data
+        return Owner(files, ranks, instance_id=instance_id, **options), data
 
     return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, driver.lane), make)
 
