@@ -26,7 +26,7 @@ from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.gpu import cuda
 from pullfill.transfer.layout import plan_routes, rects_described
 from pullfill.transfer.nixl.agent import confine
-from pullfill.transfer.session import GroupSession, Member
+from pullfill.transfer.session import GroupSession
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -112,29 +112,20 @@ def connect(
         for name, reason in why_not:
             logger.info("%s: not over %s: %s", descriptor.instance_id, name, reason)
         chosen.append(transport)
-    members: list[Member] = []
-    try:
-        for (here, there, part), (writes, reads) in _parts(memories, descriptors).items():
-            session = chosen[there].connect(memories[here], descriptors[there], part)
-            members.append(Member(session, writes, reads))
-    except BaseException:
-        for member in members:
-            with contextlib.suppress(Exception):
-                member.session.close()
-        raise
-    if len(members) == 1 and members[0].writes and members[0].reads:
-        return members[0].session
-    return GroupSession(members)
-
-
-def _parts(
-    memories: Sequence[LocalMemory], descriptors: Sequence[RegionDescriptor]
-) -> dict[tuple[int, int, Rect], tuple[bool, bool]]:
-    """(rank here, rank there, part) → whether it is needed for writing, for reading."""
     ours, theirs = [m.rect for m in memories], rects_described(descriptors)
+    # Every replica of a KV head must be written, but only one of them must be read.
     writes = [(r.source, r.target, r.part) for r in plan_routes(ours, theirs)]
     reads = [(r.target, r.source, r.part) for r in plan_routes(theirs, ours)]
-    return {key: (key in writes, key in reads) for key in [*writes, *reads]}
+    sessions: dict[tuple[int, int, Rect], PeerSession] = {}
+    with contextlib.ExitStack() as undo:
+        for key in dict.fromkeys([*writes, *reads]):
+            here, there, part = key
+            sessions[key] = chosen[there].connect(memories[here], descriptors[there], part)
+            undo.callback(sessions[key].close)
+        undo.pop_all()
+    if len(sessions) == 1:
+        return sessions[writes[0]]
+    return GroupSession([sessions[key] for key in writes], [sessions[key] for key in reads])
 
 
 _BACKENDS = {  # imported only when asked for: a backend may need a package or a device

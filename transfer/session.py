@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced, TransferFailed
@@ -107,35 +106,26 @@ class MappedSession(PeerSession):
                 self._on_close()
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A session between one rank here and one there, and whether it takes part in writes and in
-    reads."""
-
-    # Every replica of a KV head must be written, but only one of them must be read.
-
-    session: PeerSession
-    writes: bool
-    reads: bool
-
-
 class GroupSession(PeerSession):
     """Owns its members and closes them. One move at a time.
 
-    In a move all members copy at the same time, under the same fence, which covers all ranks of its
-    owner. A move returns or raises only after every member has ended its part."""
+    In a move, those that take part copy at the same time, under the same fence, which covers all
+    ranks of its owner. A move returns or raises only after each has ended its part."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._members = list(members)
+    def __init__(self, writers: Sequence[PeerSession], readers: Sequence[PeerSession]) -> None:
+        """writers, readers: those that take part in writes, and in reads. Each is between one rank
+        here and one there."""
+        self._parts: dict[Direction, Sequence[PeerSession]] = {"write": writers, "read": readers}
+        self._members = list(dict.fromkeys([*writers, *readers]))
 
     @property
     def transport(self) -> str:
         """The name they share, or all names joined by `+`."""
-        return "+".join(dict.fromkeys(m.session.transport for m in self._members))
+        return "+".join(dict.fromkeys(member.transport for member in self._members))
 
     @property
     def moved_bytes(self) -> int:
-        return sum(member.session.moved_bytes for member in self._members)
+        return sum(member.moved_bytes for member in self._members)
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
@@ -143,20 +133,19 @@ class GroupSession(PeerSession):
         """See PeerSession. If a member fails, the move fails once the others have ended. They may
         have written."""
         started = time.perf_counter()
-        needed = [m.session for m in self._members if (m.writes if verb == "write" else m.reads)]
-        results = _side_by_side([partial(s.move, verb, fence, source, target) for s in needed])
-        nbytes = sum(result.nbytes for result in results)
+        moves = [partial(part.move, verb, fence, source, target) for part in self._parts[verb]]
+        nbytes = sum(result.nbytes for result in _side_by_side(moves))
         return MoveResult(len(source), nbytes, time.perf_counter() - started)
 
     def interrupt(self) -> None:
         for member in self._members:
-            member.session.interrupt()
+            member.interrupt()
 
     def close(self) -> None:
         """Close every member, also when one of them fails to close. Idempotent."""
         with contextlib.ExitStack() as members:
             for member in self._members:
-                members.callback(member.session.close)
+                members.callback(member.close)
 
 
 def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:

@@ -14,7 +14,7 @@ from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.session import GroupSession, Member
+from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fakes import prefill_task, wait_for
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
@@ -117,7 +117,7 @@ def test_the_engine_starts_no_threads_for_the_parts_of_several_ranks(credits: Cr
     parts, threads = [Session(), Session()], set[str]()
     for part in parts:
         part.transport = "shm"
-    group = GroupSession([Member(part, True, True) for part in parts])
+    group = GroupSession(parts, parts)
     transfer_worker = TransferWorker(group, "decode-1", [MEMORY], credits)
     calls = Calls(transfer_worker)
     here = threading.current_thread().name

@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.errors import Fenced, TransferFailed
 from pullfill.transfer.contract import Direction, MoveResult
-from pullfill.transfer.session import GroupSession, Member
+from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken
 
 TOKEN = FenceToken(slot=0, epoch=1)
@@ -45,22 +45,20 @@ class _Scripted:
 
 def test_sums_and_roles() -> None:
     both, writer, reader = _Scripted(), _Scripted(), _Scripted(transport="tcp")
-    whole = GroupSession(
-        [Member(both, True, True), Member(writer, True, False), Member(reader, False, True)]
-    )
+    whole = GroupSession([both, writer], [both, reader])
     wrote = whole.move("write", TOKEN, [1, 2, 3], [4, 5, 6])
     assert (wrote.blocks, wrote.nbytes) == (3, 20)
     read = whole.move("read", TOKEN, [1], [4])
     assert (read.blocks, read.nbytes) == (1, 14)
     assert (both.moves, writer.moves, reader.moves) == (["write", "read"], ["write"], ["read"])
     assert whole.transport == "shm+tcp"
-    assert GroupSession([Member(both, True, True), Member(writer, True, True)]).transport == "shm"
+    assert GroupSession([both], [writer]).transport == "shm"
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
     broken = [_Scripted(TransferFailed("broken")), _Scripted(Fenced("gone"))][::order]
-    whole = GroupSession([Member(s, True, True) for s in broken])
+    whole = GroupSession(broken, broken)
     with pytest.raises(Fenced):
         whole.move("write", TOKEN, [1], [2])
 
@@ -103,7 +101,7 @@ def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
     sessions: list[_Scripted] = [_FailsLater(failure, begun), _Slow(data, begun)]
     if first == "writes":
         sessions.reverse()
-    whole = GroupSession([Member(s, True, True) for s in sessions])
+    whole = GroupSession(sessions, sessions)
     with pytest.raises(Fenced):
         whole.move("write", TOKEN, [1], [2])
     data[:] = bytes(20)
@@ -119,14 +117,14 @@ def test_without_more_threads_the_parts_are_copied_one_after_the_other(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     members = [_Scripted() for _ in range(3)]
-    whole = GroupSession([Member(s, True, True) for s in members])
+    whole = GroupSession(members, members)
     assert whole.move("write", TOKEN, [1], [2]).nbytes == 30
     assert all(s.moves == ["write"] for s in members)
 
 
 def test_interrupt_and_close_reach_everyone() -> None:
     members = [_Scripted(), _Scripted(TransferFailed("x")), _Scripted()]
-    whole = GroupSession([Member(s, True, True) for s in members])
+    whole = GroupSession(members, members)
     whole.interrupt()
     assert all(s.moves == ["interrupt"] for s in members)
     with pytest.raises(TransferFailed):
