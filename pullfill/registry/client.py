@@ -126,10 +126,6 @@ class KeyValue(msgspec.Struct, frozen=True):
     version: int = 0
     lease: int = 0
 
-    @property
-    def name(self) -> str:
-        return self.key.decode("utf-8", "replace")
-
 
 class KeepAlive(msgspec.Struct, frozen=True):
     """Answer to a keep-alive. ttl: 0: the lease is gone."""

@@ -226,10 +226,6 @@ class Directory(Follower):
         """Members with `role` by instance id, ready and draining ones."""
         return {r.instance_id: r for r in self._members.values() if r.role == role}
 
-    def get(self, instance_id: str) -> WorkerRecord | None:
-        """The member with this id, whatever its role."""
-        return next((r for r in self._members.values() if r.instance_id == instance_id), None)
-
     async def descriptor(
         self, instance_id: str, rank: int = 0, *, expect: Compat | None = None
     ) -> RegionDescriptor:

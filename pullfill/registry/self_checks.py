@@ -91,10 +91,12 @@ def _parsed(pair: str, value: bytes) -> SelfCheck | None:
 async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
     """Return all readable results, by pair."""
     prefix = keys.self_checks_prefix(namespace)
-    found, _ = await client.get_prefix(prefix)
-    results = {kv.name.removeprefix(prefix): kv.value for kv in found}
-    parsed = {pair: _parsed(pair, value) for pair, value in results.items()}
-    return {pair: result for pair, result in parsed.items() if result is not None}
+    results = {}
+    for kv in (await client.get_prefix(prefix))[0]:
+        pair = kv.key.decode("utf-8", "replace").removeprefix(prefix)
+        if (result := _parsed(pair, kv.value)) is not None:
+            results[pair] = result
+    return results
 
 
 async def clear(client: EtcdClient, namespace: str) -> list[str]:
