@@ -183,19 +183,3 @@ async def test_a_draining_decode_worker_gets_what_was_granted(make: Make) -> Non
         await cluster.check_clean()
         await decode.control.stop()
         await until(lambda: not prefill.links.links)
-
-
-async def test_a_decode_worker_that_comes_back_to_the_directory_stays(make: Make) -> None:
-    async with make() as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill()
-        record = cluster.directory.members["decode-1"]
-        cluster.directory.remove("decode-1")
-        cluster.directory.put(record)
-        for peer in list(decode.control.peers.values()):
-            peer.channel.close()
-        await until(lambda: len(decode.control.peers.pulling) == 0)
-        await until(lambda: prefill.links.connected and len(decode.control.peers.pulling))
-        served = decode.send(prompt(20))
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()

@@ -145,33 +145,6 @@ async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
 # ------------------------------------------------------------------ credits
 
 
-@pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, PULL])
-async def test_a_slow_decode_worker_stops_the_others_for_a_bounded_time(
-    make: Make, mode: KvMode
-) -> None:
-    """Nothing moves at the first one, which lives and says so: the second one is served all the
-    same, and nobody's work is thrown away."""
-    async with make(kv_mode=mode, credit_blocks=4, patience_s=0.1) as cluster:
-        slow, other = await cluster.decode("decode-1"), await cluster.decode("decode-2")
-        prefill = await cluster.prefill(chunk=8)
-        faults = hold(slow) if mode is KvMode.PUSH_ASYNC else hold(prefill)
-        stuck = slow.send(prompt(30))
-        await (stuck_in_a_write(slow) if mode is KvMode.PUSH_ASYNC else stuck_in_a_read(prefill))
-        await until(lambda: "decode-1" in prefill.credits.gone)
-        if mode is PULL:  # the fault holds every read of this prefill worker, but those that come
-            faults._pass_first = 1000
-        served = other.send(prompt(40, seed=2))
-        await settled(served)
-        assert other.right(served)
-        faults.resume()
-        await settled(stuck)
-        assert slow.right(stuck)
-        again = slow.send(prompt(30))
-        await settled(again)
-        assert slow.right(again)
-        await cluster.check_clean()
-
-
 @pytest.mark.essential
 async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
     """While the first prompt cannot be written, only a pull that is under way brings another."""

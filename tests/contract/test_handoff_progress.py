@@ -63,17 +63,6 @@ async def test_a_job_that_moves_is_never_timed_out_and_started_again(
         assert (prefill.budget.completed, prefill.budget.failed) == (1, 0)
 
 
-async def test_jobs_that_wait_for_another_ones_copies_have_the_time_too(make: Make) -> None:
-    async with make(timeout_s=TIMEOUT_S) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
-        slow(cluster, decode)
-        jobs = [decode.send(prompt(8 * BLOCK + 1, seed=seed)) for seed in range(2)]
-        await settled(*jobs)
-        assert all(decode.right(job) for job in jobs)
-        await cluster.check_clean()
-        assert (prefill.budget.completed, prefill.budget.failed) == (2, 0)
-
-
 @pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, KvMode.PULL])
 async def test_a_job_that_stands_still_is_given_up(make: Make, mode: KvMode) -> None:
     async with make(timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:

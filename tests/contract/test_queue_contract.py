@@ -195,18 +195,6 @@ async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench
     await bench.depth_is(0, in_flight=0)
 
 
-async def test_a_cancelled_pull_loses_nothing(bench: Bench) -> None:
-    pull = asyncio.create_task(bench.consumer.pull(SOON_S))
-    await asyncio.sleep(0.05)
-    pull.cancel()
-    await asyncio.gather(pull, return_exceptions=True)
-    await bench.producer.publish("a", b"", 1)
-    other = await bench.add_consumer()
-    job = await other.pull(SOON_S)
-    assert job.number == 1, "each delivery in vain is one of max_deliver"
-    await job.ack()
-
-
 async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
     pull = asyncio.create_task(bench.consumer.pull(SOON_S))
     await asyncio.sleep(0.05)

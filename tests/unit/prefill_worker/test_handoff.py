@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
-from pullfill.net.peer_link import ConnectionLost
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.engine import CannotCompute
 from pullfill.prefill_worker.handoff import patience
@@ -89,12 +88,22 @@ class Delivered:
 class Worker:
     """A Puller between a link and an engine that do what the test says."""
 
-    def __init__(self, reach: Reach, deadline_s: float = 60) -> None:
+    def __init__(
+        self,
+        reach: Reach | None = None,
+        *,
+        deadline_s: float = 60,
+        budget: Budget | None = None,
+        ack_wait_s: float = 60.0,
+        **more: Any,
+    ) -> None:
+        """more: arguments of `Puller`."""
         self.sent: list[Any] = []
         self.tasks: list[Any] = []
         self.reason = ""
         self.asked = asyncio.Event()
-        self.reach = reach
+        self.reach = reach or some_transfer_worker
+        self.told: list[str] = []
         self.grant = Grant(
             rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=deadline_s,
             job_digest=job_digest(BODY), fence=FenceToken(slot=0, epoch=1),
@@ -109,20 +118,28 @@ class Worker:
         self.known = True
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known,
-            pause=lambda _: None,
+            pause=self.told.append, trials=asyncio.Queue(),
         )  # fmt: skip
         engine: Any = SimpleNamespace(
             block_size=4, groups=1, compat_hash="c", submit=self.tasks.append,
             end=lambda _: None, check_adapter=self._check_adapter,
         )  # fmt: skip
-        self.left: list[float] = []
-        self.budget = Budget(10**6)
-        consumer: Any = SimpleNamespace(ack_wait_s=60.0, max_deliver=5)
-        (nats := ServerHealth("nats")).ok()
+        self.budget = budget or Budget(10**6)
+        self.credits = Credits(1)
+        consumer: Any = SimpleNamespace(
+            pull=self._pull, drain=self._drain, ack_wait_s=ack_wait_s, max_deliver=5
+        )
+        self.nats = ServerHealth("nats", "nats://h:1")
+        self.nats.ok()
         self.puller = Puller(
-            consumer, links, engine, self.budget, Credits(1), ReadGrants(None), nats,
-            max_prompt_tokens=100,
+            consumer, links, engine, self.budget, self.credits, ReadGrants(None), self.nats,
+            max_prompt_tokens=100, **more,
         )  # fmt: skip
+
+    async def _pull(self, wait_s: float) -> Any:
+        raise NotImplementedError
+
+    async def _drain(self) -> None: ...
 
     async def _check_adapter(self, adapter: Adapter) -> None:
         raise CannotCompute(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
@@ -141,6 +158,11 @@ class Worker:
 
     async def _commit(self, make: Any, **_: float) -> CommitReply:
         return CommitReply(rid=1, ok=not self.reason, reason=self.reason)
+
+    def begin(self, delivery: Any = None) -> Any:
+        delivery = delivery or Delivered()
+        self.puller.begin(delivery)
+        return delivery
 
     def revoke(self, attempt: int = 1) -> None:
         self.link.jobs["j"].revoke(Revoke(job_id="j", attempt=attempt, reason="cancelled"))
@@ -233,9 +255,9 @@ async def test_what_cannot_be_computed_here_is_settled_once(
 ) -> None:
     """later: or it would be back here at once, until it is a dead letter. retry: what the decode
     worker is told. None: it has not granted the job."""
-    worker, delivery = Worker(some_transfer_worker), Delivered(number)
+    worker, delivery = Worker(), Delivered(number)
     fault(worker, delivery)
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     await worker.over()
     assert not worker.tasks, "nothing was computed"
     assert delivery.verbs == [verb]
@@ -260,15 +282,15 @@ async def test_a_refused_claim_takes_no_message_from_who_holds_the_job(
 
     worker, delivery = Worker(never), Delivered(number)
     worker.link.claim = refuses
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     await worker.over()
     assert delivery.verbs == verbs
 
 
 async def test_a_peers_nonsense_in_the_middle_is_no_poison() -> None:
     """As a session raises it when the owner refuses a write or breaks off."""
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker = Worker()
+    delivery = worker.begin()
     (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
     await worker.over()
     assert delivery.verbs == ["nak"]
@@ -289,7 +311,7 @@ async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) ->
     worker.link.claim = holds
     delivery = Delivered()
     delivery.body = body
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     await eventually(lambda: held > 1)
     assert worker.budget.tokens == (delivery.tokens if inputs else 0)
     await worker.puller.abandon()
@@ -301,7 +323,7 @@ async def test_a_connection_that_was_lost_while_the_job_was_held(again: bool) ->
     """again: it is made again, and the grant comes over the new one. Nobody else would settle the
     job. If not, the decode worker may drain and have left the directory: other workers are
     connected to it, so the job is kept for them."""
-    worker, delivery, asked = Worker(some_transfer_worker), Delivered(number=2), 0
+    worker, delivery, asked = Worker(), Delivered(number=2), 0
 
     def lost() -> None:
         worker.known = worker.link.connected = again
@@ -318,7 +340,7 @@ async def test_a_connection_that_was_lost_while_the_job_was_held(again: bool) ->
         return worker.grant
 
     worker.link.claim = claim
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     if again:
         (await worker.computing()).end(None)
     await worker.over()
@@ -332,7 +354,7 @@ async def test_a_connection_that_was_lost_while_the_job_was_held(again: bool) ->
 async def test_what_ends_the_attempt_ends_the_wait_for_its_transfer_worker(end: str) -> None:
     worker = Worker(never, deadline_s=0.05 if end == "deadline" else 60)
     delivery = Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     await asyncio.wait_for(worker.asked.wait(), 10)
     if "revoke" in end:
         worker.revoke()
@@ -357,7 +379,7 @@ async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_wo
         return await real(*asked)
 
     worker.link.claim = claim
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     await worker.over()
     assert not worker.tasks
     assert delivery.verbs == []
@@ -367,9 +389,9 @@ async def test_a_grant_that_was_revoked_before_is_not_begun_though_a_transfer_wo
 
 
 async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered()
+    worker, delivery = Worker(), Delivered()
     worker.grant = msgspec.structs.replace(worker.grant, attempt=2)
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     task = await worker.computing()
     worker.revoke(attempt=1)
     task.end(None)
@@ -378,8 +400,8 @@ async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
 
 
 async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() -> None:
-    worker, delivery = Worker(some_transfer_worker), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker = Worker()
+    worker.begin()
     task = await worker.computing()
     task.submitted += 1
     threads = threading.active_count()
@@ -401,38 +423,23 @@ async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() 
 )
 async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> None:
     """Another worker may have claimed the job: an ack would take the message away under it."""
-    worker, delivery = Worker(some_transfer_worker), Delivered()
+    worker, delivery = Worker(), Delivered()
     worker.reason = reason
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker.begin(delivery)
     (await worker.computing()).end(None)
     await worker.over()
     assert delivery.verbs == verbs
     assert worker.budget.completed == (not reason)
 
 
-async def test_a_job_whose_connection_broke_under_its_claim_is_kept_for_others() -> None:
-    """The decode worker may have left the directory because it drains. Others are connected."""
-    worker, delivery = Worker(some_transfer_worker), Delivered(number=2)
-
-    async def breaks(*_: Any) -> Any:
-        worker.known = False
-        worker.link.jobs["j"].link_lost()
-        raise ConnectionLost("it broke")
-
-    worker.link.claim = breaks
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-
-
 # ------------------------------------------------------------------ its message in the queue
 
 
 async def test_the_newest_delivery_is_settled_and_kept_alive() -> None:
-    worker, first, second = Worker(some_transfer_worker), Delivered(), Delivered()
-    worker.puller.begin(first)  # type: ignore[arg-type]
+    worker, first, second = Worker(), Delivered(), Delivered()
+    worker.begin(first)
     task = await worker.computing()
-    worker.puller.begin(second)  # type: ignore[arg-type]
+    worker.begin(second)
     (job,) = worker.puller._jobs.values()
     await job.heartbeat()
     task.end(None)
@@ -463,8 +470,8 @@ def test_deliveries_last_until_the_decode_worker_gives_up(
 
 async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:
     """The decode worker would close the connection."""
-    worker = Worker(some_transfer_worker, deadline_s=0.05)
-    worker.puller.begin(Delivered())  # type: ignore[arg-type]
+    worker = Worker(deadline_s=0.05)
+    worker.begin(Delivered())
     task = await worker.computing()
     for told, (scheduled, written) in enumerate(((5, 3), (7, 1), (9, 4))):
         task.scheduled, task.written_blocks = scheduled, written
@@ -480,8 +487,8 @@ async def test_copies_for_other_jobs_are_progress_only_while_its_own_waits_behin
 ) -> None:
     """Otherwise an attempt whose engine stands still would never end beside one that moves. But
     with progress it gets the whole `timeout_s` anew, and the decode worker is told."""
-    worker, delivery = Worker(some_transfer_worker, deadline_s=0.2), Delivered()
-    worker.puller.begin(delivery)  # type: ignore[arg-type]
+    worker, delivery = Worker(deadline_s=0.2), Delivered()
+    worker.begin(delivery)
     task = await worker.computing()
     task.submitted, task.transfer_worker.moved_bytes = int(waits), 100
     if not waits:

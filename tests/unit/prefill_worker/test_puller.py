@@ -11,63 +11,41 @@ import pytest
 from msgspec.structs import replace
 
 from pullfill.errors import ClaimRefused, QueueUnavailable
-from pullfill.prefill_worker.puller import Budget, Puller
-from pullfill.prefill_worker.read_grants import ReadGrants
-from pullfill.prefill_worker.transfer_worker import Credits
+from pullfill.prefill_worker.puller import Budget
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
-from pullfill.runtime.health import ServerHealth
 from pullfill.wire import PrefillJob, RefuseReason, encode
 from tests.support.nats import until
+from tests.unit.prefill_worker import test_handoff
 from tests.unit.prefill_worker.test_handoff import JOB, Delivered
 
 
-class Worker:
-    """A Puller whose jobs wait for their decode workers until the test ends them.
+class Worker(test_handoff.Worker):
+    """Its jobs wait for their decode workers until the test ends them.
 
     A decode worker has the name of its job. waits: how long each pull waited, at most."""
 
-    def __init__(
-        self, budget: Budget | None = None, *, ack_wait_s: float = 60.0, **more: Any
-    ) -> None:
+    def __init__(self, budget: Budget | None = None, **more: Any) -> None:
         self.queue = asyncio.Queue[Any]()
         self.started: list[str] = []
-        self.told: list[str] = []
-        self.asked: list[int] = []
+        self.pulls: list[int] = []
         self.waits: list[float] = []
         self._ends: dict[str, asyncio.Event] = {}
-        consumer: Any = SimpleNamespace(
-            pull=self.pull, drain=self.drain, ack_wait_s=ack_wait_s, max_deliver=5
-        )
-        links: Any = SimpleNamespace(
-            find=self._find, knows=lambda _: True, is_up=lambda _: True, pause=self.told.append,
-            trials=asyncio.Queue(),
-        )  # fmt: skip
-        engine: Any = SimpleNamespace(block_size=4, groups=1, compat_hash="c")
-        self.nats = ServerHealth("nats", "nats://h:1")
-        self.nats.ok()
-        self.budget = budget or Budget(30, claim_s=60.0)
-        self.credits = Credits(1 << 20)
-        self.puller = Puller(
-            consumer, links, engine, self.budget, self.credits, ReadGrants(None), self.nats,
-            max_prompt_tokens=100, **more,
-        )  # fmt: skip
+        super().__init__(budget=budget or Budget(30, claim_s=60.0), **more)
 
-    async def pull(self, wait_s: float) -> Any:
-        self.asked.append(self.puller.in_flight)
+    async def _pull(self, wait_s: float) -> Any:
+        self.pulls.append(self.puller.in_flight)
         self.waits.append(wait_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 return await self.queue.get()
 
-    async def drain(self) -> None: ...
+    async def _find(self, instance_id: str, **_: bool) -> Any:
+        self.started.append(instance_id)
+        await self._ends.setdefault(instance_id, asyncio.Event()).wait()
+        raise ClaimRefused(f"{instance_id} is over", reason=RefuseReason.CLOSED)
 
-    async def _find(self, name: str, **_: bool) -> Any:
-        self.started.append(name)
-        await self._ends.setdefault(name, asyncio.Event()).wait()
-        raise ClaimRefused(f"{name} is over", reason=RefuseReason.CLOSED)
-
-    def grant(self, *names: str) -> None:
+    def granted(self, *names: str) -> None:
         """As if the decode worker had granted them: they count until they are over."""
         for name in names:
             self.budget.granted(name)
@@ -106,7 +84,7 @@ async def test_each_job_starts_before_the_next_is_asked_for() -> None:
     worker.puller.start()
     await worker.runs("j0", "j1", "j2")
     await worker.puller.close()
-    assert worker.asked == [0, 1, 2], "then the budget is used up"
+    assert worker.pulls == [0, 1, 2], "then the budget is used up"
 
 
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
@@ -116,13 +94,13 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
         worker.publish(f"j{number}", 1_000_000)
     worker.puller.start()
     await worker.runs("j0", "j1")
-    worker.grant("j0", "j1")
+    worker.granted("j0", "j1")
     worker.budget.computed("j0")
     await worker.runs("j0", "j1", "j2")
-    worker.grant("j2")
+    worker.granted("j2")
     worker.budget.computed("j1")
     await worker.runs("j0", "j1", "j2", "j3")
-    worker.grant("j3")
+    worker.granted("j3")
     for name in ("j2", "j3", "gone"):
         worker.budget.computed(name)
     await asyncio.sleep(0.05)
@@ -153,17 +131,17 @@ async def test_the_job_of_a_self_check_runs_while_nothing_is_pulled() -> None:
         worker.puller.links.trials.put_nowait(SimpleNamespace(job=body))  # type: ignore[arg-type]
     await worker.runs("trial")
     await worker.puller.close()
-    assert worker.asked == []
+    assert worker.pulls == []
 
 
 async def test_a_decode_worker_without_credit_delays_the_jobs_of_others_for_a_while_only() -> None:
     """It is alive and takes no KV. Jobs that wait may be of others."""
     worker = Worker(patience_s=0.1)
-    worker.credits.add(worker.credits.open("slow"), 1 << 20)
+    worker.credits.add(worker.credits.open("slow"), 1)
     worker.publish("j")
     worker.puller.start()
     await asyncio.sleep(0.03)
-    assert worker.asked == []
+    assert worker.pulls == []
     await worker.runs("j")
     await worker.puller.close()
 
@@ -175,7 +153,7 @@ async def test_a_pause_ends_the_pull_that_waits() -> None:
     """Five workers that pause would otherwise make a dead letter of the next job."""
     worker = Worker()
     worker.puller.start()
-    await until(lambda: bool(worker.asked))
+    await until(lambda: bool(worker.pulls))
     for why in ("stuck", "", "stuck"):
         worker.puller.pause("engine", why)
     await asyncio.sleep(0.02)
@@ -212,7 +190,7 @@ async def test_a_pull_that_fails_is_tried_again_after_a_moment(failure: Exceptio
         await asyncio.sleep(0)
         if away:
             raise failure
-        return await Worker.pull(worker, wait_s)
+        return await Worker._pull(worker, wait_s)
 
     worker.puller._consumer.pull = pull  # type: ignore[method-assign]
     worker.publish("j")
@@ -280,7 +258,7 @@ async def test_the_queue_is_told_of_all_jobs_as_long_as_they_run(
     worker.puller.start()
     bad, good = Delivered(job=job_of("bad"), error=failure), Delivered(job=job_of("good"))
     for delivery in (bad, good):
-        worker.puller.begin(delivery)  # type: ignore[arg-type]
+        worker.begin(delivery)
     await until(lambda: len(good.verbs) > 1)
     assert len(bad.verbs) > 1, "one that cannot be told of does not keep the others from it"
     monkeypatch.setattr(failpoints, "_active", failpoints.parse("prefill.heartbeat=error"))
@@ -311,7 +289,7 @@ async def test_a_job_of_this_process_is_not_run(
         return True
 
     worker, own = Worker(take_back=take_back), Delivered(number)
-    worker.puller.begin(own)  # type: ignore[arg-type]
+    worker.begin(own)
     await asyncio.wait_for(worker.puller.idle.wait(), 5)
     assert ([*own.verbs, own.delay_s], worker.puller.in_flight) == (told, 0)
 

@@ -6,8 +6,7 @@ block as soon as it is free.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from pullfill.engine.groups import BlockOrder
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, PrefillJob, u32
-from tests.support.fakes import FakeBlock, FakeRequest, FakeTransferWorker, step
+from tests.support.fakes import FakePool, FakeRequest, FakeTransferWorker, step
 from tests.support.fuzz import MANY
 
 GRANT = Grant(
@@ -39,64 +38,41 @@ Windows = tuple[int | None, ...]
 NULL = 0
 
 
-class WindowEngine:
+class WindowEngine(FakePool):
     """vLLM's scheduler, KVCacheManager and BlockPool, as far as one request goes.
 
     size: tokens of a block.
     memory: the tokens of each block.
-    tables: the block ids of the request, for each group.
-    cached: the block of each hash and group."""
+    tables: the block ids of the request, for each group."""
 
     def __init__(self, size: int, windows: Windows, num_blocks: int = 250) -> None:
-        self.size = self.hash_block_size = size
-        self.windows = windows
-        self.blocks = [FakeBlock(at) for at in range(num_blocks)]
-        self.free = deque(range(1, num_blocks))
+        super().__init__(num_blocks, size)
+        assert self.allocate(1) == [NULL]
+        self.size, self.windows = size, windows
         self.memory: list[list[Label]] = [[None] * size for _ in range(num_blocks)]
         self.tables: list[list[int]] = [[] for _ in windows]
-        self.cached: dict[tuple[str, int], int] = {}
-        self.block_pool = self
 
-    # ------------------------------------------------------------------ BlockPool
+    def allocate(self, count: int) -> list[int]:
+        """Cached blocks last."""
+        cached = set(self.cached.values())
+        found = sorted(self.free, key=lambda block: (block in cached, block))[:count]
+        self.touch([self.blocks[block] for block in found])
+        self._forget(found)
+        return found
 
-    def touch(self, blocks: Iterable[FakeBlock]) -> None:
-        for block in blocks:
-            assert block.block_id != NULL
-            if block.ref_cnt == 0:
-                self.free.remove(block.block_id)
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Iterable[FakeBlock]) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0, "freed twice"
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:
-                self.free.append(block.block_id)
-
-    def get_cached_block(self, block_hash: str, groups: Sequence[int]) -> list[FakeBlock] | None:
-        (group,) = groups
-        found = self.cached.get((block_hash, group))
-        return None if found is None else [self.blocks[found]]
-
-    def scribble(self, count: int) -> None:
-        """Have other requests take the oldest free blocks, fill them with other KV, and end."""
-        taken = [self._take() for _ in range(min(count, len(self.free)))]
+    def scribble(self, taken: Collection[int]) -> None:
+        """Have other requests take these free blocks, fill them with other KV, and end."""
+        self._forget(taken)
         for at in taken:
             self.memory[at] = [(-1, -1)] * self.size
-        self.free_blocks([self.blocks[at] for at in taken])
 
     def lose(self, which: Iterable[int]) -> None:
         """Have other requests take some of the free cached blocks. which: their numbers."""
         free = [block for _, block in sorted(self.cached.items()) if block in self.free]
-        lost = {free[number] for number in which if number < len(free)}
-        self.free = deque([*lost, *(block for block in self.free if block not in lost)])
-        self.scribble(len(lost))
+        self.scribble({free[number] for number in which if number < len(free)})
 
-    def _take(self) -> int:
-        at = self.free.popleft()
-        self.cached = {key: block for key, block in self.cached.items() if block != at}
-        self.blocks[at].ref_cnt = 1
-        return at
+    def _forget(self, blocks: Collection[int]) -> None:
+        self.cached = {key: block for key, block in self.cached.items() if block not in blocks}
 
     # ------------------------------------------------------------------ KVCacheManager
 
@@ -142,7 +118,7 @@ class WindowEngine:
         for group, table in enumerate(self.tables):
             for at in range(min(gone[group], len(table))):
                 if table[at] != NULL:
-                    self.free_blocks([self.blocks[table[at]]])
+                    self.release([table[at]])
                     table[at] = NULL
         self._extend(computed + count, gone)
         self.cache(computed + count)
@@ -150,7 +126,7 @@ class WindowEngine:
     def _extend(self, tokens: int, gone: Sequence[int]) -> None:
         for group, table in enumerate(self.tables):
             for at in range(len(table), -(-tokens // self.size)):
-                table.append(NULL if at < gone[group] else self._take())
+                table += [NULL] if at < gone[group] else self.allocate(1)
 
     def cache(self, tokens: int) -> None:
         """Put the full blocks into the prefix cache."""
@@ -179,9 +155,9 @@ class WindowEngine:
         return self.memory[self.tables[group][token // self.size]][token % self.size]
 
     def end(self) -> None:
-        """Free the blocks of the request, the tail first."""
+        """Free the blocks of the request."""
         for table in self.tables:
-            self.free_blocks([self.blocks[at] for at in reversed(table) if at != NULL])
+            self.release(at for at in table if at != NULL)
             table.clear()
 
     def serve(self, tokens: int, chunk: int) -> None:
@@ -204,7 +180,7 @@ class WindowEngine:
 
     def check_free(self) -> None:
         """No block is held any more."""
-        assert sorted(self.free) == list(range(1, len(self.blocks)))
+        assert self.free == set(range(1, len(self.blocks)))
 
 
 class Copier(FakeTransferWorker):
@@ -376,7 +352,7 @@ class Handoff:
         self.side.step_done()
         while len(self.link.queue) > self.case.late:
             self.link.finish()
-        self.prefill.scribble(self.case.others)
+        self.prefill.scribble(sorted(self.prefill.free)[: self.case.others])
 
     def check(self, before: list[list[object]]) -> None:
         """before: the decode worker's memory before the job."""
