@@ -162,8 +162,7 @@ def _stages(record: ExplainRecord) -> Iterator[Text]:
     for each in record.stages:
         style = "" if each.result == "ok" else "red"
         span = f"{each.begin_ms:.0f} to {each.end_ms:.0f} ms"
-        named = f" ({each.source})" if each.source else ""
-        yield Text(f"  {each.stage} at {each.server}{named}, {span}: {each.result}", style=style)
+        yield Text(f"  {each.stage} at {each.server}, {span}: {each.result}", style=style)
         if each.choice is not None:
             yield Text(f"    chosen by policy {each.choice.policy} (reason: {each.choice.reason})")
 

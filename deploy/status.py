@@ -151,12 +151,10 @@ def stock_table(rows: list[dict[str, Any]]) -> Group:
         table.add_column(column, no_wrap=True)
     for column in ("running", "waiting"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("source", overflow="fold")
     for row in rows:
         state = Text(row["state"], style=_STATE_STYLES.get(row["state"], "red"))
         work = (f"{row[name]:g}" if name in row else "" for name in ("running", "waiting"))
-        sources = ", ".join(row.get("sources", ()))
-        table.add_row(Text(row["url"]), row["role"], state, *work, Text(sources))
+        table.add_row(Text(row["url"]), row["role"], state, *work)
     return Group(table, *(Text(f"{r['url']}: {r['why']}") for r in rows if r.get("why")))
 
 

@@ -10,7 +10,7 @@ breaks off in the middle of one, the client gets whole events, then vLLM's error
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,6 @@ from pullfill.frontend.admission import Send, error_of, respond, send_json
 from pullfill.frontend.forward.servers import Server
 
 _ERROR_EVENT = b'data: {"error"'
-# Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
-# tokens of a proxy, and those are for this frontend.
-_PASSED_ON = frozenset({
-    b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"x-data-parallel-rank",
-    b"endpoint-load-metrics-format",
-})  # fmt: skip
 _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )
@@ -57,20 +51,6 @@ class StageFailed(Exception):
         super().__init__(why)
         self.server, self.why, self.again, self.lost = server, why, again, lost
         self.unsent, self.status, self.body = unsent, status, body
-
-
-def request_headers(
-    headers: Iterable[tuple[bytes, bytes]], request_id: str, key: str
-) -> list[tuple[str, str]]:
-    """Return the headers for a server. key: the servers' API key, or empty."""
-    found = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in headers
-        if name in _PASSED_ON
-    ]
-    if key:
-        found.append(("authorization", f"Bearer {key}"))
-    return [*found, ("content-type", "application/json"), ("x-request-id", request_id)]
 
 
 @dataclass(slots=True)

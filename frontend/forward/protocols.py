@@ -79,10 +79,6 @@ class KvProtocol:
         """Return whether the prefill has left no KV to read, e.g. of a very short prompt."""
         return False
 
-    def needs(self, role: str) -> str:
-        """Return what a server of this role must be registered with. Empty: its URL only."""
-        return ""
-
     async def check(self, server: Server, get: Get) -> str:
         """Return what is wrong with a server's KV address. Empty: nothing, as far as one can see.
 
@@ -182,13 +178,12 @@ class Mooncake(KvProtocol):
             "transfer_id": f"xfer-{stages.key}",
         }
 
-    def needs(self, role: str) -> str:
-        return "its bootstrap address as KV address" if role == "prefill" else ""
-
     async def check(self, server: Server, get: Get) -> str:
         """Also learn what the bootstrap service calls the prefill server's engine."""
         if server.role != "prefill":
             return ""
+        if not server.kv:
+            return "register it with its bootstrap address as KV address"
         try:
             ranks = json.loads(await get(server.kv_url + "/query"))
             server.engine_id = str(ranks[min(ranks, key=int)]["engine_id"])
@@ -248,10 +243,9 @@ class P2p(KvProtocol):
             "transfer_id": f"tx-{stages.key}",
         }
 
-    def needs(self, role: str) -> str:
-        return "its KV address"
-
     async def check(self, server: Server, get: Get) -> str:
+        if not server.kv:
+            return "register it with its KV address"
         found = listens_at(server.kv)
         if found is None:
             form = "HOST:PORT, or host:IP,handshake:PORT,notify:PORT for MoRI-IO"

@@ -102,7 +102,6 @@ class Server:
     """One stock server.
 
     state: `new`, `ready`, `failing`, `refused` or `gone`. why: the reason, for people.
-    sources: which sources name it.
     model: the `root` of the model that it serves under our name.
     engine_id: what Mooncake's bootstrap service calls its engine.
     waits: deadlines of requests that wait for it, and of those that may still read its KV, with
@@ -113,7 +112,6 @@ class Server:
     entry: StockEntry
     state: str = "new"
     why: str = "not asked yet"
-    sources: tuple[str, ...] = ()
     model: str = ""
     engine_id: str = ""
     load: StockLoad | None = None
@@ -244,24 +242,19 @@ class Servers:
     def set(self, source: str, entries: Iterable[StockEntry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
-        named: dict[StockEntry, list[str]] = {}
-        for name, found in self._sources.items():
-            for entry in found:
-                named.setdefault(entry, []).append(name)
-        for entry in self.known.keys() - named.keys():
+        wanted = dict.fromkeys(entry for found in self._sources.values() for entry in found)
+        for entry in self.known.keys() - wanted.keys():
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"
             self._placers[server.role].drop(server.url)
             _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
-        for entry, names in named.items():
-            if entry not in self.known:
-                server = self.known[entry] = Server(entry)
-                task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
-                self._tasks[task] = server
-                task.add_done_callback(self._tasks.pop)
-                _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
-            self.known[entry].sources = tuple(names)
+        for entry in (one for one in wanted if one not in self.known):
+            server = self.known[entry] = Server(entry)
+            task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
+            self._tasks[task] = server
+            task.add_done_callback(self._tasks.pop)
+            _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
 
     async def close(self) -> None:
         """Forget all servers. Requests that wait for them end."""
@@ -331,7 +324,6 @@ class Servers:
         for server in sorted(self.known.values(), key=lambda s: (s.role, s.url)):
             row: dict[str, Any] = {"role": server.role, "url": server.url, "state": server.state}
             row |= {"why": server.why, "kv_address": server.kv, "model": server.model}
-            row["sources"] = server.sources
             if server.load is not None:
                 row["running"], row["waiting"] = server.load.running, server.load.waiting
             rows.append(row)
@@ -410,8 +402,6 @@ class Servers:
 
     async def _refusal(self, server: Server) -> str:
         """Return why the server cannot be used here. Empty: it can."""
-        if (needs := self._protocol.needs(server.role)) and not server.kv:
-            return f"register it with {needs}"
         try:
             models = msgspec.json.decode(await self._get(server.url + "/v1/models"), type=_Models)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

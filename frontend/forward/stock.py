@@ -32,7 +32,6 @@ from pullfill.frontend.forward.exchange import (
     broken,
     message_of,
     refuse,
-    request_headers,
 )
 from pullfill.frontend.forward.protocols import KvProtocol, Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of
@@ -54,6 +53,12 @@ NEEDS_PREFILL = (
 )
 # Paths whose requests may have a prefill stage of their own.
 TWO_STAGES = frozenset({"/v1/completions", "/v1/chat/completions"})
+# Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
+# tokens of a proxy, and those are for this frontend.
+_PASSED_ON = frozenset({
+    b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"x-data-parallel-rank",
+    b"endpoint-load-metrics-format",
+})  # fmt: skip
 _DROPPED = (
     "stream_options", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "n",
     "echo", "return_token_ids", "return_tokens_as_token_ids", "stop", "stop_token_ids",
@@ -186,7 +191,6 @@ class ClientCall:
                     begin_ms=begin,
                     end_ms=self.ms(),
                     choice=pick.choice,
-                    source=", ".join(pick.server.sources),
                 )
             )
 
@@ -396,7 +400,14 @@ class Stock:
         source: Server | None = None,
     ) -> AsyncIterator[Answer]:
         """Send a request. source: it reads the KV of this prefill server."""
-        headers = request_headers(call.scope["headers"], request_id, self._key)
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in call.scope["headers"]
+            if name in _PASSED_ON
+        ]
+        headers += [("content-type", "application/json"), ("x-request-id", request_id)]
+        if self._key:
+            headers.append(("authorization", f"Bearer {self._key}"))
         # An answer that is not streamed may be a long one.
         long = server.role == "decode" and not call.stream
         silence_s = WHOLE * self._silence_s if long else self._silence_s

@@ -262,7 +262,7 @@ class ForwardStage(Message, frozen=True, kw_only=True):
     end_ms: Finite
     # How it was chosen.
     choice: DecodeChoice | None = None
-    # What named the server, e.g. `--servers-file`.
+    # Not used: the first builds said here what named the server.
     source: str = ""
 
 
