@@ -17,7 +17,7 @@ from tests.support.answers import Heard, ask_for
 from tests.support.frontend_http import Served, serve
 from tests.support.oracle import Oracle
 from tests.support.stock_vllm import LEASE_S, SEQS, StockVllm, stock_vllm
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,21 +61,21 @@ class Pair:
     def stages(self, heard: Heard) -> list[dict[str, Any]]:
         """What became of each stage of a request. Its record comes a moment after its answer."""
         url = f"{self.frontend.url}/pullfill/requests/{heard.request_id}"
-        eventually(lambda: "stages" in web.get(url).json())
-        found: list[dict[str, Any]] = web.get(url).json()["stages"]
+        found: list[dict[str, Any]] = until(lambda: web.get(url).json().get("stages"), 20, "told")
         return found
 
     def ready(self) -> None:
         """Wait until the frontend sees both."""
         url, both = self.frontend.url, {"prefill": 1, "decode": 1}
-        eventually(lambda: web.ready(url).get("stock") == both, within_s=END_S)
+        until(lambda: web.ready(url).get("stock") == both, END_S, "both are ready")
 
     def idle(self, *gauges: str, within_s: float = 5.0) -> None:
         """Wait until no server that is alive works at a request or has one that waits."""
         alive = [server for server in (self.prefill, self.decode) if server.alive]
-        eventually(
+        until(
             lambda: not any(count(name, server) for name in (*WORK, *gauges) for server in alive),
-            within_s=within_s,
+            within_s,
+            "no server works",
         )
 
     def killed(self, server: StockVllm, first: int) -> tuple[list[list[int]], list[Heard]]:

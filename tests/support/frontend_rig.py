@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -476,12 +477,9 @@ async def rig(
 TOKENS = 4
 
 
-class World(defaultdict[str, asyncio.Event]):
-    """The blocks that prefill servers hold, by the name that the connector gives them. So a test
-    sees whether the prefill that a decode server was told about has really run."""
-
-    def __init__(self) -> None:
-        super().__init__(asyncio.Event)
+# The blocks that prefill servers hold, by the name that the connector gives them. So a test sees
+# whether the prefill that a decode server was told about has really run.
+World = partial(defaultdict[str, asyncio.Event], asyncio.Event)
 
 
 def events(request_id: str, body: dict[str, Any]) -> list[bytes]:
@@ -528,7 +526,9 @@ class FakeStock:
     requests: (path, headers, body) of each request. remote: how many came with blocks.
     open: requests that it works at. left: requests whose client has left."""
 
-    def __init__(self, world: World, connector: str = "nixl", *, root: str = "/m") -> None:
+    def __init__(
+        self, world: dict[str, asyncio.Event], connector: str = "nixl", *, root: str = "/m"
+    ) -> None:
         self.world, self.connector = world, connector
         self.models: Any = [{"id": "m", "root": root}]
         self.refuse: tuple[int, str] | None = None

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import httpx
 
 from tests.support import web
 from tests.support.etcd import free_ports
+from tests.support.waiting import until
 from tests.support.zygote import Forked, zygote
 
 START_S = 120.0
@@ -61,19 +61,13 @@ class StockVllm:
 
     def ready(self) -> None:
         """Wait until it answers."""
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            assert self.alive, self.log.read_text()[-3000:]
-            with suppress(httpx.HTTPError):
-                if web.get(f"{self.url}/health", timeout=5.0).status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise AssertionError(f"it did not start, see {self.log}")
+        until(self._answers, START_S, f"it starts, see {self.log}")
 
-    def send(self, number: int) -> None:
-        """Send a signal to the server and its engine."""
-        assert self.process is not None
-        os.killpg(self.process.pid, number)
+    def _answers(self) -> bool:
+        assert self.alive, self.log.read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            return web.get(f"{self.url}/health").status_code == 200
+        return False
 
     def terminate(self) -> None:
         """Have the server end, as its user does, and wait for that."""
@@ -86,7 +80,7 @@ class StockVllm:
         if self.process is None or not self.alive:
             return
         with suppress(ProcessLookupError):
-            self.send(signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.send_signal(signal.SIGKILL)  # if it leads no group yet
         self.process.wait(20)
 
