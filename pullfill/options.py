@@ -439,13 +439,6 @@ class FrontendOptions(RoleOptions):
         parse=parse_networks,
         text=lambda networks: ",".join(map(str, networks)),
     )
-    heartbeat_silence_s: float = flag(
-        5.0,
-        "Forget a stock vLLM server whose heartbeats stop for S seconds",
-        metavar="S",
-        least=1,
-        up=True,
-    )
     stock_silence_s: float = flag(
         120.0,
         "Longest silence of a stock vLLM server during a request; ten times that while it "

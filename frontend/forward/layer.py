@@ -115,7 +115,6 @@ async def forwarding(
                 bind_heartbeats(options.heartbeats, options.heartbeats_from),
                 options.heartbeats_from,
                 lambda entries: servers.set("heartbeats", entries),
-                options.heartbeat_silence_s,
             )
             stack.callback(heartbeats.close)
             stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)

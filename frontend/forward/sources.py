@@ -158,6 +158,8 @@ BATCH = 64
 WAITING = 16
 # Servers that may send heartbeats.
 MAX_SERVERS = 512
+# vLLM sends one every 3 s, and its own proxies forget a server after 5.
+SILENCE_S = 5.0
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -228,7 +230,7 @@ class Heartbeats:
         socket: zmq.Socket[bytes],
         networks: Sequence[Network],
         publish: Callable[[tuple[StockEntry, ...]], None],
-        silence_s: float,
+        silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
