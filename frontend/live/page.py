@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -39,7 +39,6 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import Send
 
-from pullfill.errors import OverloadedError
 from pullfill.frontend import counters
 from pullfill.frontend.admission import unless_deaf
 from pullfill.frontend.cluster_view import ClusterView
@@ -49,11 +48,8 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
 
-# Each viewer gets something this often, at least. `pullfill top` gives up after 10 s.
-QUIET_S = 5.0
 # With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
-MAX_VIEWERS = 32
 FILES = Path(__file__).parent.parent / "ui"
 HEADERS = {
     "content-security-policy": (
@@ -99,13 +95,11 @@ class LiveView:
     model: str
     frontends: Callable[[], int] = lambda: 1
     period_s: float = 1.0
-    quiet_s: float = QUIET_S
     viewers: int = 0
     # When the last look was, and `made` at that time. None: nobody has looked.
     _made: tuple[float, Mapping[str, int]] | None = None
     _task: asyncio.Task[None] | None = None
     _closed: bool = False
-    _broken: bool = False  # the last look has failed
     _serial: int = 0
     # The last requests that ended, and those that were answered within the last minute.
     _ended: Sequence[Ended] = ()
@@ -114,32 +108,14 @@ class LiveView:
     _body: bytes = b""
     _next: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def watch(self) -> AsyncGenerator[bytes, None]:
-        """Return snapshots as JSON until `close`.
-
-        Raises OverloadedError if there are too many viewers."""
-        if self.viewers >= MAX_VIEWERS:
-            raise OverloadedError(f"{MAX_VIEWERS} viewers look already: close another page")
-        return self._watch()
-
-    async def _watch(self) -> AsyncGenerator[bytes, None]:
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Yield snapshots as JSON until `close`."""
         self.viewers += 1
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name="live view")
-        seen = self._body
         try:
-            while not self._closed:
-                if seen is self._body:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(self.quiet_s):
-                            await self._next.wait()
-                if seen is not self._body:
-                    seen = self._body
-                    yield seen
-                # Empty bytes show that the connection is alive. While snapshots fail nothing is
-                # sent, so viewers time out.
-                elif not (self._closed or self._broken):
-                    yield b""
+            while await self._next.wait() and not self._closed:
+                yield self._body
         finally:
             self.viewers -= 1
             if not self.viewers:
@@ -164,9 +140,7 @@ class LiveView:
             began = time.monotonic()
             try:
                 await self._look()
-                self._broken = False
             except Exception:
-                self._broken = True
                 _log.exception("no snapshot for the live page")
             workers = len(self.view.records())
             period_s = max(self.period_s, workers / WORKERS_A_SECOND)
@@ -237,7 +211,6 @@ class LiveView:
 class EventStream(StreamingResponse):
     """Server-sent events, one for each body of JSON in one line.
 
-    An empty body becomes a comment, which viewers ignore: the connection is alive.
     send_s: a viewer that reads nothing for so long is disconnected."""
 
     def __init__(self, source: AsyncGenerator[bytes, None], send_s: float = 10.0) -> None:
@@ -257,7 +230,7 @@ async def _events(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     # A browser connects again so many ms after the frontend has gone.
     yield b"retry: 1000\n\n"
     async for body in source:
-        yield b"data: %b\n\n" % body if body else b": \n\n"
+        yield b"data: %b\n\n" % body
 
 
 def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) -> list[Route]:
@@ -279,11 +252,7 @@ def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) ->
     async def events(asked: Request) -> Response:
         if asked.method == "HEAD":
             return Response(media_type="text/event-stream")
-        try:
-            return EventStream(live.watch())
-        except OverloadedError as exc:
-            headers = {"retry-after": "5"}
-            return JSONResponse({"error": str(exc)}, status_code=503, headers=headers)
+        return EventStream(live.watch())
 
     return [
         Route("/pullfill/ui", page),

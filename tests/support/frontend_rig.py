@@ -45,7 +45,7 @@ from pullfill.ids import new_incarnation
 from pullfill.net.this_host import host_id
 from pullfill.options import ForwarderName
 from pullfill.snapshot import Explained
-from pullfill.wire import DecodePolicy, ExplainRecord, Timings, WorkerRecord, WorkerState, u32
+from pullfill.wire import DecodePolicy, ExplainRecord, Timings, WorkerRecord, u32
 from tests.support.fake_vllm import (
     LENGTH,
     Output,
@@ -57,6 +57,7 @@ from tests.support.fake_vllm import (
     next_token,
 )
 from tests.support.listening import serving
+from tests.support.workers import record
 
 PATIENCE_S = 20.0
 # Of what was sent where. A frontend has 13 MB for each role: to touch them takes longer than most
@@ -130,16 +131,11 @@ class FakeDecode:
         self._socket: Any = self._context.socket(zmq.ROUTER)
         front_wire.set_options(self._socket)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.record = WorkerRecord(
-            instance_id=self.instance_id,
-            incarnation=new_incarnation(),
-            role="decode",
-            state=WorkerState.READY,
+        self.record = record(
+            self.instance_id,
+            new_incarnation(),
             model=self.model,
-            host="127.0.0.1",
             host_id="elsewhere" if self.ahead_s else host_id(),
-            pid=1,
-            started_at=0.0,
             data=f"tcp://127.0.0.1:{self.port}",
         )
         self._thread = threading.Thread(target=self._run, daemon=True)

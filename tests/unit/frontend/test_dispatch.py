@@ -228,15 +228,16 @@ class Desk(Sink):
     """A dispatcher with requests at worker A. As in vLLM, those whose names share the first letter
     are choices of one answer, and end with the first that fails."""
 
-    def __init__(self, *requests: Any, waits: Waits = WAITS) -> None:
+    def __init__(self, *requests: Any, waits: Waits = WAITS, never: str = "") -> None:
         super().__init__()
         self.workers = [Worker("A")]
         self.log = RequestLog()
         made: Any = self
         balancer = Balancer(lambda: DecodePolicy.ROUND_ROBIN)
+        board: Any = Alone()
         self.dispatcher = Dispatcher(
-            made, PlainCodec(), balancer, self.log, Alone(), waits=waits  # type: ignore[arg-type]
-        )  # fmt: skip
+            made, PlainCodec(), balancer, self.log, board, never=never, waits=waits
+        )
         self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
         for item in requests:
             self.dispatcher.submit(item)
@@ -320,6 +321,15 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     await until(lambda: list(later.failures) == ["a1"])
     assert later.dispatcher.in_flight == 0
     assert failed.get() - before == 2
+
+
+async def test_a_configuration_may_forbid_that_answers_go_on() -> None:
+    desk = Desk(request("a"), request("b"), never="it drafts")
+    desk.say("a", 1)
+    second = Worker("B")
+    desk.lose(second)
+    await until(lambda: set(second.flights) == {"b~1"})
+    assert "another cannot continue it exactly: it drafts" in desk.failures["a"]
 
 
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])

@@ -13,7 +13,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pullfill.errors import OverloadedError
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.live.page import FILES, EventStream
 
@@ -23,15 +22,9 @@ class Live:
 
     def __init__(self) -> None:
         self.bodies: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.full = False
         self.over = asyncio.Event()
 
-    def watch(self) -> AsyncIterator[bytes]:
-        if self.full:
-            raise OverloadedError("too many look")
-        return self._watch()
-
-    async def _watch(self) -> AsyncIterator[bytes]:
+    async def watch(self) -> AsyncIterator[bytes]:
         try:
             while (body := await self.bodies.get()) is not None:
                 yield body
@@ -101,9 +94,6 @@ async def test_events_end_with_their_source() -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert "content-length" not in answer.headers
         assert answer.text == 'retry: 1000\n\ndata: {"a":1}\n\ndata: {"b":2}\n\n'
-        live.full = True
-        refused = await http.get("/pullfill/ui/events")
-    assert (refused.status_code, refused.json()["error"]) == (503, "too many look")
 
 
 @pytest.mark.parametrize("taken", [2, 99], ids=["while it sends", "while it waits"])
