@@ -6,6 +6,7 @@ Made once all parts of the process exist. Reads them on the engine thread, witho
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,8 +39,8 @@ _QUARANTINE_SHARE = 0.25
 class Outlook:
     """See the module.
 
-    num_blocks: of the KV cache.
-    draining: whether this worker refuses new requests."""
+    draining: set while this worker refuses new requests.
+    num_blocks: of the KV cache."""
 
     context: DecodeContext
     producer: JetStreamProducer
@@ -48,8 +49,8 @@ class Outlook:
     meter: StepMeter
     checks: Checks | None
     etcd: ServerHealth
+    draining: threading.Event
     num_blocks: int
-    draining: bool = False
     _seldom: log.Seldom = field(default_factory=lambda: log.Seldom(3600.0))
 
     def situation(self, request: Any, hit_tokens: int) -> Situation:
@@ -98,7 +99,7 @@ class Outlook:
             queue_jobs=max(depth.depth_jobs - depth.in_flight, own_jobs),
             quarantine_full=ledger.quarantined_blocks > int(self.num_blocks * _QUARANTINE_SHARE),
             remote_kv=(ours.targets + more) / self.num_blocks,
-            draining=self.draining,
+            draining=self.draining.is_set(),
             forecast=forecast,
             costs=self.meter.predict(request, hit_tokens, queue, config),
         )
@@ -126,15 +127,12 @@ class Outlook:
 
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
-        not_pulling = self.peers.not_pulling
-        reasons = [self.producer.health.outage(), self.etcd.outage(), *not_pulling]
-        if self.context.ledger.claims.stalled:
-            reasons.append(NOT_CLAIMED)
+        reasons = outages(self.producer.health, self.etcd, self.peers, self.context.ledger)
         if not self.peers.pulling:
             checked = self.checks.reason if self.checks else ""
             why = checked or "no prefill worker pulls jobs"
             reasons.append(f"{why}: every prompt is prefilled here")
-        return list(filter(None, reasons))
+        return reasons
 
     def servers(self) -> dict[str, Any]:
         """`servers` and `queue` of /status. The queue is null while NATS does not answer."""
@@ -151,10 +149,8 @@ class Outlook:
         metrics.QUEUE_OLDEST_AGE.set(depth.oldest_age_s if known else math.nan)
 
 
-def outage(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger) -> str:
+def outages(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger) -> list[str]:
     """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
-    said = [nats.outage(), *peers.not_pulling]
-    if ledger.claims.stalled:
-        said.append(NOT_CLAIMED)
+    claims = NOT_CLAIMED if ledger.claims.stalled else ""
     # A prefill worker needs etcd when it first connects to a decode worker.
-    return "; ".join(filter(None, [*said, etcd.outage()]))
+    return [why for why in (nats.outage(), *peers.not_pulling, claims, etcd.outage()) if why]

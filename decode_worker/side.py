@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
-from pullfill.decode_worker.outlook import Outlook, outage
+from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
 from pullfill.decode_worker.prefix.fetches import fetches_for
@@ -124,7 +125,7 @@ async def build(
     peers, links = Peers(), Links()
     traces = RequestTraces(
         told.instance_id,
-        outage=partial(outage, producer.health, etcd.health, peers, ledger),
+        outage=lambda: "; ".join(outages(producer.health, etcd.health, peers, ledger)),
     )
     context = DecodeContext(
         told.instance_id,
@@ -190,7 +191,10 @@ async def build(
 
     # What decides about a prompt.
     num_blocks = config.cache_config.num_gpu_blocks
-    outlook = Outlook(context, producer, peers, links, meter, checks, etcd.health, num_blocks)
+    draining = threading.Event()
+    outlook = Outlook(
+        context, producer, peers, links, meter, checks, etcd.health, draining, num_blocks
+    )
     hello = LeaseHello(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
     )
@@ -216,7 +220,7 @@ async def build(
     )
     return DecodeSide(
         engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
-        checks, meter, options, etcd, cluster.namespace,
+        draining, checks, meter, options, etcd, cluster.namespace,
     )  # fmt: skip
 
 
@@ -235,6 +239,7 @@ class DecodeSide(Service):
     control: ControlServer
     leases: ReadLeases
     outlook: Outlook
+    draining: threading.Event
     checks: Checks | None
     meter: StepMeter
     options: WorkerOptions
@@ -278,7 +283,8 @@ class DecodeSide(Service):
 
     async def resume(self) -> None:
         """Serve again after a drain. Call it before the worker registers again."""
-        self._drains = self.outlook.draining = self._rests = False
+        self._drains = self._rests = False
+        self.draining.clear()
         self.leases.reopen()
         await self._dismiss(draining=False)
 
@@ -329,12 +335,15 @@ class DecodeSide(Service):
         return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter)
 
     def engine_stuck(self, stuck: bool) -> None:
-        self.outlook.draining = stuck or self._drains
         if stuck:
+            self.draining.set()
             self.context.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
+        elif not self._drains:
+            self.draining.clear()
 
     async def stop_taking(self) -> None:
-        self._drains = self.outlook.draining = True
+        self._drains = True
+        self.draining.set()
         if self.frontends is not None:
             self.frontends.start_drain()
 

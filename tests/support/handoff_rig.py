@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,7 +145,7 @@ class DecodeHalf:
         unused: Any = None
         self.outlook = Outlook(
             self.context, producer, self.handoff.peers, self.links, unmeasured(), None,
-            unused, num_blocks=1_000_000,
+            unused, threading.Event(), num_blocks=1_000_000,
         )  # fmt: skip
 
     def _situation(self, request: Any, hit: int) -> Situation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,12 @@ from tests.support import said as says
 from tests.support.handoff_model import HandoffModel
 
 
-def decode_side(part: Any, outlook: Any, frontends: Any) -> DecodeSide:
+def decode_side(part: Any, frontends: Any) -> DecodeSide:
     """A side whose parts do nothing."""
     unused: Any = None
     return DecodeSide(
-        part, part, unused, frontends, part, part, outlook, None, unused, WorkerOptions(model="m"),
-        unused, "ns",
+        part, part, unused, frontends, part, part, unused, threading.Event(), None, unused,
+        WorkerOptions(model="m"), unused, "ns",
     )  # fmt: skip
 
 
@@ -30,24 +31,23 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     async def dismiss(draining: bool) -> None:
         pass
 
-    outlook = SimpleNamespace(draining=False)
     part: Any = SimpleNamespace(
         dismiss=dismiss, reopen=bool, start_drain=bool,
         ledger=SimpleNamespace(give_up_all=lambda *_, **__: None),
     )  # fmt: skip
-    side = decode_side(part, outlook, part)
+    side = decode_side(part, part)
     said = []
     for stuck in (True, False):
         side.engine_stuck(stuck)
-        said.append(outlook.draining)
+        said.append(side.draining.is_set())
     await side.stop_taking()
     for stuck in (True, False):
         side.engine_stuck(stuck)
-        said.append(outlook.draining)
+        said.append(side.draining.is_set())
     assert said == [True, False, True, True]
     await side.resume()
     side.engine_stuck(False)
-    assert not outlook.draining
+    assert not side.draining.is_set()
 
 
 async def test_a_stuck_engine_keeps_no_process_from_leaving() -> None:
@@ -55,7 +55,7 @@ async def test_a_stuck_engine_keeps_no_process_from_leaving() -> None:
         await asyncio.Event().wait()
 
     part: Any = SimpleNamespace(dismiss=bool, renew=bool, ledger=None)
-    side = decode_side(part, part, SimpleNamespace(dismiss=dismiss))
+    side = decode_side(part, SimpleNamespace(dismiss=dismiss))
     async with asyncio.timeout(5):
         await side.rest(within_s=0.01)
 
