@@ -13,14 +13,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
+from pullfill import wire
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.load import LoadReports
 from pullfill.decode_worker.prefix.block_events import BlockEvents
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
+from pullfill.engine import front_wire
+from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.engine.kv_events import KvEvents
+from pullfill.engine.view import View
 from pullfill.errors import NotNow
 from pullfill.runtime import log
 from pullfill.worker.own_loop import OwnLoop
@@ -39,7 +43,9 @@ class Frontends:
         self,
         loop: OwnLoop,
         server: RequestServer,
-        reports: LoadReports,
+        view: View,
+        # Has the engine's loop take a turn after so many seconds.
+        wake_after: Callable[[float], object],
         blocks: BlockEvents,
         events: KvEvents,
         ledger: Ledger,
@@ -47,12 +53,16 @@ class Frontends:
     ) -> None:
         self._loop = loop
         self._server = server
-        self._reports = reports
+        self._view = view
+        self._wake_after = wake_after
         self._blocks = blocks
         self._events = events
         self._ledger = ledger
         self._leases = leases
         self._look_at = 0.0
+        self._told: LoadReport | None = None
+        self._tell_at = 0.0
+        self._woken = False
 
     # ------------------------------------------------------------------ engine thread
 
@@ -64,7 +74,23 @@ class Frontends:
             self._ledger.tick_overdue()
             self.make_way()
             self._events.look()
-        self._reports.look(now)
+        self.tell_load(now)
+
+    def tell_load(self, now: float) -> None:
+        """Send the load when it has changed, at most every LOAD_S. Cheap.
+
+        now: seconds of a monotonic clock."""
+        if now < self._tell_at:
+            if not self._woken:
+                # The loop may sleep for a second before its next turn.
+                self._woken = True
+                self._wake_after(self._tell_at - now)
+            return
+        self._woken, self._tell_at = False, now + LOAD_S
+        report = self._view.load(self._server.draining)
+        if report != self._told:
+            self._told = report
+            self._server.tell(front_wire.LOAD, wire.encode(report))
 
     def after_step(self, running: int) -> None:
         """Outputs come to `on_outputs`."""

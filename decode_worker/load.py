@@ -1,61 +1,19 @@
-"""A decode worker's load: what frontends route by, and what /status and `pullfill plan` show."""
+"""A decode worker's load: what /status and `pullfill plan` show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from pullfill import wire
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
-from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
-from pullfill.engine import front_wire
-from pullfill.engine.front_wire import LOAD_S, LoadReport
-from pullfill.engine.view import View
 from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
 from pullfill.worker.sides import Engine
 
 _REMOTE = (JobState.QUEUED, *UNDER_WAY)
-
-
-class LoadReports:
-    """Tells frontends this worker's load when it changes, at most every LOAD_S. Engine thread.
-
-    view: of the engine. wake_after: has the engine's loop take a turn after so many seconds."""
-
-    def __init__(
-        self, view: View, server: RequestServer, wake_after: Callable[[float], object]
-    ) -> None:
-        self._view = view
-        self._server = server
-        self._wake_after = wake_after
-        self._told: LoadReport | None = None
-        self._due = 0.0
-        self._woken = False
-
-    def current(self) -> LoadReport:
-        """Return the load as it is now, for a new frontend."""
-        return self._view.load(self._server.draining)
-
-    def look(self, now: float) -> None:
-        """Send the load if it has changed. Cheap; called in each turn of the engine's loop.
-
-        now: seconds of a monotonic clock."""
-        if now < self._due:
-            if not self._woken:
-                # The loop may sleep for a second before its next turn.
-                self._woken = True
-                self._wake_after(self._due - now)
-            return
-        self._woken, self._due = False, now + LOAD_S
-        report = self.current()
-        if report != self._told:
-            self._told = report
-            self._server.tell(front_wire.LOAD, wire.encode(report))
 
 
 def load_of(

@@ -25,7 +25,7 @@ from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.load import LoadReports, demand_of, jobs_of, load_of, show_demand
+from pullfill.decode_worker.load import demand_of, jobs_of, load_of, show_demand
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
@@ -174,8 +174,8 @@ async def build(
     leases = ReadLeases(context, thread, view, compat=engine.compat, computes=computes)
     frontends = None
     if own_loop is not None and server is not None and blocks is not None:
-        reports = LoadReports(view, server, partial(_wake_after, loop, wake_engine))
-        frontends = Frontends(own_loop, server, reports, blocks, events, ledger, leases)
+        wake_after = partial(_wake_after, loop, wake_engine)
+        frontends = Frontends(own_loop, server, view, wake_after, blocks, events, ledger, leases)
     reach = reach_for(told.memories, options, key)
     control = ControlServer(
         handoff,

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from pullfill import wire
-from pullfill.decode_worker.load import LoadReports, jobs_of
+from pullfill.decode_worker.frontends import Frontends
+from pullfill.decode_worker.load import jobs_of
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from tests.support import said
@@ -28,7 +29,10 @@ class Rig:
         self.sent: list[LoadReport] = []
         self.wakes: list[float] = []
         me: Any = self
-        self.reports = LoadReports(me, me, self.wakes.append)
+        unused: Any = None
+        self.frontends = Frontends(
+            unused, me, me, self.wakes.append, unused, unused, unused, unused
+        )
         self.now = 1000.0
         self.look()
         self.sent.clear()
@@ -43,7 +47,7 @@ class Rig:
     def look(self, after: float = LOAD_S, **changes: int) -> None:
         self.loaded = msgspec.structs.replace(self.loaded, **changes)
         self.now += after
-        self.reports.look(self.now)
+        self.frontends.tell_load(self.now)
 
 
 @pytest.fixture
