@@ -56,23 +56,17 @@ class Queue(msgspec.Struct, frozen=True):
     """What the job of a prompt would meet."""
 
     workers: int = 1  # how many prefill workers pull
-    # jobs, tokens: in front of it, those in work included.
-    jobs: int = 0
-    tokens: int = 0
+    jobs: int = 0  # in front of it, those in work included
+    tokens: int = 0  # of these jobs, that are not computed yet
 
-    def ahead(self, ours: Span, our_tokens: int, our_jobs: int, own: Span) -> Span:
+    def ahead(self, like: Span) -> Span:
         """Return the part of the work in front that one prefill worker must do first.
 
-        ours, our_tokens, our_jobs: of this worker's own jobs. own: of the prompt."""
-        workers = max(1, self.workers)
-        if max(self.jobs, our_jobs) < workers:
-            return 0.0, 0.0  # one of them is free
-        # Nobody says how long the prompts of other decode workers are. They are taken to be like
-        # ours, or to be as long as this one.
-        like = ours if ours[0] else own
-        others = max(0, self.tokens - our_tokens) / 256.0
-        attend = others * like[1] / like[0] if like[0] else 0.0
-        return (ours[0] + others) / workers, (ours[1] + attend) / workers
+        like: of the prompts that are like those in front."""
+        if self.jobs < self.workers or not like[0]:
+            return 0.0, 0.0  # a prefill worker is free
+        x1 = self.tokens / 256.0 / max(1, self.workers)
+        return x1, x1 * like[1] / like[0]
 
 
 class Choice(enum.StrEnum):
@@ -116,13 +110,8 @@ class Prefill(msgspec.Struct):
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
-    # What one prefill worker computes until it is done: its part of the queue, of which `done_s`
-    # seconds are over, and the prompt itself.
+    # What one prefill worker computes until it is done: its part of the queue, and the prompt.
     work: Span = (0.0, 0.0)
-    done_s: float = 0.0
-    alone_s: float = 0.0  # its own computation there
-    # When a prefill worker is thought to have begun with it. 0: not yet.
-    began: float = 0.0
     choice: Choice = Choice.AT_ONCE
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
@@ -288,9 +277,6 @@ class CostModel:
         self._bias = {choice: Rate() for choice in (Choice.AT_ONCE, Choice.CHUNKED)}
         self._requests: dict[str, Prefill] = {}
         self._here, self._away = Prompts(), Prompts()
-        # Of those away, one for each prefill worker is thought to be computed. The others wait.
-        self._begun: dict[str, Prefill] = {}
-        self._pool = 1
         # Requests whose KV has come and that no step has taken yet, in the order of their commits.
         self._loaded: dict[str, None] = {}
         self._itl: dict[float, int] = {}
@@ -303,8 +289,7 @@ class CostModel:
         """Predict what each choice costs for a prompt of `tokens` tokens after a hit of `start`.
 
         queue: what its job would meet. waited_s: how long it has waited already."""
-        now, away, self._pool = self._clock.monotonic(), self._away, max(1, queue.workers)
-        remote = self._remote
+        now, away, remote = self._clock.monotonic(), self._away, self._remote
         self.rates.assume(remote, now)
         one = Prefill(targets, now, waited_s, tokens, start)
         # The running streams, and those that begin when remote prefills have ended.
@@ -319,15 +304,13 @@ class CostModel:
                 here.append(chunked)
         one.here = tuple(sorted(here, key=lambda option: option.cost))
         own = span(start, max(0, tokens - 1))
-        ahead = queue.ahead(away.span, away.tokens, len(away.all), own)
+        # Nobody says how long the prompts of other decode workers are. They are taken to be like
+        # ours, or to be as long as this one.
+        ahead = queue.ahead(away.span if away.all else own)
         one.work = ahead[0] + own[0], ahead[1] + own[1]
-        one.known, one.alone_s = remote.count > 0, remote.of(*own)
-        one.probe = not away.all and not remote.fresh(now)
-        if ahead[0]:
-            done = sum(min(now - each.began, each.alone_s) for each in self._begun.values())
-            one.done_s = done / self._pool
+        one.known, one.probe = remote.count > 0, not away.all and not remote.fresh(now)
         base = self.rates.base(sum(streams.values()))
-        raw_s = max(one.alone_s, remote.of(*one.work) - one.done_s) + base
+        raw_s = remote.of(*one.work) + base
         one.there = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
         return one
 
@@ -385,7 +368,6 @@ class CostModel:
         one.choice = one.option.choice
         self._requests[name] = one
         (self._away if remote else self._here).add(name, one)
-        self._begin()
         found = {option.choice: option.ttft_s * 1e3 for option in one.options}
         return PredictedMs(
             local=found.get(Choice.AT_ONCE),
@@ -395,25 +377,13 @@ class CostModel:
 
     def settled(self, name: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
-        if (one := self._back(name)) is None:
+        if (one := self._away.pop(name)) is None:
             return
         if loaded:
             self._loaded[name] = None
         else:
             one.becomes(Choice.CHUNKED if self._chunks else Choice.AT_ONCE)
             self._here.add(name, one)
-
-    def _back(self, name: str) -> Prefill | None:
-        """Take a prompt out that is away. Another one begins in its place."""
-        one = self._away.pop(name)
-        if self._begun.pop(name, None) is not None:
-            self._begin()
-        return one
-
-    def _begin(self) -> None:
-        if len(self._begun) < min(self._pool, len(self._away.all)):
-            name, one = next(each for each in self._away.all.items() if not each[1].began)
-            one.began, self._begun[name] = self._clock.monotonic(), one
 
     def scheduled(self, tokens: Mapping[str, int], total: int) -> Step:
         """Note what the next step will compute.
@@ -453,7 +423,7 @@ class CostModel:
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
         self._here.pop(name)
-        self._back(name)
+        self._away.pop(name)
         self._loaded.pop(name, None)
         one = self._requests.pop(name, None)
         if one is not None and one.streaming:
@@ -506,8 +476,8 @@ class CostModel:
         change(self._itl, one.targets.itl_s, 1)
         took, path = now - one.decided, one.choice.value
         if one.choice is Choice.REMOTE:
-            compute_s = max(0.0, took + one.done_s - self.rates.base(self.streams))
-            self._remote.observe(*one.work, compute_s, now)
+            step_s = self.rates.base(self.streams)
+            self._remote.observe(*one.work, max(0.0, took - step_s), now)
         metrics.COST_OUTCOME.labels(path).observe(took)
         if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
             return FirstToken(took * 1e3)

@@ -16,7 +16,7 @@ import msgspec
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
-from pullfill.decode_worker.ledger import JobState, Ledger
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.self_check import Checks
@@ -80,8 +80,13 @@ class Outlook:
             own_unwritten=ours.unwritten,
         )
         own_jobs = ours.jobs[JobState.QUEUED]
-        jobs, ahead = max(depth.depth_jobs, own_jobs), max(depth.depth_tokens, ours.queued_tokens)
-        queue = Queue(len(pulling), jobs, ahead)
+        under_way = sum(ours.jobs[state] for state in UNDER_WAY)
+        done = sum(peer.load.done_tokens for peer in pulling)
+        queue = Queue(
+            len(pulling),
+            max(depth.depth_jobs, own_jobs + under_way),
+            max(depth.depth_tokens - done, ours.uncomputed),
+        )
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,
