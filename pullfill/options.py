@@ -299,7 +299,8 @@ class WorkerOptions(RoleOptions):
     kv_port: int = flag(0, "Port for KV over tcp; 0: any", **PORT)
     advertise_kv: str | None = flag(
         None,
-        "Tell others this address for KV instead of the one it listens at",
+        "Tell others this address for KV instead of the one it listens at. With --elastic the "
+        "prefill side takes the next port, as with --kv-port",
         metavar="tcp://H:P",
         parse=lambda text: check_address("--advertise-kv", text),
     )

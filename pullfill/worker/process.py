@@ -16,14 +16,14 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from pullfill.config import ClusterRef, ranks_of
-from pullfill.engine import args, check, compat, environment, kv_offloading
+from pullfill.engine import args, check, compat, environment
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.engine.view import View
 from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.ids import new_instance_id
 from pullfill.net.this_host import allow_open_files
-from pullfill.options import LogFormat, WorkerOptions
+from pullfill.options import LogFormat, WorkerOptions, check_address
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles
@@ -59,16 +59,16 @@ def run(
         names = [first]
         if options.elastic:
             names = list(ROLES)
-            if options.advertise_kv:
-                raise ConfigError(
-                    "--elastic needs a KV port for each role, and --advertise-kv names one: leave "
-                    "it out"
-                )
         name = options.instance_id or new_instance_id("worker" if options.elastic else first)
         roles: list[Any] = []
         for number, role in enumerate(names):
             module, kind = ROLES[role]
-            own = replace(options, instance_id=name, kv_port=kv_port_of(options, number))
+            own = replace(
+                options,
+                instance_id=name,
+                kv_port=kv_port_of(options, number),
+                advertise_kv=advertised(options.advertise_kv, number),
+            )
             # The prefill side gets the decode side beside it.
             roles.append(getattr(import_module(module), kind)(cluster, own, *roles))
         process = WorkerProcess(roles, first, name, cluster, options, list(vllm_args))
@@ -90,6 +90,14 @@ def kv_port_of(options: WorkerOptions, number: int) -> int:
             "names it, or it is too high: choose another --kv-port"
         )
     return port
+
+
+def advertised(address: str | None, number: int) -> str | None:
+    """Return the address that a side tells for KV. See `kv_port_of`. Raises ConfigError."""
+    if address is None or not number:
+        return address
+    host, _, port = address.rpartition(":")
+    return check_address("--advertise-kv with --elastic", f"{host}:{int(port) + number}")
 
 
 async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
@@ -182,8 +190,6 @@ class WorkerProcess:
         )
         tracing.begin(self._config.observability_config.otlp_traces_endpoint, role.name, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
-        if len(self._roles) > 1:
-            refuse_offloading(self._config)
         for one in self._roles:
             one.adjust(self._config)
         host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
@@ -213,14 +219,6 @@ class WorkerProcess:
             self._life.fail,
         )  # fmt: skip
         return [engine.of(context) for context in self._contexts]
-
-
-def refuse_offloading(config: Any) -> None:
-    """Raise ConfigError if vLLM's config offloads KV, by whatever flag or file of flags."""
-    if kv_offloading.size_of(config):
-        raise ConfigError(
-            "--elastic does not work with vLLM's KV offloading: leave out one of them"
-        )
 
 
 async def _all(work: Any) -> None:

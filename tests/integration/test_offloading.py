@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from pullfill.engine import release
-from tests.support.cluster import BLOCK, Cluster
+from tests.support.cluster import BLOCK, Cluster, pullfill
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
     Answer,
@@ -129,3 +130,30 @@ def test_turns_that_the_cache_has_lost_are_loaded(served: Served) -> None:
     assert cluster.of("prefill") == []
     cluster.assert_clean()
     assert ask(cluster, talks[1], STEPS).tokens
+
+
+@pytest.mark.essential
+def test_workers_with_both_sides_offload(
+    tmp_path_factory: pytest.TempPathFactory, model_path: Path, oracle: Oracle
+) -> None:
+    """Each of them prefills for the other. One engine has one tier for both of its sides."""
+    flags = ["--elastic", "--max-model-len=2048", "--kv-offloading-size=0.0625"]
+    directory = tmp_path_factory.mktemp("both")
+    with Cluster(directory, model_path, kv_mib=4, lease_ttl_s=10) as cluster:
+        cluster.start(("decode", *flags), ("decode", *flags), "frontend")
+        for worker in cluster.of("decode"):
+            done = pullfill(cluster, "role", worker.instance_id, "both", "--wait")
+            assert done.returncode == 0, done.stderr
+        cluster.set_router(policy="conditional", max_local_prefill_length=256,
+                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600)  # fmt: skip
+        served = Served(MEMORY, cluster, oracle)
+        talks = [random_prompt(500 + 7 * n, seed=30) for n in range(TALKS)]
+        for turn, more in enumerate((60, 400, 60, 300)):
+            answers = served.check(talks)
+            rest = [random_prompt(more, seed=31 + 10 * turn + n) for n in range(TALKS)]
+            talks = [t + a.tokens + r for t, a, r in zip(talks, answers, rest, strict=True)]
+        served.check(talks, at_once=6)
+        assert served.loaded("decode") + served.loaded("prefill") > 0
+        assert cluster.counter("pullfill_decision_total", path="remote") >= TALKS
+        cluster.assert_clean()
+        assert not cluster.log_errors()

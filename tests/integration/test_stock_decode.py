@@ -123,6 +123,7 @@ def _settings(log: Path) -> str:
     return said[-1].partition('"policy":"')[2].partition('"')[0] if said else ""
 
 
+@pytest.mark.essential
 def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: Oracle) -> None:
     before = stock.remote()
     prompts = [random_prompt(length, seed=50) for length in LENGTHS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from enum import Enum
+from functools import wraps
 from typing import Any
 
 import click
@@ -62,7 +63,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run_role, "run_worker", lambda _, *given: calls.append(given) or 0)
-    monkeypatch.setattr(run_role, "run_frontend", lambda *given: calls.append(given) or 0)
+
+    @wraps(run_role.run_frontend)  # its parameters say which flags the command has
+    def run_frontend(**given: Any) -> int:
+        calls.append((given["options"], given["cluster"], given["vllm_args"]))
+        return 0
+
+    monkeypatch.setattr(run_role, "run_frontend", run_frontend)
     return calls
 
 
@@ -104,12 +111,12 @@ def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
     up = cli.app.commands["up"]
     flags: dict[str, Any] = {p.name or "": p for p in up.get_params(click.Context(up))}
     handed_on = {
-        one.name.partition("/")[0][2:].replace("-", "_"): one
+        one.field: one
         for kind in (WorkerOptions, FrontendOptions)
         for one in declared(kind)
         if one.up
     }
-    assert {"kv_mode", "max_inflight", "drain_timeout"} <= handed_on.keys()
+    assert {"kv_mode", "max_inflight", "drain_timeout_s"} <= handed_on.keys()
     for name, one in handed_on.items():
         assert flags[name].help == one.help
         assert flags[name].default == (None if one.given else one.default)

@@ -13,21 +13,8 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.wire import WorkerState
 from pullfill.worker import process
-from pullfill.worker.process import kv_port_of, refuse_offloading
+from pullfill.worker.process import advertised, kv_port_of
 from pullfill.worker.worker import Worker
-
-
-def test_both_sides_and_offloading_are_refused_however_they_were_asked_for() -> None:
-    """Answers could be wrong. The flags have several spellings, and may stand in a file."""
-    tier = {"kv_connector": "Tier", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-    extra = {"connectors": [{"kv_connector": "Ours"}, tier]}
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra)
-    )
-    with pytest.raises(ConfigError, match="KV offloading"):
-        refuse_offloading(config)
-    extra["connectors"].remove(tier)
-    refuse_offloading(config)
 
 
 def test_the_second_side_listens_at_the_next_port_if_it_is_free() -> None:
@@ -40,6 +27,14 @@ def test_the_second_side_listens_at_the_next_port_if_it_is_free() -> None:
             kv_port_of(WorkerOptions(model="m", kv_port=7000, **given), 1)
     with pytest.raises(ConfigError, match="choose another"):
         kv_port_of(WorkerOptions(model="m", kv_port=65535), 1)
+
+
+def test_the_second_side_tells_the_next_port() -> None:
+    assert advertised("tcp://h:7000", 0) == "tcp://h:7000"
+    assert advertised("tcp://h:7000", 1) == "tcp://h:7001"
+    assert advertised(None, 1) is None
+    with pytest.raises(ConfigError, match="--advertise-kv with --elastic"):
+        advertised("tcp://h:65535", 1)
 
 
 @pytest.mark.parametrize(("role", "ready"), [("decode", False), ("prefill", True)])
