@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -150,7 +151,7 @@ def _lines(record: ExplainRecord) -> Iterator[Text]:
         )
     if record.kv_bytes:
         over = f" over {record.transport}" if record.transport else ""
-        yield Text(f"  KV written into decode memory: {_size(record.kv_bytes)}{over}")
+        yield Text(f"  KV written into decode memory: {decimal(record.kv_bytes)}{over}")
         for reason in record.why_not_better:
             yield Text(f"    not over {reason}", style="dim")
 
@@ -212,12 +213,3 @@ def _bars(record: ExplainRecord) -> Table:
         bar = Text("█" * max(1, round(_BAR * ms / longest)) if ms > 0 else "", style=style)
         table.add_row(f"  {name}", f"{ms:.1f} ms", bar)
     return table
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "bytes" else f"{nbytes} bytes"
-        value /= 1024
-    return f"{value:.2f} GiB"

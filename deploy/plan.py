@@ -93,13 +93,21 @@ class ProcessSpec:
 
 def check(options: UpOptions) -> None:
     """Refuse, before anything starts, what cannot work. Raises ConfigError."""
-    check_counts(options)
+    if options.frontends and not options.decode and not options.by_stock:
+        raise ConfigError(
+            "a frontend without a decode worker cannot serve: use --decode 1 or more, "
+            "--frontends 0, or stock vLLM servers (--servers)"
+        )
     check_namespace(options.namespace)
     _check_elastic(options)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     _check_gpus(options)
-    check_settings(options.settings)
+    for text in options.settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
+        live_settings.check(key, value)
     check_model(options.model)
     if options.decode + options.prefill + options.frontends:
         machine.refuse_wrong_packages()
@@ -117,15 +125,6 @@ def check(options: UpOptions) -> None:
         local_servers.nats_binary()
     elif why := local_servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
-
-
-def check_counts(options: UpOptions) -> None:
-    """Refuse frontends that nobody can serve. Raises ConfigError."""
-    if options.frontends and not options.decode and not options.by_stock:
-        raise ConfigError(
-            "a frontend without a decode worker cannot serve: use --decode 1 or more, "
-            "--frontends 0, or stock vLLM servers (--servers)"
-        )
 
 
 def _check_elastic(options: UpOptions) -> None:
@@ -155,15 +154,6 @@ def _check_gpus(options: UpOptions) -> None:
             f"the workers need {sum(needed)} GPUs (TP x PP: {each}), but there are {here}: "
             "start fewer workers, or choose a smaller -tp or -pp"
         )
-
-
-def check_settings(given: Sequence[str]) -> None:
-    """Refuse what is not `KEY=VALUE` of a setting. Raises ConfigError."""
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
-        live_settings.check(key, value)
 
 
 def _check_security(options: UpOptions) -> None:

@@ -371,17 +371,14 @@ def look(ref: ClusterRef, settings: PlanSettings, state: PlanState, *, apply: bo
 
 def told(found: Plan) -> dict[str, Any]:
     """Return the plan for JSON. moves: with `--apply`, those that were ordered in this look."""
-    roles = {need.role: asdict(need) for need in (found.prefill, found.decode)}
-    for need in roles.values():
-        del need["role"]
-    moves = [(one.instance_id, one.role, OTHER[one.role]) for one in (found.move,) if one]
-    return {
-        **roles,
-        "backlog_s": found.backlog_s,
-        "missed": found.missed,
-        "moves": [dict(zip(("instance_id", "from", "to"), move, strict=True)) for move in moves],
-        "reasons": [found.reason],
-    }
+    result: dict[str, Any] = {"backlog_s": found.backlog_s, "missed": found.missed}
+    for need in (asdict(found.prefill), asdict(found.decode)):
+        result[need.pop("role")] = need
+    moves = (found.move,) if found.move else ()
+    result["moves"] = [
+        {"instance_id": one.instance_id, "from": one.role, "to": OTHER[one.role]} for one in moves
+    ]
+    return result | {"reasons": [found.reason]}
 
 
 def shown(found: Plan) -> Group:

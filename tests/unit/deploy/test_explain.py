@@ -60,7 +60,7 @@ def test_the_trace_says_all_that_is_known() -> None:
         "decode-a",
         "prefill-b (2 attempts)",
         "700.0 ms",
-        "3.0 MiB over tcp",
+        "3.1 MB over tcp",
         "not over shm: it is on another host",
         "beams: 1, and 3 that are not kept",
         "1_cmpl-1: 2000 tokens, prefilled by a prefill",
