@@ -44,7 +44,6 @@ def run(options: ClusterOptions) -> int:
 
 def _findings(options: ClusterOptions) -> Iterator[Finding]:
     for check in (
-        machine.python,
         machine.packages,
         machine.torch_add_ons,
         machine.server_binaries,
@@ -99,7 +98,8 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     yield from fit(workers, by_stock=_served_by_stock(ref))
     yield from pairs(workers)
     yield from compared(list(results))
-    yield from keys(ref, workers)
+    if key := ref.security.cluster.load():
+        yield Finding(OK, f"cluster key {key.fingerprint}")
     if not any(w.role == "frontend" for w in workers) and not members.local_urls(ref):
         yield Finding(WARN, "no frontend", "start one: pullfill frontend")
     if no_nats is None:
@@ -169,23 +169,6 @@ def compared(results: Sequence[SelfCheck]) -> Iterator[Finding]:
         yield Finding(FAIL, what, advice)
     if results and not failed:
         yield Finding(OK, f"self-check passed for {len(results)} kind(s) of worker pairs")
-
-
-def keys(ref: ClusterRef, workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    """Tell the cluster key, and which workers have refused somebody with another."""
-    key = ref.security.cluster.load()
-    if key is not None:
-        yield Finding(OK, f"cluster key {key.fingerprint}")
-    for worker in (w for w in workers if w.http and w.role != "frontend"):
-        with suppress(UnavailableError):
-            text = members.http_get(f"{worker.http}/metrics", 2.0)[1].decode("utf-8", "replace")
-            values = re.findall(r"^pullfill_auth_refused_total\{.*\} ([0-9.e+]+)$", text, re.M)
-            if count := int(sum(map(float, values))):
-                yield Finding(
-                    WARN,
-                    f"{worker.instance_id} met {count} time(s) a peer with another cluster key",
-                    "compare the fingerprints in both logs, and [cluster] key_file on both",
-                )
 
 
 def dead_letters(ref: ClusterRef) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -31,11 +30,6 @@ class Finding:
     level: str
     what: str
     advice: str = ""
-
-
-def python() -> Iterator[Finding]:
-    """Tell which Python runs pullfill. One that is too old cannot even import this module."""
-    yield Finding(OK, f"Python {platform.python_version()} ({sys.executable})")
 
 
 def _installed(*names: str) -> str | None:

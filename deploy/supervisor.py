@@ -605,36 +605,23 @@ class Supervisor:
         command: Callable[[Path, int], list[str]],
         problem: Callable[[str], str | None],
     ) -> None:
-        """Start a server, unless the user has one. Try other ports if its port is taken."""
+        """Start a server, unless the user has one, and wait for it. Raises StartFailed."""
         if getattr(self._options, f"{name}_url"):
             return
-        for attempt in range(1, 3 + 1):
-            port = local_servers.free_port()
-            url = f"{scheme}://127.0.0.1:{port}"
-            setattr(self._cluster, f"{name}_url", url)
-            argv = command(self._state.path / name, port)
-            env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-            spec = ProcessSpec(name=name, role=name, argv=argv, env=env)
-            self._children.launch(spec, note=url)
-            try:
-                return await self._server_ready(name, url, problem)
-            except StartFailed:
-                text = "\n".join(tail(self._state.log_of(name), 50))
-                if attempt == 3 or "address already in use" not in text:
-                    raise
-
-    async def _server_ready(
-        self, name: str, url: str, problem: Callable[[str], str | None]
-    ) -> None:
+        port = local_servers.free_port()
+        url = f"{scheme}://127.0.0.1:{port}"
+        setattr(self._cluster, f"{name}_url", url)
+        argv = command(self._state.path / name, port)
+        env = {**os.environ, CLUSTER_ENV: self._cluster_id}
+        self._children.launch(ProcessSpec(name=name, role=name, argv=argv, env=env), note=url)
         deadline = time.monotonic() + SERVER_S
         while True:
-            self._children.raise_if_dead(name)
+            self._children.raise_if_dead(name)  # first: another's server may answer there
             if await asyncio.to_thread(problem, url) is None:
                 return self._view.set(name, "ready")
             if time.monotonic() > deadline:
-                raise StartFailed(
-                    self._children.describe(name, f"was not ready after {SERVER_S:.0f} s")
-                )
+                why = f"was not ready after {SERVER_S:.0f} s"
+                raise StartFailed(self._children.describe(name, why))
             await asyncio.sleep(POLL_S / 2)
 
     async def _wait_checked(self, ref: ClusterRef, specs: list[ProcessSpec]) -> None:

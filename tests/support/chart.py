@@ -24,12 +24,9 @@ import helm_python as helm
 for line in sys.stdin:
     values = json.loads(line)
     try:
-        if values is None:
-            told = helm.lint(sys.argv[1])
-        else:
-            with helm.Chart.load(sys.argv[1]) as chart:
-                chart.validate_schema(values)
-                told = chart.render(values, name=sys.argv[2], namespace="serving")
+        with helm.Chart.load(sys.argv[1]) as chart:
+            chart.validate_schema(values)
+            told = chart.render(values, name=sys.argv[2], namespace="serving")
     except helm.HelmError as exc:
         told = str(exc)
     print(json.dumps(told), flush=True)
@@ -48,15 +45,15 @@ def render(**values: Any) -> list[dict[str, Any]]:
 
 @cache
 def _render(values: str) -> list[dict[str, Any]]:
-    files: dict[str, str] = _helm(values)
-    texts = [text for name, text in sorted(files.items()) if name.endswith(".yaml")]
+    helm = _process()
+    assert helm.stdin is not None
+    assert helm.stdout is not None
+    print(values, file=helm.stdin, flush=True)
+    told: str | dict[str, str] = json.loads(helm.stdout.readline())
+    if isinstance(told, str):
+        raise HelmRefused(told)
+    texts = [text for name, text in sorted(told.items()) if name.endswith(".yaml")]
     return [one for text in texts for one in yaml.load_all(text, yaml.CSafeLoader) if one]
-
-
-def lint() -> dict[str, Any]:
-    """Return what `helm lint` prints of the chart."""
-    found: dict[str, Any] = _helm("null")
-    return found
 
 
 @cache
@@ -68,18 +65,6 @@ def _process() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-
-
-def _helm(values: str) -> Any:
-    """Render the chart with these values, or lint it. Returns what Helm returned."""
-    helm = _process()
-    assert helm.stdin is not None
-    assert helm.stdout is not None
-    print(values, file=helm.stdin, flush=True)
-    told = json.loads(helm.stdout.readline())
-    if isinstance(told, str):
-        raise HelmRefused(told)
-    return told
 
 
 def of_kind(documents: list[dict[str, Any]], *kinds: str) -> dict[str, dict[str, Any]]:

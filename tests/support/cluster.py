@@ -215,7 +215,6 @@ class Cluster:
         role: str,
         *extra: str,
         env: Mapping[str, str] | None = None,
-        cpu: int | None = None,
         failpoints: str = "",
         nats: str = "",
         namespace: str = "",
@@ -227,9 +226,6 @@ class Cluster:
         frontend answers. program: the `pullfill` command of another build."""
         number = sum(w.role == role for w in self.workers)
         log = self.directory / f"{role}-{number}.log"
-        cores = os.cpu_count() or 1
-        if cpu is None and role != "frontend":
-            cpu = (number if role == "decode" else number + 1) % cores
         command = [
             role,
             "--model", str(self.model_path),
@@ -247,7 +243,8 @@ class Cluster:
             env = {"VLLM_SERVER_DEV_MODE": "1", **(env or {})}
             self.frontend_url = f"http://{address}:{port}"
         else:
-            command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", "--cpu", str(cpu)]
+            cpu = (number + (role == "prefill")) % (os.cpu_count() or 1)
+            command += [f"--kv-cache-memory-bytes={self.kv_mib << 20}", f"--cpu={cpu}"]
         full = {**os.environ, "PULLFILL_LOG_LEVEL": "INFO", **(env or {})}
         full["PULLFILL_FAILPOINTS"] = f"@{write_failpoints(log, failpoints)}"
         command += extra

@@ -172,32 +172,6 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
         assert {shown == login for shown in rig.registry.logins} == {True}
 
 
-async def test_a_server_whose_port_is_taken_gets_another(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ports: list[int] = []
-
-    def command(directory: Path, port: int) -> list[str]:
-        ports.append(port)
-        taken = "sleep 0.3; echo listen: address already in use; exit 1"
-        return ["sh", "-c", taken if len(ports) == 1 else "exec sleep 60"]
-
-    def problem(url: str) -> str | None:
-        return "no answer" if url.endswith(f":{ports[0]}") else None
-
-    monkeypatch.setattr(local_servers, "nats_command", command)
-    monkeypatch.setattr(local_servers, "nats_ready", problem)
-    monkeypatch.setattr(local_servers, "etcd_command", lambda *_: ["sleep", "60"])
-    async with rig.up(nats_url=None, etcd_url=None):
-        first, second = ports
-        assert first != second
-        cluster = rig.state.cluster()
-        assert cluster is not None
-        assert cluster.nats_url == f"nats://127.0.0.1:{second}"
-        assert cluster.etcd_url.startswith("http://127.0.0.1:")
-        assert {entry.name for entry in rig.state.live()} == {"nats", "etcd"}
-
-
 @pytest.mark.parametrize("model", ["org/m", "demo"])
 async def test_an_interrupted_start_leaves_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
