@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -78,35 +79,26 @@ async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]
         await probe.stop()
 
 
+@dataclass
 class Hanging:
-    """A worker that accepts connections and answers nothing. `end` closes them.
+    """A worker that accepts connections and answers nothing until it has `ended`.
 
-    url: its address. asked: set when a client has connected. given_up: set when a client has closed
-    its connection."""
+    asked: a client has connected. given_up: a client has closed its connection."""
 
-    def __init__(self) -> None:
-        self.url = ""
-        self.asked, self.given_up = asyncio.Event(), asyncio.Event()
-        self._ended = asyncio.Event()
+    url: str = ""
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.asked.set()
-        tasks = [
-            asyncio.create_task(self._ended.wait()),
-            asyncio.create_task(self._left(reader)),
-        ]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+        left = asyncio.create_task(reader.read(-1))
+        left.add_done_callback(lambda task: task.cancelled() or self.given_up.set())
+        ended = asyncio.create_task(self.ended.wait())
+        await asyncio.wait((left, ended), return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        ended.cancel()
         writer.close()
-
-    async def _left(self, reader: asyncio.StreamReader) -> None:
-        await reader.read(-1)
-        self.given_up.set()
-
-    def end(self) -> None:
-        """Close all connections, and each new one at once."""
-        self._ended.set()
 
 
 @asynccontextmanager
@@ -129,7 +121,7 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready() -> None:
             assert not looking.done(), "it has longer than that to answer"
             assert not stopped.given_up.is_set()
             assert reasons == ["NATS unreachable for 5 s: nats://h:1: refused"]
-            stopped.end()
+            stopped.ended.set()
             rows = (await looking).workers
             assert [row.state for row in rows] == ["lost", "ready"]
 
@@ -148,7 +140,7 @@ async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
             looking = asyncio.create_task(view.status())
             await asyncio.wait_for(stopped.asked.wait(), 10)
             known.records += (record("decode-1", http=url),)
-            stopped.end()
+            stopped.ended.set()
             states = {r.instance_id: r.state for r in (await looking).workers}
             assert states == {"decode-0": "lost"}
             rows = (await view.status()).workers
@@ -192,7 +184,7 @@ async def test_workers_that_hang_hide_no_other() -> None:
         async with viewed(*others, url, *others[:21]) as view:  # 99 sorts last
             looking = asyncio.create_task(view.status())
             await until(lambda: "decode-99" in view._last)
-            stopped.end()
+            stopped.ended.set()
             rows = (await looking).workers
             assert [row.state for row in rows if row.http == url] == ["ready"]
 

@@ -95,6 +95,15 @@ class App:
         return self.ready
 
 
+async def served(body: bytes, path: str = "/v1/completions") -> Client:
+    """A request with this body, answered by an app that takes each, or refused before."""
+    app = App()
+    app.go.set()
+    client = await Client(Admission(app, app.wait_ready, 1), path).say(body).ended()
+    assert (client.status == 200) is bool(app.bodies)
+    return client
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
@@ -200,29 +209,21 @@ async def test_a_body_that_would_be_checked_for_seconds_is_refused(
     """However it comes, and whatever it is said to be. All streams would wait."""
     monkeypatch.setattr(gates, "MOST_VALUES", 4)
     app = App()
-    app.go.set()
     gate = Admission(app, app.wait_ready, 2)
     client = Client(gate, headers=[(b"content-type", b"multipart/form-data")])
     client.say(b'{"messages": [1, 1,', more=True).say(b"1, 1]}")
     await client.task
     assert (client.status, app.bodies) == (413, [])
     assert "send it in parts" in client.error["message"]
-    form = await Client(gate, path="/v1/audio/transcriptions").say(b"[1, 1, 1, 1, 1, 1]").ended()
+    form = await served(b"[1, 1, 1, 1, 1, 1]", "/v1/audio/transcriptions")
     assert form.status == 200
 
 
 async def test_a_recording_may_have_bytes_that_no_text_has() -> None:
     """About one in 8,192 bytes of an MP3 file begins with half of a surrogate pair."""
-    app = App()
-    app.go.set()
-    gate = Admission(app, app.wait_ready, 1)
-    form = Client(gate, path="/v1/audio/transcriptions").say(
-        b"--b\r\n\r\n\xed\xa0\x80\xff\r\n--b--"
-    )
-    await form.task
+    form = await served(b"--b\r\n\r\n\xed\xa0\x80\xff\r\n--b--", "/v1/audio/transcriptions")
     assert form.status == 200
-    text = await Client(gate).say(b'{"prompt": "\xed\xa0\x80"}').ended()
-    assert text.status == 400
+    assert (await served(b'{"prompt": "\xed\xa0\x80"}')).status == 400
 
 
 @pytest.mark.essential
@@ -252,10 +253,8 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     ],
 )
 async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
-    app = App()
-    client = await Client(Admission(app, app.wait_ready, 1)).say(body).ended()
+    client = await served(body)
     assert client.status == 400
-    assert app.bodies == []
     assert half in client.error["message"]
 
 
@@ -269,10 +268,7 @@ async def test_half_a_surrogate_pair_is_400(body: bytes, half: str) -> None:
     ],
 )
 async def test_whole_pairs_and_escaped_backslashes_pass(body: bytes) -> None:
-    app = App()
-    app.go.set()
-    client = await Client(Admission(app, app.wait_ready, 1)).say(body).ended()
-    assert client.status == 200
+    assert (await served(body)).status == 200
 
 
 # ------------------------------------------------- bodies that vLLM would check for seconds

@@ -32,7 +32,7 @@ pullfill_queue_depth_jobs 4.0
 """
 
 
-def merge_metrics(parts: list[tuple[dict[str, str], str]]) -> str:
+def merge_metrics(*parts: tuple[dict[str, str], str]) -> str:
     merged = MergedMetrics()
     for labels, text in parts:
         merged.add(labels, text)
@@ -43,7 +43,7 @@ def merge_metrics(parts: list[tuple[dict[str, str], str]]) -> str:
 def test_merged_metrics_have_each_family_once_and_say_whose_sample_it_is() -> None:
     one = {"instance_id": "decode-1", "role": "decode"}
     two = {"instance_id": 'odd"\\name', "role": "prefill"}
-    text = merge_metrics([({}, OWN), (one, WORKER), (two, WORKER)])
+    text = merge_metrics(({}, OWN), (one, WORKER), (two, WORKER))
     assert text.count("# TYPE pullfill_h histogram") == 1
     families = {family.name: family for family in text_string_to_metric_families(text)}
     depth = families["pullfill_queue_depth_jobs"].samples
@@ -59,7 +59,7 @@ def test_merged_metrics_have_each_family_once_and_say_whose_sample_it_is() -> No
 
 @given(st.lists(st.text(max_size=60), max_size=8))
 def test_no_text_of_a_worker_spoils_the_page(lines: list[str]) -> None:
-    text = merge_metrics([({}, OWN), ({"instance_id": "i", "role": "decode"}, "\n".join(lines))])
+    text = merge_metrics(({}, OWN), ({"instance_id": "i", "role": "decode"}, "\n".join(lines)))
     own = [line for line in OWN.splitlines() if not line.startswith("#")]
     assert set(own) <= set(text.splitlines())
     assert text.count("# TYPE up_total counter") == 1
@@ -83,19 +83,15 @@ vllm:tokens_total_sum 3.0
 """
 
 
-def test_exemplars_stay_with_their_samples() -> None:
+def test_exemplars_stay_with_their_samples_and_a_histogram_may_be_called_total() -> None:
+    """vLLM has one. Its samples stay below its own header."""
     worker = {"instance_id": "decode-1", "role": "decode"}
-    text = merge_metrics([({}, TRACED), (worker, TRACED)]) + "# EOF\n"
+    text = merge_metrics(({}, TRACED), (worker, TRACED)) + "# EOF\n"
     families = {family.name: family for family in openmetrics(text)}
+    assert text.index("# TYPE vllm:tokens_total") < text.index("vllm:tokens_total_bucket")
+    total = families["vllm:tokens_total"]
+    assert (total.type, len(total.samples)) == ("histogram", 6)
     for name, trace in (("pullfill_h_bucket", "ab"), ("pullfill_up_total", "cd")):
         found = [s for f in families.values() for s in f.samples if s.name == name and s.exemplar]
         assert [s.labels.get("role") for s in found] == [None, "decode"]
         assert [s.exemplar.labels for s in found if s.exemplar] == [{"trace_id": trace}] * 2
-
-
-def test_a_histogram_may_be_called_total() -> None:
-    """vLLM has one. Its samples stay below its own header."""
-    text = merge_metrics([({}, TRACED)])
-    assert text.index("# TYPE vllm:tokens_total") < text.index("vllm:tokens_total_bucket")
-    (family,) = [f for f in openmetrics(text + "# EOF\n") if f.name == "vllm:tokens_total"]
-    assert (family.type, len(family.samples)) == ("histogram", 3)

@@ -234,3 +234,13 @@ async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
         assert len(two.added) == 1
         two.hold = False
         await until(lambda: len(r.sink.finished) == 2)
+
+
+async def test_an_answer_that_has_begun_waits_for_nobody() -> None:
+    one, two = FakeDecode("decode-1", stop_after=2), FakeDecode("decode-2", hold=True)
+    async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
+        for name in ("a", "b"):
+            r.dispatcher.submit(request(name, [ord(name)], max_tokens=9))
+        await until(lambda: "a" in r.sink.tokens and bool(two.added))
+        await asyncio.to_thread(one.die)
+        await until(lambda: len(two.added) == 2)
