@@ -25,8 +25,6 @@ from pullfill.registry import self_checks
 from pullfill.wire import SelfCheck, WorkerRecord
 
 _STYLES = {OK: "green", WARN: "yellow", FAIL: "bold red"}
-# Print at most this many pairs of workers.
-_PAIRS = 32
 
 
 def run(options: ClusterOptions) -> int:
@@ -96,7 +94,6 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
         yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
         return
     yield from fit(workers, by_stock=_served_by_stock(ref))
-    yield from pairs(workers)
     yield from compared(list(results))
     if key := ref.security.cluster.load():
         yield Finding(OK, f"cluster key {key.fingerprint}")
@@ -139,26 +136,6 @@ def fit(workers: Sequence[WorkerRecord], *, by_stock: bool = False) -> Iterator[
                 f"{first} and {name} cannot exchange KV: {what} is {ours!r} and {theirs!r}",
                 f"start them with the same {what}, or in different namespaces",
             )
-
-
-def pairs(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
-    """Tell for each pair of workers which transport it uses, and why no better one."""
-    shown = 0
-    for writer in (w for w in workers if w.role == "prefill"):
-        if not writer.http or (report := members.ask_worker(writer)) is None:
-            continue
-        for reader in (w.instance_id for w in workers if w.role == "decode"):
-            shown += 1
-            if shown > _PAIRS:
-                yield Finding(OK, "... and more pairs of workers")
-                return
-            route = report.routes.get(reader)
-            if route is None:
-                yield Finding(OK, f"{writer.instance_id} has written nothing to {reader} yet")
-                continue
-            why = "; ".join(f"not {reason}" for reason in route.get("why_not_better", ()))
-            over = route.get("transport")
-            yield Finding(OK, f"{writer.instance_id} writes to {reader} over {over}", why)
 
 
 def compared(results: Sequence[SelfCheck]) -> Iterator[Finding]:

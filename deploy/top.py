@@ -154,25 +154,11 @@ def screen(snapshot: LiveSnapshot, trouble: str = "", height: int = 40) -> Group
 
 
 def ms(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value < 10:
-        return f"{value:.1f} ms"
-    return f"{value:.0f} ms" if value < 1000 else seconds(value / 1e3)
+    return "–" if value is None else f"{value:.0f} ms"
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value < 10:
-        return f"{value:.1f} s"
-    return f"{value:.0f} s" if value < 90 else f"{value / 60:.0f} min"
-
-
-def count(value: float) -> str:
-    if value < 10_000:
-        return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
-    return f"{value / 1e3:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+    return "–" if value is None else f"{value:.1f} s"
 
 
 def _head(snapshot: LiveSnapshot, trouble: str) -> Text:
@@ -196,11 +182,11 @@ def _figures(snapshot: LiveSnapshot) -> Table:
     good = f"{100 * now.good_per_s / now.done_per_s:.0f} %" if now.done_per_s else "–"
     queue = "unknown"
     if snapshot.queue is not None:
-        jobs, tokens = snapshot.queue.depth_jobs, count(snapshot.queue.depth_tokens)
-        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens} tokens)"
+        jobs, tokens = snapshot.queue.depth_jobs, snapshot.queue.depth_tokens
+        queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens:,} tokens)"
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("TTFT p50/p95", pair(now.ttft_ms), "tokens/s", count(now.tokens_per_s))
-    table.add_row("ITL p50/p95", pair(now.itl_ms), "requests/s", count(now.done_per_s))
+    table.add_row("TTFT p50/p95", pair(now.ttft_ms), "tokens/s", f"{now.tokens_per_s:,.0f}")
+    table.add_row("ITL p50/p95", pair(now.itl_ms), "requests/s", f"{now.done_per_s:.1f}")
     table.add_row(
         "goodput", f"{good} (TTFT {ms(ttft)}, ITL {ms(itl)})", "under way", str(now.in_flight)
     )
@@ -222,6 +208,6 @@ def _flows(flows: Sequence[Flow]) -> Table:
         # Names that others gave are `Text`: in a `str` rich would read `[...]`.
         table.add_row(
             Text(plain(flow.id[-24:])), Text(stage, style=style), seconds(flow.stage_s), done,
-            count(tokens), Text(plain(flow.prefill or flow.decode)),
+            f"{tokens:,}", Text(plain(flow.prefill or flow.decode)),
         )  # fmt: skip
     return table

@@ -270,12 +270,6 @@ class DecodeLinks:
     def connected(self) -> list[str]:
         return sorted(name for name, link in self.links.items() if link.connected)
 
-    @property
-    def routes(self) -> dict[str, dict[str, object]]:
-        """The transport that is used to each decode worker that was written to."""
-        routes = {name: link.transfer.route for name, link in self.links.items()}
-        return {name: route for name, route in routes.items() if route is not None}
-
     # ------------------------------------------------------------------ the self-check
 
     @property

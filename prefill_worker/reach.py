@@ -81,9 +81,7 @@ class SharedTransferWorker:
 
     open_transfer_worker: makes a transfer worker.
     name: the decode worker's, for people.
-    current: the transfer worker. None before the first success, and after `drop`.
-    route: the transport that it uses, or used before `drop`, and why no better one. None before the
-    first success."""
+    current: the transfer worker. None before the first success, and after `drop`."""
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class SharedTransferWorker:
         self._again_at = 0.0
         self._closed = False
         self.current: TransferWorker | None = None
-        self.route: dict[str, object] | None = None
 
     @property
     def busy(self) -> bool:
@@ -156,8 +153,5 @@ class SharedTransferWorker:
             made.close()
             raise self._failure("it is gone")
         self.current = made
-        self.route = {
-            "transport": made.transport, "why_not_better": list(made.why_not_better),
-        }  # fmt: skip
         self.forgive()
         return made

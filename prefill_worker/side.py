@@ -250,7 +250,6 @@ class PrefillService(Service):
     def status(self) -> dict[str, Any]:
         budget = self._budget
         return {
-            "routes": self._links.routes,
             "servers": servers_json(*self._healths),
             "load": {
                 "jobs": self.puller.in_flight,

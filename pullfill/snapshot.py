@@ -103,7 +103,6 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     """The answer of one worker to `/status`.
 
     servers: the status of NATS and etcd, as this worker sees it.
-    routes: of a prefill worker: how it writes to each decode worker.
     jobs, held: the open jobs of a decode worker, and those that a prefill worker has. Told only to
     who asks for them.
     pod: name of its Kubernetes pod. Empty: it runs in none.
@@ -112,7 +111,6 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     load: dict[str, Any] = {}
     servers: dict[str, ServerStatus] = {}
     queue: QueueStatus | None = None
-    routes: dict[str, dict[str, Any]] = {}
     jobs: tuple[OpenJob, ...] = ()
     held: tuple[HeldJob, ...] = ()
     pod: str = ""

@@ -146,17 +146,6 @@ def test_workers_that_do_not_fit() -> None:
     assert list(doctor.fit([], by_stock=True)) == []
 
 
-def test_each_pair_of_workers_has_its_line() -> None:
-    route = {"transport": "tcp", "why_not_better": ["shm: on another host"]}
-    told = {"routes": {"decode-a": route}, "load": {}}
-    with serving(lambda path, _: (200, told) if path == "/status" else (404, {})) as url:
-        names = ("decode-a", "decode-b", "prefill-a", "frontend-a")
-        used, unused = doctor.pairs([record(name, http=url) for name in names])
-    assert used.what == "prefill-a writes to decode-a over tcp"
-    assert used.advice == "not shm: on another host"
-    assert "decode-b yet" in unused.what
-
-
 def test_dead_letters_without_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
