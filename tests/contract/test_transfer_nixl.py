@@ -22,7 +22,6 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
 from pullfill.transfer.nixl.nixl_backend import NixlKind, NixlRuns, _checked
-from tests.support.stream_held import served
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
 from tests.support.transfer_writer import FOREIGN, OURS, Writer
 from tests.support.waiting import eventually
@@ -54,7 +53,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
-    backends = [peer._backend for peer in served(region)]
+    backends = [peer._backend for peer in region.owner._server.peers]
     backends.append(session._backend)  # type: ignore[attr-defined]
     return [b.resource for b in backends if b is not None and b.resource is not None]
 
@@ -126,62 +125,31 @@ def big(tmp_path: Path) -> Iterator[Region]:
     region.owner.close()
 
 
-@pytest.fixture
-def start(big: Region, tmp_path: Path) -> Iterator[Callable[..., Writer]]:
-    writers: list[Writer] = []
-
-    def begin(failpoints: str = "") -> Writer:
-        writers.append(Writer(big, tmp_path, failpoints))
-        return writers[-1]
-
-    yield begin
-    for writer in writers:
-        writer.close()
-
-
 def foreign(region: Region) -> int:
     return int((region.data == FOREIGN).sum())
-
-
-@needs_nixl
-def test_a_writer_stopped_in_a_batch_is_refused_and_holds_nothing(
-    big: Region, start: Callable[..., Writer]
-) -> None:
-    fences = big.owner.fences
-    token = fences.open(range(64))
-    writer = start("stream.write.batch=stop@2")
-    writer.tell("write", token)
-    eventually(writer.stopped, "it does not stop")
-    eventually(lambda: fences.try_revoke(token), "its blocks stay in quarantine")
-    assert 0 < foreign(big) < big.data.nbytes, "stopped too early or too late to prove anything"
-    big.data[:] = OURS
-    writer.process.send_signal(signal.SIGCONT)
-    assert writer.answer() == "fenced"
-    assert foreign(big) == 0
 
 
 @needs_nixl
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.essential
 def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof(
-    big: Region, start: Callable[..., Writer], number: signal.Signals
+    big: Region, tmp_path: Path, number: signal.Signals
 ) -> None:
     fences = big.owner.fences
     chance = random.Random(5)
     for _ in range(2):
         token = fences.open(range(64))
-        writer = start()
-        writer.tell("loop", token)
-        eventually(lambda: foreign(big) > 0, "nothing arrives")
-        time.sleep(chance.random() * 0.02)
-        writer.process.send_signal(number)
-        eventually(lambda t=token: fences.try_revoke(t), "never proved")  # type: ignore[misc]
-        big.data[:] = OURS
-        if number is signal.SIGSTOP:
-            writer.process.send_signal(signal.SIGCONT)
-            assert writer.answer() == "fenced"
-        assert foreign(big) == 0
-        writer.close()
+        with Writer(big, tmp_path) as writer:
+            writer.tell("loop", token)
+            eventually(lambda: foreign(big) > 0, "nothing arrives")
+            time.sleep(chance.random() * 0.02)
+            writer.process.send_signal(number)
+            eventually(lambda t=token: fences.try_revoke(t), "never proved")  # type: ignore[misc]
+            big.data[:] = OURS
+            if number is signal.SIGSTOP:
+                writer.process.send_signal(signal.SIGCONT)
+                assert writer.answer() == "fenced"
+            assert foreign(big) == 0
         big.data[:] = 0
 
 

@@ -28,15 +28,15 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction
 from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream import kv_protocol, stream_server
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
 from pullfill.transfer.stream.stream_peer import StreamSession, StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, decode, encode
 from tests.support.proxy import Proxy
-from tests.support.stream_held import Held, revoke, served
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, stream_rig
-from tests.support.waiting import eventually
+from tests.support.waiting import Call, eventually
 
 LONG = dense_layout(2, 64, 2, 16 << 10)  # 4 MiB
 Make = Callable[..., Rig]
@@ -45,6 +45,41 @@ Make = Callable[..., Rig]
 def connections() -> set[threading.Thread]:
     """The owner's threads: each serves one connection."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("kv-127")}
+
+
+def served(region: Region) -> list[Any]:
+    """The peers that the owner's threads serve."""
+    return region.owner._server.peers  # type: ignore[attr-defined]
+
+
+def revoke(region: Region, token: FenceToken) -> None:
+    # Within half of a connection's stall time, which would end the owner's receive as well.
+    eventually(lambda: region.owner.fences.try_revoke(token), within_s=10.0)
+
+
+class Held(Call):
+    """Runs a move on a thread; the session's backend stops before its `nth` batch until `go_on`."""
+
+    def __init__(self, session: Any, verb: str, token: FenceToken, nth: int = 2) -> None:
+        self.stopped, self.go_on = threading.Event(), threading.Event()
+        backend, calls = session._backend, [0]
+        name = "send" if verb == "write" else "receive"
+        real = getattr(backend, name)
+
+        def stop(runs: Runs) -> None:
+            calls[0] += 1
+            if calls[0] == nth:
+                self.stopped.set()
+                assert self.go_on.wait(20)
+            real(runs)
+
+        setattr(backend, name, stop)
+        super().__init__(session.move, verb, token, range(64), range(64))
+        assert self.stopped.wait(20)
+
+    def finish(self) -> BaseException | None:
+        self.go_on.set()
+        return self.end()
 
 
 class SmallBatches(TcpKind):

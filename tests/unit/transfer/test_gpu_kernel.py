@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from importlib.util import find_spec
-from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -35,7 +34,7 @@ def test_interpreted() -> None:
     except EOFError:
         child.join()
     told.close()
-    assert said == ["check_limits", "check_runs", "check_layouts"]
+    assert said == ["check_limits", "check_runs"]
     assert child.exitcode == 0
 
 
@@ -47,7 +46,7 @@ def interpret(tell: Any) -> None:
         from pullfill.transfer.gpu import kernel as module
 
         kernel = module.RunKernel(torch.device("cpu"), 0, 32)
-        for check in (check_limits, check_runs, check_layouts):
+        for check in (check_limits, check_runs):
             check(kernel, module)
             tell.send_bytes(check.__name__.encode())
     except BaseException:
@@ -81,31 +80,6 @@ def check_runs(kernel, module) -> None:  # type: ignore[no-untyped-def]
     copied(kernel, wide, 16)
     copied(kernel, [(1, 3, 1), (100, 1000, 17), (5, 5001, piece // 8 + 3)], 16)
     copied(kernel, [(8, 24, 512)], 16)  # 8 divides all, 16 does not
-
-
-def check_layouts(kernel, module) -> None:  # type: ignore[no-untyped-def]
-    """Blocks of every layout into a dense buffer and back out into every other: gather, scatter
-    and layout change are one kernel."""
-    from pullfill.transfer.layout import dense_layout
-    from pullfill.transfer.runs import Planner
-    from tests.support.transfer_rigs import LAYOUTS, PAGE, extent, pages, random_bytes
-
-    ids, staging = [7, 21], dense_layout(3, 2, 2, PAGE)
-    for source, target in product(("dense", "padded-heads"), ("padded-blocks", "head-outermost")):
-        mine, theirs = LAYOUTS[source], LAYOUTS[target]
-        data, stage = random_bytes(extent(mine), 1), np.zeros(extent(staging), np.uint8)
-        out = random_bytes(extent(theirs), 2)
-        before = pages(out, theirs).copy()
-        for one, two, a, b, x, y in (
-            (mine, staging, data, stage, ids, range(2)),
-            (staging, theirs, stage, out, range(2), [30, 11]),
-        ):
-            for batch in Planner(one, two).plan(x, y).batches():
-                from_, to, nbytes = (column.astype(np.uint64) for column in batch.flat())
-                bases = np.uint64(a.ctypes.data), np.uint64(b.ctypes.data)
-                kernel.launch(to + bases[1], from_ + bases[0], nbytes)
-        before[:, [30, 11]] = pages(data, mine)[:, ids]
-        np.testing.assert_array_equal(pages(out, theirs), before)
 
 
 def check_limits(kernel, module) -> None:  # type: ignore[no-untyped-def]
