@@ -62,6 +62,11 @@ class Rect:
     def end_layer(self) -> int:
         return self.first_layer + self.layers
 
+    def holds(self, part: Rect) -> bool:
+        """Whether all of `part` is inside."""
+        heads = self.first_head <= part.first_head and part.end_head <= self.end_head
+        return heads and self.first_layer <= part.first_layer and part.end_layer <= self.end_layer
+
     def within(self, region: Rect) -> Rect:
         """The same rectangle, counted from the first head and the first layer of a region."""
         return Rect(

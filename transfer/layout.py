@@ -9,9 +9,9 @@ heads, pipeline parallelism the layers. `plan_routes` connects workers that spli
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
@@ -185,39 +185,26 @@ def plan_routes(sources: Sequence[Rect], targets: Sequence[Rect]) -> list[Route]
     # every rank holds). They share the work.
     routes: list[Route] = []
     for index, target in enumerate(targets):
-        for first_layer, end_layer in _bands(sources, target):
-            routes += _cover(sources, index, target, first_layer, end_layer)
+        layers = _cuts(
+            (target.first_layer, target.end_layer), [(s.first_layer, s.end_layer) for s in sources]
+        )
+        heads = _cuts(
+            (target.first_head, target.end_head), [(s.first_head, s.end_head) for s in sources]
+        )
+        for (layer, end_layer), (head, end_head) in product(layers, heads):
+            part = Rect(head, end_head - head, layer, end_layer - layer)
+            holders = [i for i, source in enumerate(sources) if source.holds(part)]
+            if not holders:
+                raise IncompatibleError(
+                    f"no rank has KV head {head} of layers {layer}..{end_layer - 1}, which rank "
+                    f"{index} of the other worker needs: the two do not run the same model",
+                    field="num_kv_heads",
+                )
+            routes.append(Route(holders[index % len(holders)], index, part))
     return routes
 
 
-def _bands(sources: Sequence[Rect], target: Rect) -> Iterator[tuple[int, int]]:
-    """The target's layers, cut wherever a source's layers begin or end."""
-    cuts = {target.first_layer, target.end_layer}
-    for source in sources:
-        cuts |= {source.first_layer, source.end_layer}
-    inside = sorted(c for c in cuts if target.first_layer <= c <= target.end_layer)
-    yield from pairwise(inside)
-
-
-def _cover(
-    sources: Sequence[Rect], index: int, target: Rect, first_layer: int, end_layer: int
-) -> Iterator[Route]:
-    head = target.first_head
-    while head < target.end_head:
-        holders = [
-            i
-            for i, s in enumerate(sources)
-            if s.first_head <= head < s.end_head
-            and s.first_layer <= first_layer
-            and end_layer <= s.end_layer
-        ]
-        if not holders:
-            raise IncompatibleError(
-                f"no rank has KV head {head} of layers {first_layer}..{end_layer - 1}, which rank "
-                f"{index} of the other worker needs: the two do not run the same model",
-                field="num_kv_heads",
-            )
-        chosen = holders[index % len(holders)]
-        heads = min(sources[chosen].end_head, target.end_head) - head
-        yield Route(chosen, index, Rect(head, heads, first_layer, end_layer - first_layer))
-        head += heads
+def _cuts(whole: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`whole` cut wherever one of the others begins or ends."""
+    edges = {edge for other in others for edge in other if whole[0] < edge < whole[1]}
+    return list(pairwise(sorted({*whole, *edges})))

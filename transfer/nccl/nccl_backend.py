@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
-from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
+from pullfill.errors import ConfigError, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.copies import visible
@@ -162,36 +162,33 @@ class NcclOwner(_NcclBackend):
         """See Backend. The peer has sent nothing yet. It waits for our word, and hears the refusal
         instead."""
         try:
-            if self._hear().fresh:
+            if self._announced().fresh:
                 self._drop()
         except BaseException:
             self._drop()
             raise
 
     def _agree(self) -> Communicator:
-        assert self._connection is not None
-        said = self._hear()
+        said = self._announced()
         if said.fresh:
             self._drop()
             self._generation = said.generation
             unique_id = self._device.unique_id(self._watch())
-            self._connection.send(encode(NcclStart(unique_id=unique_id)))
+            self._link.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
-            said = self._hear()
+            said = self._announced()
         comm = self.resource
         if comm is None or said.generation != self._generation or not comm.usable:
             raise TransferFailed("the communicator was given up here; it is made anew")
         return comm
 
-    def _hear(self) -> NcclUse:
-        assert self._connection is not None
-        said = decode(self._connection.receive(), NcclUse)
+    def _announced(self) -> NcclUse:
+        said = decode(self._link.receive(), NcclUse)
         self._step = said.message_bytes
         return said
 
     def _meet(self) -> None:
-        assert self._connection is not None
-        self._connection.send(encode(NcclReady()))
+        self._link.send(encode(NcclReady()))
 
 
 class NcclPeer(_NcclBackend):
@@ -211,14 +208,9 @@ class NcclPeer(_NcclBackend):
         failpoints.hit("nccl.ready")
 
     def _ask(self, wanted: type[T], *, fresh: bool) -> T:
-        assert self._connection is not None
         use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
-        self._connection.send(encode(use))
-        answer = self._connection.receive()
-        try:
-            return decode(answer, wanted)
-        except BadMessage:
-            raise Interjected(answer) from None
+        self._link.send(encode(use))
+        return self._hear(wanted)
 
 
 class NcclKind(BackendKind):

@@ -71,12 +71,10 @@ class NixlOwner(LazyBackend[Agent]):
 
     def discard(self, nbytes: int) -> None:
         """See Backend. The peer's bytes stay where they are. Next it hears the owner's answer."""
-        assert self._connection is not None
-        self._meet(decode(self._connection.receive(MAX_FRAME), NixlRuns))
+        self._meet(decode(self._link.receive(MAX_FRAME), NixlRuns))
 
     def _move(self, verb: str, runs: Runs) -> None:
-        assert self._connection is not None
-        said = decode(self._connection.receive(MAX_FRAME), NixlRuns)
+        said = decode(self._link.receive(MAX_FRAME), NixlRuns)
         theirs = _checked(said, runs.total)
         try:
             self._meet(said)
@@ -88,7 +86,7 @@ class NixlOwner(LazyBackend[Agent]):
         except BaseException:
             self._drop()
             raise
-        self._connection.send(encode(NixlMoved()))
+        self._link.send(encode(NixlMoved()))
 
     def _meet(self, said: NixlRuns) -> None:
         if said.generation == self._generation:
@@ -110,7 +108,6 @@ class NixlPeer(LazyBackend[Agent]):
 
     def send(self, runs: Runs) -> None:
         """Name the bytes of a batch, and wait until the owner has moved them."""
-        assert self._connection is not None
         try:
             metadata = b""
             if self.resource is None:
@@ -123,13 +120,9 @@ class NixlPeer(LazyBackend[Agent]):
                 device=-1 if self._memory.device is None else self._memory.device,
                 iovec=runs.iovec.astype("<u8").tobytes(),
             )
-            self._connection.send(encode(said))
+            self._link.send(encode(said))
             self._help(self.resource)
-            answer = self._connection.receive()
-            try:
-                decode(answer, NixlMoved)
-            except BadMessage:
-                raise Interjected(answer) from None
+            self._hear(NixlMoved)
         except Interjected:
             raise
         except BaseException:
@@ -142,9 +135,8 @@ class NixlPeer(LazyBackend[Agent]):
 
     def _help(self, agent: Agent) -> None:
         """Let UCX answer the owner until the owner says something or leaves."""
-        assert self._connection is not None
         poll = select.poll()
-        poll.register(self._connection.fd, select.POLLIN)
+        poll.register(self._link.fd, select.POLLIN)
         pauses, watch = Pauses(), self._watch(_LOOK_EVERY)
         while not poll.poll(0):
             watch()

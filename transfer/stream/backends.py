@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from pullfill.errors import TransferFailed
+from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.kv_protocol import SocketConnection
+from pullfill.wire import decode
 
 
 class Interjected(TransferFailed):
@@ -122,6 +123,7 @@ class _Resource(Protocol):
 
 
 R = TypeVar("R", bound=_Resource)
+M = TypeVar("M")
 
 
 class LazyBackend(Backend, Generic[R]):
@@ -145,6 +147,20 @@ class LazyBackend(Backend, Generic[R]):
     def close(self) -> None:
         self._drop()
 
+    @property
+    def _link(self) -> SocketConnection:
+        """After `start`."""
+        assert self._connection is not None
+        return self._connection
+
+    def _hear(self, wanted: type[M]) -> M:
+        """Peer: the next word of the owner's backend. Raises Interjected."""
+        answer = self._link.receive()
+        try:
+            return decode(answer, wanted)
+        except BadMessage:
+            raise Interjected(answer) from None
+
     def _drop(self) -> None:
         resource, self.resource = self.resource, None
         if resource is not None:
@@ -155,9 +171,8 @@ class LazyBackend(Backend, Generic[R]):
         interrupt, when the peer has left, and when the stall time is over.
 
         look_every: look at the connection and the clock once in so many calls."""
-        assert self._connection is not None
-        stall_s, poll = self._connection.stall_s, select.poll()
-        poll.register(self._connection.fd, select.POLLRDHUP)
+        stall_s, poll = self._link.stall_s, select.poll()
+        poll.register(self._link.fd, select.POLLRDHUP)
         until = time.monotonic() + stall_s
         calls = itertools.count(1)
 
