@@ -166,7 +166,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
         source, target = (rng.permutation(blocks)[:count].tolist() for _ in range(2))
         mine = GpuMemory(layout, device.number)
         with GpuProgram("owner", directory, LAYERS, blocks, 1, page) as owner:
-            session = CudaIpcTransport(device.number).connect(mine.memory, owner.descriptor())
+            session = CudaIpcTransport([device.number]).connect(mine.memory, owner.descriptor())
             token = owner.open()
             there = session._remote_address  # type: ignore[attr-defined]
             here = mine.memory.address

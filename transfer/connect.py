@@ -174,7 +174,7 @@ def peer_transports(
     memory = memories[0]
     gpus = [rank.device for rank in memories if rank.device is not None]
     mapped: dict[str, PeerTransport] = {
-        "cuda_ipc": CudaIpcTransport(memory.device, others=gpus),
+        "cuda_ipc": CudaIpcTransport(gpus),
         "shm": ShmTransport(),
     }
     found = [mapped[name] for name in _usable(mapped, chosen, memory)]

@@ -10,7 +10,7 @@ heads, pipeline parallelism the layers. `plan_routes` connects workers that spli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 
 from pullfill.errors import BadMessage, IncompatibleError
@@ -20,16 +20,7 @@ from pullfill.wire import RegionDescriptor
 
 def layout_of(descriptor: RegionDescriptor) -> KvLayout:
     """The layout of a described region. Raises BadMessage unless all of it is inside the region."""
-    layout = KvLayout(
-        base_offset=descriptor.base_offset,
-        num_layers=descriptor.num_layers,
-        num_blocks=descriptor.num_blocks,
-        num_kv_heads=descriptor.num_kv_heads,
-        page_bytes=descriptor.page_bytes,
-        layer_stride=descriptor.layer_stride,
-        block_stride=descriptor.block_stride,
-        head_stride=descriptor.head_stride,
-    )
+    layout = KvLayout(*(getattr(descriptor, field.name) for field in fields(KvLayout)))
     check_bounds(layout, descriptor.nbytes)
     return layout
 

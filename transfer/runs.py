@@ -102,7 +102,7 @@ class Copies:
             yield from spelled_out.batches(max_bytes, max_runs)
             return
         most, at_once = max_bytes // self.rows.count, max_runs // self.rows.count
-        source, target, nbytes = self._cut(most)
+        source, target, nbytes = self._cut(most & -4096 or most)  # pages stay aligned
         ends = [*accumulate(nbytes)]
         first = done = 0
         while first < len(nbytes):

@@ -194,7 +194,7 @@ def test_out_of_reach_of_other_hosts_and_of_cpu_memory(gpu_rig: Rig, gpu_region:
     assert "another host" in (gpu_rig.transport.can_reach(elsewhere) or "")
     with pytest.raises(PeerUnavailable, match="another host"):
         gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, elsewhere)
-    on_cpu = CudaIpcTransport(None, lambda: driver_of(gpu_rig.transport))
+    on_cpu = CudaIpcTransport([], lambda: driver_of(gpu_rig.transport))
     assert "not on a GPU" in (on_cpu.can_reach(gpu_region.descriptor) or "")
     with pytest.raises(IncompatibleError):
         on_cpu.connect(replace(gpu_rig.local(DENSE).memory, device=None), gpu_region.descriptor)
@@ -434,7 +434,7 @@ def test_every_head_gets_where_it_belongs(
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
     owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
     assert owner is not None
-    transport = CudaIpcTransport(0, lambda: driver, driver.lane)
+    transport = CudaIpcTransport([0], lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
     session = connect(prefill.memories, seen_by_others(owner), [transport])
     source, target = [7, 0, 3], [2, 11, 5]
@@ -484,7 +484,7 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
     (descriptor,) = seen_by_others(owner)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
     assert gpus == [0, 1]
-    transport = CudaIpcTransport(0, lambda: driver, driver.lane, others=gpus)
+    transport = CudaIpcTransport(gpus, lambda: driver, driver.lane)
     assert transport.can_reach(descriptor) is None
     driver.apart = frozenset({(1, 0)})
     assert transport.can_reach(descriptor) == "GPU 1 cannot reach memory of GPU 0 directly"

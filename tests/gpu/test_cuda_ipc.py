@@ -41,7 +41,7 @@ def mine() -> GpuMemory:
 
 @pytest.fixture
 def session(owner: GpuProgram, mine: GpuMemory) -> Iterator[PeerSession]:
-    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
+    transport, descriptor = CudaIpcTransport([0]), owner.descriptor()
     assert transport.can_reach(descriptor) is None
     made = transport.connect(mine.memory, descriptor)
     yield made
@@ -83,7 +83,7 @@ def test_reads_bring_what_the_owner_has(
 
 
 def test_two_hundred_connects_leave_nothing(owner: GpuProgram, mine: GpuMemory) -> None:
-    transport, descriptor, token = CudaIpcTransport(0), owner.descriptor(), owner.open()
+    transport, descriptor, token = CudaIpcTransport([0]), owner.descriptor(), owner.open()
 
     def once() -> None:
         session = transport.connect(mine.memory, descriptor)
@@ -176,7 +176,7 @@ def test_an_owner_that_dies_takes_nobody_with_it(
 
 
 def test_an_owner_that_is_gone(owner: GpuProgram, mine: GpuMemory) -> None:
-    transport, descriptor = CudaIpcTransport(0), owner.descriptor()
+    transport, descriptor = CudaIpcTransport([0]), owner.descriptor()
     owner.process.kill()
     owner.process.wait()
     # The fence file is still there (nobody swept it), but the memory's handle opens no more.

@@ -310,6 +310,7 @@ class FakeKernel:
 
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
         assert not self._stream.queued, "the table of an earlier launch is overwritten"
+        assert not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
         error = self._driver.launch_error
         half = len(nbytes) // 2 if error else len(nbytes)
         self._driver.launched.append(half)

@@ -171,7 +171,7 @@ def writer(path: str, fill: str, device: str = "0") -> None:
     kv = GpuMemory(layout_of(descriptor), int(device))
     kv.buffer.view(torch.uint8).fill_(int(fill))
     torch.cuda.synchronize(kv.buffer.device)
-    over: PeerTransport = CudaIpcTransport(kv.memory.device)
+    over: PeerTransport = CudaIpcTransport([int(device)])
     if "nccl" in descriptor.endpoints:
         over = StreamTransport(make_kind())
     session = over.connect(kv.memory, descriptor)

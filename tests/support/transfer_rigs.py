@@ -251,7 +251,7 @@ def ipc_rig(directory: Path) -> Rig:
         ranks = [MappedRank(memory, exported=exported)]
         return Owner(files, ranks, instance_id=instance_id, **options), data
 
-    return _GpuRig("cuda_ipc", CudaIpcTransport(0, lambda: driver, driver.lane), make)
+    return _GpuRig("cuda_ipc", CudaIpcTransport([0], lambda: driver, driver.lane), make)
 
 
 class _GpuRig(Rig):

@@ -124,7 +124,7 @@ def main() -> None:
         "shm": ShmTransport,
         "tcp": lambda: StreamTransport(TcpKind()),
         "nixl": lambda: StreamTransport(NixlKind()),
-        "cuda_ipc": lambda: CudaIpcTransport(0, lambda: driver, gpus.lane),
+        "cuda_ipc": lambda: CudaIpcTransport([0], lambda: driver, gpus.lane),
     }
     on_gpu = name == "cuda_ipc"
     data = gpus.allocate(descriptor.nbytes).data if on_gpu else np.empty(descriptor.nbytes, "u1")

@@ -185,29 +185,25 @@ class CudaIpcTransport:
 
     def __init__(
         self,
-        device: int | None,
+        devices: Iterable[int],
         driver: Callable[[], CudaDriver] = load,
         lane: Callable[[int], Lane] = lane_of,
-        others: Iterable[int] = (),
     ) -> None:
-        """device: the GPU that holds our KV memory (`LocalMemory.device`).
-
-        others: GPUs of our other ranks. Memory that one of them cannot reach counts as out of
-        reach."""
-        self._device = device
-        self._others = frozenset(others) - {device}
+        """devices: the GPUs that hold the KV memory of our ranks (`LocalMemory.device`). Memory
+        that one of them cannot reach counts as out of reach."""
+        self._devices = tuple(dict.fromkeys(devices))
         self._driver = driver
         self._lane = lane
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Maps the memory only if its device is not visible here."""
-        if self._device is None:
+        if not self._devices:
             return "this worker's KV memory is not on a GPU"
         try:
             endpoint, driver = IpcEndpoint.of(descriptor), self._driver()
-            _check_here(endpoint, driver, self._device)
+            _check_here(endpoint, driver, self._devices[0])
             os.close(open_same(endpoint.fence, endpoint.fence_inode))
-            for device in (self._device, *sorted(self._others)):
+            for device in self._devices:
                 if (reason := self._why_no_path(driver, device, endpoint)) is not None:
                     return reason
             return None

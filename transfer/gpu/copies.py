@@ -138,8 +138,10 @@ class Lane:
     def _queue(
         self, target: Addresses, source: Addresses, nbytes: Addresses, link: Interconnect
     ) -> None:
+        # 16 divides all addresses and lengths of KV pages, and the kernel needs that.
+        aligned = not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
         # Waited for before the next one, because the kernel's table is in use until then.
-        if self._kernel is not None and int(nbytes.mean()) < link.small_run:
+        if self._kernel is not None and aligned and int(nbytes.mean()) < link.small_run:
             self._kernel.launch(target, source, nbytes)
         else:
             # Within one GPU, engines reach a small part of what the memory gives.

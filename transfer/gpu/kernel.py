@@ -29,21 +29,17 @@ _WIDTH = 3
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy_runs(table, WIDE: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def _copy_runs(table, LANES: tl.constexpr, STEPS: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     piece = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1).to(tl.int64)
     source = tl.load(table + run * 3)
     target = tl.load(table + run * 3 + 1)
     words = tl.load(table + run * 3 + 2)
-    if WIDE:
-        # The compiler does not know what the table holds. `launch` has checked the alignment: to
-        # promise it here makes loads and stores 16 bytes wide.
-        s = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
-        d = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
-        words = tl.multiple_of(words, 2)
-    else:
-        s = source.to(tl.pointer_type(tl.int8))
-        d = target.to(tl.pointer_type(tl.int8))
+    # The compiler does not know what the table holds. To promise the alignment here makes loads and
+    # stores 16 bytes wide.
+    s = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+    d = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
+    words = tl.multiple_of(words, 2)
     first = piece * (LANES * STEPS)
     for step in range(STEPS):
         at = first + step * LANES + tl.arange(0, LANES)
@@ -69,38 +65,36 @@ class RunKernel:
         self._stream: Any = torch.cuda.ExternalStream(stream, device) if on_gpu else None
 
     def launch(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        """Queue copies of 4 GiB at most, between addresses that this device can reach."""
+        """Queue copies of 4 GiB at most, between addresses that this device can reach. 16
+        divides all addresses and lengths."""
         if not len(nbytes):
             return
         # All runs launch as many programs as the longest one. So long runs become several rows.
         target, source, nbytes = _cut(target, source, nbytes)
         count = len(nbytes)
-        # 16 divides all addresses and lengths of KV pages. Otherwise a load is one byte wide.
-        wide = not int(np.bitwise_or.reduce(target | source | nbytes)) & 15
         rows = self._rows[:count]
         rows[:, 0] = source
         rows[:, 1] = target
-        rows[:, 2] = nbytes >> np.uint64(3) if wide else nbytes
+        rows[:, 2] = nbytes >> np.uint64(3)
         pieces = -(-int(rows[:, 2].max()) // (LANES * STEPS))
         if self._stream is None:
-            self._run(count, pieces, wide)
+            self._run(count, pieces)
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._table[:count].copy_(self._host[:count], non_blocking=True)
-            self._run(count, pieces, wide)
+            self._run(count, pieces)
 
     def warm(self) -> None:
-        """Compile both widths now. It takes seconds: too long for somebody who holds a fence."""
+        """Compile it now. It takes seconds: too long for somebody who holds a fence."""
         buffer = torch.zeros(64, dtype=torch.uint8, device=self._device)
         base = np.array([buffer.data_ptr()], np.uint64)
-        for nbytes in (16, 1):
-            self.launch(base + np.uint64(32), base, np.array([nbytes], np.uint64))
-            if self._stream is not None:
-                self._stream.synchronize()
+        self.launch(base + np.uint64(32), base, np.array([16], np.uint64))
+        if self._stream is not None:
+            self._stream.synchronize()
 
-    def _run(self, count: int, pieces: int, wide: bool) -> None:
+    def _run(self, count: int, pieces: int) -> None:
         # Pieces first: the second dimension of a CUDA grid ends at 65,535.
-        _copy_runs[(pieces, count)](self._table, WIDE=wide, LANES=LANES, STEPS=STEPS)
+        _copy_runs[(pieces, count)](self._table, LANES=LANES, STEPS=STEPS)
 
 
 def _cut(

@@ -43,16 +43,18 @@ def move(driver: FakeDriver, copier: GpuCopier, todo: Copies, nbytes: int = 1 <<
 
 def test_short_runs_go_through_the_kernel_and_long_ones_through_the_engines() -> None:
     driver, copier = rig()
-    move(driver, copier, batch((0, 5000, 4096), (9000, 20_000, 8192)))
+    move(driver, copier, batch((0, 4992, 4096), (9008, 20_000, 8192)))
     assert (driver.launched, driver.copies) == ([], [2])
-    move(driver, copier, batch((0, 5000, 40), (9000, 20_000, 80)))
+    move(driver, copier, batch((0, 4992, 48), (9008, 20_000, 80)))
     assert (driver.launched, driver.copies) == ([2], [2, 2])
+    move(driver, copier, batch((0, 4992, 48), (9000, 20_000, 80)))
+    assert (driver.launched, driver.copies) == ([2], [2, 2, 2]), "the kernel moves 16 bytes at once"
 
 
 def test_engines_where_there_is_no_kernel() -> None:
     driver = FakeDriver()
     copier = GpuCopier(Lane(driver, 0, lambda *_: None), SAME)
-    move(driver, copier, batch((0, 5000, 40)))
+    move(driver, copier, batch((0, 4992, 48)))
     assert (driver.launched, driver.copies) == ([], [1])
     assert driver.engines == [False], "as the driver likes: the engines are slow within one GPU"
 
@@ -122,7 +124,7 @@ def test_sessions_take_turns() -> None:
 
     copiers = [GpuCopier(driver.lane(0), queued=queued) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(move, driver, c, batch((0, 100, 50))) for c in copiers]:
+        for done in [pool.submit(move, driver, c, batch((0, 96, 48))) for c in copiers]:
             done.result()
     assert most == [1] * 4
     assert len(driver.streams) == 1
