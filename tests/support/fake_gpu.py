@@ -15,9 +15,6 @@ the GPU. Each rule names the section of NVIDIA's CUDA Driver API manual that sta
   also where another GPU has mapped it.
 - *Memory Management*, cuIpcOpenMemHandle: a handle opened again gives the same address and counts;
   each opening needs its cuIpcCloseMemHandle; to free memory before that is undefined.
-- *Context Management*, cuCtxDestroy: the memory of a context goes with it, and the end of a process
-  ends its contexts. So to copy from or to mapped memory of a process that has ended is undefined.
-  Here it is the worst of what may happen: an error of the device.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import select
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -69,21 +65,10 @@ class DeviceMemory:
 
 @dataclass
 class _Opened:
-    """`owner`: a pidfd of the process that exported it."""
-
     map: mmap.mmap
     data: NDArray[np.uint8]
     device: int
     handle: bytes
-    owner: int
-
-    @property
-    def freed(self) -> bool:
-        return bool(select.select([self.owner], [], [], 0)[0])
-
-    def holds(self, address: int) -> bool:
-        base = self.data.ctypes.data
-        return base <= address < base + len(self.data)
 
 
 @dataclass
@@ -161,13 +146,6 @@ class FakeDriver:
             inside = (base <= address and address + size <= base + n for base, n in regions.items())
             assert any(inside), f"{address:#x} + {size} is no memory of a GPU"
 
-    def undefined(self, copy: tuple[int, int, int]) -> bool:
-        """Whether a copy's target or source is memory of a process that has ended."""
-        target, source, _ = copy
-        with self._tables:
-            gone = [opened for opened in self._opened.values() if opened.freed]
-            return any(opened.holds(target) or opened.holds(source) for opened in gone)
-
     def count(self) -> int:
         return len(self.devices)
 
@@ -226,12 +204,11 @@ class FakeDriver:
                 pid, fd, _ = handle.split()
                 with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b", buffering=0) as file:
                     mapped = mmap.mmap(file.fileno(), 0)
-                owner = os.pidfd_open(int(pid))
             except (OSError, ValueError) as exc:
                 raise TransferFailed("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE") from exc
             data = np.frombuffer(mapped, np.uint8)
             base = data.ctypes.data
-            self._opened[base] = _Opened(mapped, data, device, handle, owner)
+            self._opened[base] = _Opened(mapped, data, device, handle)
             self.openings[base] += 1
             return base
 
@@ -244,7 +221,6 @@ class FakeDriver:
                 assert opened.device == device
                 opened.data = np.empty(0, np.uint8)
                 opened.map.close()
-                os.close(opened.owner)
         self.check()
 
     def stream(self, device: int) -> FakeStream:
@@ -287,8 +263,7 @@ class FakeStream:
         driver = self._driver
         driver.before_sync()
         driver.check()
-        copies = [copy for batch in self.queued for copy in batch]
-        if driver.fail_sync or any(map(driver.undefined, copies)):
+        if driver.fail_sync:
             driver.error = "cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS"
         driver.check()
         for batch in self.queued:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,10 +17,10 @@ TOKEN = FenceToken(slot=0, epoch=1)
 
 
 class _Scripted:
-    """A PeerSession that does what it is told."""
+    """A PeerSession that does what it is told when it writes and when it is closed."""
 
-    def __init__(self, failure: Exception | None = None, transport: str = "shm") -> None:
-        self.failure, self.transport = failure, transport
+    def __init__(self, act: Callable[[], None] = lambda: None, transport: str = "shm") -> None:
+        self.act, self.transport = act, transport
         self.moves: list[str] = []
         self.closed = False
 
@@ -33,14 +33,22 @@ class _Scripted:
         self.moves.append(verb)
         if verb == "read":
             return MoveResult(len(s), 7, 0.5)
-        if self.failure is not None:
-            raise self.failure
+        self.act()
         return MoveResult(len(s), 10, 0.5)
 
     def close(self) -> None:
         self.closed = True
-        if self.failure is not None:
-            raise self.failure
+        self.act()
+
+
+def failing(exc: Exception, begun: threading.Event | None = None) -> _Scripted:
+    """Once `begun` is set."""
+
+    def fail() -> None:
+        assert begun is None or begun.wait(10)
+        raise exc
+
+    return _Scripted(fail)
 
 
 def test_sums_and_roles() -> None:
@@ -57,48 +65,24 @@ def test_sums_and_roles() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
-    broken = [_Scripted(TransferFailed("broken")), _Scripted(Fenced("gone"))][::order]
+    broken = [failing(TransferFailed("broken")), failing(Fenced("gone"))][::order]
     whole = GroupSession(broken, broken)
     with pytest.raises(Fenced):
         whole.move("write", TOKEN, [1], [2])
 
 
-class _Slow(_Scripted):
-    """Writes one byte after the other until it has written all."""
-
-    def __init__(self, data: bytearray, begun: threading.Event) -> None:
-        super().__init__()
-        self._data, self._begun = data, begun
-
-    def move(
-        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
-    ) -> MoveResult:
-        for index in range(len(self._data)):
-            time.sleep(0.001)
-            self._data[index] = 1
-            self._begun.set()
-        return super().move(verb, fence, s, t)
-
-
-class _FailsLater(_Scripted):
-    """Fails once another member is in the middle of its part."""
-
-    def __init__(self, failure: Exception, begun: threading.Event) -> None:
-        super().__init__(failure)
-        self._begun = begun
-
-    def move(
-        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
-    ) -> MoveResult:
-        assert self._begun.wait(10)
-        return super().move(verb, fence, s, t)
-
-
 @pytest.mark.parametrize("first", ["fails", "writes"])
 def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
     """The owner takes the blocks back then, and gives them to others."""
-    failure, data, begun = Fenced("gone"), bytearray(20), threading.Event()
-    sessions: list[_Scripted] = [_FailsLater(failure, begun), _Slow(data, begun)]
+    data, begun = bytearray(20), threading.Event()
+
+    def write_slowly() -> None:
+        for index in range(len(data)):
+            time.sleep(0.001)
+            data[index] = 1
+            begun.set()
+
+    sessions = [failing(Fenced("gone"), begun), _Scripted(write_slowly)]
     if first == "writes":
         sessions.reverse()
     whole = GroupSession(sessions, sessions)
@@ -123,7 +107,7 @@ def test_without_more_threads_the_parts_are_copied_one_after_the_other(
 
 
 def test_interrupt_and_close_reach_everyone() -> None:
-    members = [_Scripted(), _Scripted(TransferFailed("x")), _Scripted()]
+    members = [_Scripted(), failing(TransferFailed("x")), _Scripted()]
     whole = GroupSession(members, members)
     whole.interrupt()
     assert all(s.moves == ["interrupt"] for s in members)
