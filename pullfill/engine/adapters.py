@@ -160,18 +160,16 @@ class Adapters:
         asked for an identity, its content.
 
         fields: those of vLLM's LoRARequest, as they came over the wire."""
+        failure = None
         try:
             asked = _converted(fields)
             named = self.named(asked if parted(asked.lora_name)[1] else _identified(asked))
         except BadMessage as exc:
             failure = exc
 
-            def fail(core: Any) -> str:
-                raise failure
-
-            return fail
-
         def load(core: Any) -> str:
+            if failure is not None:
+                raise failure
             if named.lora_name == asked.lora_name:
                 self._check_newest(asked)
             self.load(core, named)
