@@ -238,11 +238,3 @@ def prefill_task(
         fence=fence, mode=mode,
     )  # fmt: skip
     return PrefillTask(job, grant, list(tokens), block, transfer_worker, on_done, on_computed)
-
-
-def wait_for(what: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Poll from a plain thread; the bound is for hangs only."""
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, "this never happened"
-        time.sleep(0.002)

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from pullfill.runtime.serial_executor import SerialExecutor
-from tests.support.fakes import wait_for
+from tests.support.waiting import eventually
 
 
 def test_calls_run_in_order_and_one_at_a_time() -> None:
@@ -39,7 +39,7 @@ def test_a_stuck_one_delays_nobody_and_an_idle_one_has_no_thread() -> None:
     assert all(executor.busy for executor in stuck)
     gate.set()
     assert all(executor.wait(10) for executor in stuck)
-    wait_for(lambda: threading.active_count() <= before)
+    eventually(lambda: threading.active_count() <= before)
     assert free.submit(lambda: 8).result(10) == 8
 
 

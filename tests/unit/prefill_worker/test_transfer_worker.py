@@ -16,8 +16,9 @@ from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken, KvMode
-from tests.support.fakes import prefill_task, wait_for
+from tests.support.fakes import prefill_task
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
+from tests.support.waiting import eventually
 
 FENCE = FenceToken(slot=1, epoch=1)
 LAYOUT = dense_layout(2, 8, 1, 64)
@@ -108,7 +109,7 @@ def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     transfer_worker.write(second.task, [3], [5], False, second.done)
     assert second.callbacks == []
     session.gate.set()
-    wait_for(lambda: len(second.callbacks) == 3)
+    eventually(lambda: len(second.callbacks) == 3)
     assert session.done[-1] == ("write", [3], [5])
 
 
@@ -126,7 +127,7 @@ def test_the_engine_starts_no_threads_for_the_parts_of_several_ranks(credits: Cr
         threads.add(threading.current_thread().name)
 
     transfer_worker.write(calls.task, [1], [6], True, done)
-    wait_for(lambda: calls.ends)
+    eventually(lambda: calls.ends)
     assert threads
     assert here not in threads
     transfer_worker.close()
@@ -143,8 +144,8 @@ def test_a_failed_write_ends_the_task_and_the_rest_is_dropped_but_no_failed_read
     assert calls.ends == [], "the prefix is computed here"
     transfer_worker.write(calls.task, [1], [6], False, calls.done)
     transfer_worker.write(calls.task, [2], [7], True, calls.done)
-    wait_for(lambda: len(calls.callbacks) == 3)
-    wait_for(lambda: calls.ends)
+    eventually(lambda: len(calls.callbacks) == 3)
+    eventually(lambda: calls.ends)
     assert isinstance(calls.ends[0], Fenced)
     assert len(calls.ends) == 1
     assert calls.task.written_blocks == 0
@@ -167,7 +168,7 @@ def test_cancelled_work_is_not_done_but_answered(
     calls = held_in_the_first_of_two(transfer_worker, session)
     calls.task.cancel()
     session.gate.set()
-    wait_for(lambda: len(calls.callbacks) == 2)
+    eventually(lambda: len(calls.callbacks) == 2)
     assert session.done == [("write", [1], [6])], "a running copy ends by itself"
     assert isinstance(calls.callbacks[1], HandoffError)
 
@@ -256,7 +257,7 @@ def test_pull_after_a_preemption_keeps_the_new_blocks(
     transfer_worker.write(calls.task, [3, 1], [5, 6], False, calls.done)
     assert transfer_worker.flush(calls.task)
     transfer_worker.write(calls.task, [4, 0, 2], [5, 6, 7], True, calls.done)
-    wait_for(lambda: calls.ends)
+    eventually(lambda: calls.ends)
     assert calls.task.kept_blocks == [4, 0, 2]
     assert used(credits) == 3, "charged once"
     calls.task.cancel()
@@ -271,7 +272,7 @@ def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits
     calls.task.cancel()
     transfer_worker.let_go(calls.task)
     transfer_worker.write(calls.task, [1], [6], True, calls.done)
-    wait_for(lambda: calls.callbacks)
+    eventually(lambda: calls.callbacks)
     assert isinstance(calls.callbacks[0], HandoffError)
     assert (calls.task.kept, calls.task.outstanding, used(credits)) == ({}, 0, 0)
 
