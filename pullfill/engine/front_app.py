@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from pullfill.engine.front_client import DecodeClient, DecodePort
 
 _log = log.get("engine.front_app")
+# vLLM's routes, in its development mode, that put an engine to sleep, pause it, change its weights
+# or call into it. They fail where there are many engines, so they are not served.
+_OF_ONE_ENGINE = tuple(
+    f"vllm.entrypoints.{name}." for name in ("rl", "serve.dev.rpc", "serve.dev.sleep")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,12 @@ class FrontApp:
         client = engine.engine_core
         tasks = await engine.get_supported_tasks()
         app = build_app(args, tasks, engine.model_config)
+        modules = [getattr(getattr(r, "endpoint", ""), "__module__", "") for r in app.router.routes]
+        app.router.routes[:] = [
+            route
+            for route, module in zip(app.router.routes, modules, strict=True)
+            if not module.startswith(_OF_ONE_ENGINE)
+        ]
         await init_app_state(engine, app.state, args, tasks)
         front_patches.settle_errors(app.state)
         front_patches.tell_failures(app.state, engine)

@@ -9,10 +9,7 @@ from pullfill.engine.release import v0_32
 
 class Release(v0_32.Release):
     """Hits are not counted by source. No method makes the StructuredOutputsConfig. All requests ask
-    for a watermark, also if the engine makes none. On CPU it packs the weights of convolutions of
-    every dtype for a kernel that takes bfloat16 only."""
-
-    convolves_float32 = False
+    for a watermark, also if the engine makes none."""
 
     def structured_outputs(self, args: Any) -> Any:
         config = args.structured_outputs_config

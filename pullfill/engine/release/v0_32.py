@@ -11,12 +11,10 @@ class Release:
     prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt.
     speculates_on_cpu: whether an engine on CPU survives its first draft.
     offloads_kv: whether vLLM's KV offloading beside our connector is tested.
-    seats: vLLM's name for the most requests that its scheduler lets run at once.
-    convolves_float32: whether Mamba-2 layers load in float32 on CPUs with AVX-512 BF16."""
+    seats: vLLM's name for the most requests that its scheduler lets run at once."""
 
     speculates_on_cpu = True
     offloads_kv = True
-    convolves_float32 = True
     seats = "max_num_active_reqs"
 
     prompt_logprobs: tuple[str, ...] = (
