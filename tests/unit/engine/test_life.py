@@ -24,13 +24,10 @@ from hypothesis import strategies as st
 from pullfill.engine.host import EngineHost, Pulse
 from pullfill.engine.life import EngineLife, EngineWatchdog, Health
 from pullfill.errors import EngineStuck, IncompatibleError, NotNow
-from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.transfer.contract import LocalMemory, MoveResult
-from pullfill.transfer.layout import dense_layout
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 from tests.support.engine_host import engine_threads
-from tests.support.fakes import FakeClock, prefill_task
+from tests.support.fakes import FakeClock
 from tests.support.late import Late
 from tests.support.waiting import eventually
 
@@ -277,50 +274,20 @@ async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_mem
         assert host.freed.is_set()
 
 
-class Session:
-    """One copy that lasts as long as the test wants."""
-
-    transport = "slow"
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self.inside, self.go_on = threading.Event(), threading.Event()
-        self.freed_under_it: bool | None = None
-
-    def move(self, *_: object) -> MoveResult:
-        self.inside.set()
-        assert self.go_on.wait(PATIENCE_S)
-        self.freed_under_it = self._host.freed.is_set()
-        return MoveResult(1, 0, 0.0)
-
-    def interrupt(self) -> None:
-        """A copy out of mapped memory waits for nobody, and is not to be interrupted."""
-
-    def close(self) -> None: ...
-
-
 async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes() -> None:
+    """`TransferWorker.join` waits for its copies."""
     host = Host()
     async with running(host) as engine:
-        session, owner = Session(host), Owner(engine, host)
-        transfer_worker = TransferWorker(
-            session, "decode-1", [LocalMemory(0, 0, dense_layout(1, 1, 1, 1))], Credits(1)
-        )  # type: ignore[arg-type]
-        task = prefill_task(transfer_worker, tokens=[1], block=1)
-        transfer_worker.write(task, [0], [0], True, lambda *_: None)
-        await asyncio.to_thread(session.inside.wait, PATIENCE_S)
-        transfer_worker.close()
+        copied, owner = threading.Event(), Owner(engine, host)
+        copies: Any = SimpleNamespace(join=copied.wait)
         context = WorkerContext("prefill-1", owner=owner)  # type: ignore[arg-type]
-        ending = asyncio.create_task(
-            memory.end(engine, memory.KvMemory([context], [[transfer_worker]]))
-        )
+        ending = asyncio.create_task(memory.end(engine, memory.KvMemory([context], [[copies]])))
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
         assert not host.freed.is_set()
-        session.go_on.set()
+        assert not owner.closed
+        copied.set()
         await asyncio.wait_for(ending, PATIENCE_S)
-        assert session.freed_under_it is False
-        assert transfer_worker.join(0.0)
         assert owner.closed
         assert host.freed.is_set()
 

@@ -245,6 +245,7 @@ def test_push_returns_when_the_blocks_are_there(
     assert session.entered.wait(10)
     engine.join(0.02)
     assert engine.is_alive(), "the step waits"
+    assert not transfer_worker.join(0.0), "a copy runs"
     session.gate.set()
     engine.join(10)
     assert calls.callbacks == [None]
