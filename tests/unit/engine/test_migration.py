@@ -132,11 +132,18 @@ def named(request_id: str, external: str, **params: Any) -> Request:
 BASE = named("cmpl-a-0-12345678", "cmpl-a-0", seed=7, temperature=0.8)
 
 
-def test_ids_times_and_salts_do_not_matter() -> None:
+def test_what_the_engine_is_not_asked_for_does_not_matter() -> None:
     again = named("cmpl-b-0-87654321", "cmpl-b-0", seed=7, temperature=0.8)
     again = msgspec.structs.replace(again, arrival_time=1.0, priority=3, cache_salt="x")
     assert fingerprint(again) == fingerprint(BASE)
     assert len(fingerprint(BASE)) == 16
+    one = named("a", "a", extra_args={"x": 1, "y": {"p": 1, "q": 2}})
+    two = named("a", "a", extra_args={"y": {"q": 2, "p": 1}, "x": 1})
+    assert fingerprint(one) == fingerprint(two), "the order of keys"
+    # vLLM gives choice N the seed plus N.
+    choices = [named(f"{n}_cmpl-a-0-1234", "cmpl-a-0", seed=7 + n) for n in range(3)]
+    alone = named("cmpl-a-0-1234", "cmpl-a-0", seed=7)
+    assert {fingerprint(c) for c in choices} == {fingerprint(alone)}
 
 
 @pytest.mark.parametrize(
@@ -164,16 +171,3 @@ def test_what_the_engine_computes_from_matters(change: dict[str, Any]) -> None:
 def test_sampling_parameters_matter(params: dict[str, Any]) -> None:
     params = {"seed": 7, "temperature": 0.8, **params}
     assert fingerprint(named("cmpl-a-0-1", "cmpl-a-0", **params)) != fingerprint(BASE)
-
-
-def test_the_order_of_keys_does_not_matter() -> None:
-    one = named("a", "a", extra_args={"x": 1, "y": {"p": 1, "q": 2}})
-    two = named("a", "a", extra_args={"y": {"q": 2, "p": 1}, "x": 1})
-    assert fingerprint(one) == fingerprint(two)
-
-
-def test_the_choices_of_one_answer_share_it() -> None:
-    """vLLM gives choice N the seed plus N."""
-    choices = [named(f"{n}_cmpl-a-0-1234", "cmpl-a-0", seed=7 + n) for n in range(3)]
-    alone = named("cmpl-a-0-1234", "cmpl-a-0", seed=7)
-    assert {fingerprint(c) for c in choices} == {fingerprint(alone)}

@@ -81,43 +81,29 @@ def test_the_hint_takes_the_place_of_what_a_client_says() -> None:
 TTFT, ITL = b"x-pullfill-ttft-ms", b"x-pullfill-itl-ms"
 
 
-def applied(headers: list[tuple[bytes, bytes]], extra: dict[str, Any] | None = None) -> Any:
+def applied(*requests: list[tuple[bytes, bytes]], extra: dict[str, Any] | None = None) -> Any:
+    """The parameters of the last of these requests, by headers, of one connection."""
     params = SimpleNamespace(extra_args=extra)
 
     def run() -> None:
-        request_limits.note_targets(headers)
+        for headers in requests:
+            request_limits.note_targets(headers)
         request_limits.apply_targets(params)
 
     copy_context().run(run)
     return params
 
 
-def test_headers_become_targets() -> None:
-    params = applied([(TTFT, b"250"), (ITL, b"12.5"), (b"host", b"x")])
+def test_headers_become_targets_of_their_request_unless_it_names_others() -> None:
+    host = (b"host", b"x")
+    params = applied([(TTFT, b"250"), (ITL, b"12.5"), host])
     assert request_limits.targets_of(params) == (250.0, 12.5)
-
-
-def test_vllm_xargs_come_first_and_the_rest_stays() -> None:
-    params = applied([(TTFT, b"250")], {"ttft_ms": 99, "other": 1})
+    params = applied([(TTFT, b"250")], extra={"ttft_ms": 99, "other": 1})
     assert params.extra_args == {"ttft_ms": 99, "other": 1}
-
-
-def test_without_headers_nothing_is_touched() -> None:
-    assert applied([(b"host", b"x")]).extra_args is None
+    assert applied([host]).extra_args is None
+    # A connection that is kept serves its requests in one context.
+    assert applied([(TTFT, b"250")], [host]).extra_args is None
     assert request_limits.targets_of(None) == (None, None)
-
-
-def test_a_request_does_not_inherit_what_one_before_named() -> None:
-    """A connection that is kept serves its requests in one context."""
-    params = SimpleNamespace(extra_args=None)
-
-    def run() -> None:
-        request_limits.note_targets([(TTFT, b"250")])
-        request_limits.note_targets([(b"host", b"x")])
-        request_limits.apply_targets(params)
-
-    copy_context().run(run)
-    assert params.extra_args is None
 
 
 @pytest.mark.parametrize("value", ["soon", -1, 0, float("nan"), float("inf"), True, [5], 4e6])
