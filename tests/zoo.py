@@ -66,9 +66,8 @@ class Table:
             notes.append(f"{columns}: all workers have the flag and prefill locally ({reason})")
         if model.mocked:
             notes.append(f"what vLLM's CPU build cannot compute: mock engines in {model.mocked}")
-        where = f"locally ({model.local})" if model.local else "remotely"
         cells = [self.cells[name].get(column, "") for column in COLUMNS]
-        return [_row(name, where, *cells, commit), *(f"- {name}: {note}." for note in notes)]
+        return [_row(name, "remotely", *cells, commit), *(f"- {name}: {note}." for note in notes)]
 
 
 def lines_of(page: str) -> dict[str, list[str]]:

@@ -149,11 +149,11 @@ class Served:
         assert equal > len(prompts) // 2, "rounding changes few answers"
 
     def check_paths(self, answers: list[Answer], *, flags: bool = False) -> None:
-        """All were prefilled remotely, unless the zoo says that the model stays local, and why.
+        """All were prefilled remotely, unless the zoo says that flags keep them local, and why.
 
         flags: whether a worker has two ranks or speculates."""
         told = [self.cluster.explain(answer.request_id) for answer in answers]
-        local = self.model.local or (self.model.local_with_flags if flags else "")
+        local = self.model.local_with_flags if flags else ""
         expected = ("local", local) if local else ("remote", "policy_always_remote")
         assert {(t["path"], t["reason"]) for t in told} == {expected}
 
@@ -321,7 +321,7 @@ def test_killed(served: Served) -> None:
         for prompt in prompts:
             kill_prefill(served)
             served.check_alone([prompt], [ask(cluster, prompt, STEPS)])
-    assert cluster.of("prefill") == [] or served.model.local
+    assert cluster.of("prefill") == []
     cluster.assert_clean()
 
 

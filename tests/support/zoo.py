@@ -31,7 +31,17 @@ _SMALL: dict[str, object] = {
 }
 _EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _NO_LORA = "vLLM's LoRA kernels for experts need Triton, which its CPU build lacks"
-_LAYERS = ["sliding_attention", "full_attention"] * 2
+_WINDOW: dict[str, object] = {**_SMALL, "sliding_window": WINDOW}
+_WINDOWS: dict[str, object] = {
+    **_WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2
+}  # fmt: skip
+_TOWER: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+}
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,9 @@ class Model:
     speculation: why workers refuse to speculate. Empty: they do not.
     dtype: what vLLM's CPU build takes.
     processor: of images, as in `random_checkpoint`.
-    local: why the decode worker prefills its prompts. Empty: prefill workers do.
     missing: why the installed vLLM cannot load it. Empty: it can.
-    local_with_flags: the same if a worker has two ranks or speculates.
+    local_with_flags: why the decode worker prefills its prompts, if a worker has two ranks or
+    speculates. Empty: prefill workers do.
     block_bytes: KV bytes that one block takes on all decode ranks. 0: not looked at.
     mocked: the test that shows with mock engines, over vLLM's scheduler and its cache configuration
     for such a model, what the CPU build cannot compute. Empty: it computes all."""
@@ -74,7 +84,6 @@ class Model:
     dtype: str = "float32"
     missing: str = ""
     processor: dict[str, object] | None = None
-    local: str = ""
     local_with_flags: str = ""
     block_bytes: int = 0
     mocked: str = ""
@@ -111,30 +120,19 @@ ZOO = {
     "Gemma 3": Model(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
-        {
-            **_SMALL,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYERS,
-            "query_pre_attn_scalar": 32,
-        },
+        {**_WINDOWS, "query_pre_attn_scalar": 32},
         groups=2,
     ),
     "gpt-oss": Model(
         "GptOssConfig",
         "GptOssForCausalLM",
-        {
-            **_SMALL,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYERS,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
+        {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
         groups=2,
         front=("--tool-call-parser=openai",),
         lora=_NO_LORA,
     ),
-    "Mistral": Model("MistralConfig", "MistralForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
-    "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", {**_SMALL, "sliding_window": WINDOW}),
+    "Mistral": Model("MistralConfig", "MistralForCausalLM", _WINDOW),
+    "Phi-3": Model("Phi3Config", "Phi3ForCausalLM", _WINDOW),
     "BLIP-2, text": Model(
         "Blip2Config",
         "Blip2ForConditionalGeneration",
@@ -153,24 +151,8 @@ ZOO = {
                 "bos_token_id": 1,
                 "eos_token_id": 2,
             },
-            "vision_config": {
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 56,
-                "patch_size": 14,
-                "initializer_range": 0.3,
-            },
-            "qformer_config": {
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "encoder_hidden_size": 64,
-                "initializer_range": 0.3,
-                "vocab_size": TINY.vocab,
-            },
+            "vision_config": {**_TOWER, "image_size": 56, "patch_size": 14},
+            "qformer_config": {**_TOWER, "encoder_hidden_size": 64, "vocab_size": TINY.vocab},
             "num_query_tokens": 40,
             "initializer_range": 0.3,
             "image_token_index": IMAGE_ID,
