@@ -324,6 +324,17 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     assert failed.get() - before == 2
 
 
+async def test_a_prompt_that_has_moved_is_load_until_its_first_output() -> None:
+    desk, second = Desk(request("a")), Worker("B")
+    desk.say("a", 1)
+    desk.lose(second)
+    await until(lambda: bool(second.flights))
+    view = desk.dispatcher.balancer._placer.views["B"]
+    assert view.own_tokens == 4
+    desk.say("a~1", 2)
+    assert view.own_tokens == 0
+
+
 async def test_a_configuration_may_forbid_that_answers_go_on() -> None:
     desk = Desk(request("a"), request("b"), never="it drafts")
     desk.say("a", 1)
