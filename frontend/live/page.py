@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,8 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
 
+# Each viewer gets something this often, at least. `pullfill top` gives up after 10 s.
+QUIET_S = 5.0
 # With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
 FILES = Path(__file__).parent.parent / "ui"
@@ -95,11 +97,13 @@ class LiveView:
     model: str
     frontends: Callable[[], int] = lambda: 1
     period_s: float = 1.0
+    quiet_s: float = QUIET_S
     viewers: int = 0
     # When the last look was, and `made` at that time. None: nobody has looked.
     _made: tuple[float, Mapping[str, int]] | None = None
     _task: asyncio.Task[None] | None = None
     _closed: bool = False
+    _broken: bool = False  # the last look has failed
     _serial: int = 0
     # The last requests that ended, and those that were answered within the last minute.
     _ended: Sequence[Ended] = ()
@@ -109,13 +113,24 @@ class LiveView:
     _next: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Yield snapshots as JSON until `close`."""
+        """Yield snapshots as JSON until `close`.
+
+        Empty bytes between them show that the connection is alive. While snapshots fail nothing is
+        yielded, so viewers time out."""
         self.viewers += 1
         if self._task is None and not self._closed:
             self._task = asyncio.create_task(self._run(), name="live view")
+        seen = self._body
         try:
-            while await self._next.wait() and not self._closed:
-                yield self._body
+            while not self._closed:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.quiet_s):
+                        await self._next.wait()
+                if seen is not self._body:
+                    seen = self._body
+                    yield seen
+                elif not (self._closed or self._broken):
+                    yield b""
         finally:
             self.viewers -= 1
             if not self.viewers:
@@ -140,7 +155,9 @@ class LiveView:
             began = time.monotonic()
             try:
                 await self._look()
+                self._broken = False
             except Exception:
+                self._broken = True
                 _log.exception("no snapshot for the live page")
             workers = len(self.view.records())
             period_s = max(self.period_s, workers / WORKERS_A_SECOND)
@@ -211,6 +228,7 @@ class LiveView:
 class EventStream(StreamingResponse):
     """Server-sent events, one for each body of JSON in one line.
 
+    An empty body becomes a comment, which viewers ignore: the connection is alive.
     send_s: a viewer that reads nothing for so long is disconnected."""
 
     def __init__(self, source: AsyncGenerator[bytes, None], send_s: float = 10.0) -> None:
@@ -230,7 +248,7 @@ async def _events(source: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     # A browser connects again so many ms after the frontend has gone.
     yield b"retry: 1000\n\n"
     async for body in source:
-        yield b"data: %b\n\n" % body
+        yield b"data: %b\n\n" % body if body else b": \n\n"
 
 
 def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) -> list[Route]:

@@ -42,6 +42,7 @@ class ScriptedLive:
     async def watch(self) -> AsyncIterator[bytes]:
         while not self.closed:
             yield msgspec.json.encode(self.snapshot())
+            yield b""  # a comment, as between the snapshots of many workers
             await asyncio.sleep(1.0)
 
     def snapshot(self) -> LiveSnapshot:

@@ -33,8 +33,7 @@ async def test_tokens_come_back_and_the_record_has_the_frontends_own_timings(tok
         assert r.sink.tokens["cmpl-x-0-1234abcd"] == answer([1, 2, 3], tokens)
         assert r.dispatcher.in_flight == 0
         assert r.sink.outs[-1].kv_transfer_params is None
-        record = r.requests.get("cmpl-x-0")
-        assert record is not None
+        record = await r.told("cmpl-x-0")
         assert (record.request_id, record.state) == ("cmpl-x-0", "answered")
         assert record.timings_ms.queue == 1.5
         assert record.timings_ms.route is not None
@@ -51,8 +50,7 @@ async def test_an_endless_id_is_refused() -> None:
         (name, why), *others = r.sink.failures.items()
         assert (name, others) == ("y" * (MAX_TEXT + 1), [])
         assert f"at most {MAX_TEXT}" in why
-        refused = r.requests.get("y" * (MAX_TEXT + 1))
-        assert refused is not None
+        refused = await r.told("y" * (MAX_TEXT + 1))
         assert (refused.state, refused.error) == ("failed", why)
 
 

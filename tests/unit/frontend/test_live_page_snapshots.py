@@ -143,9 +143,17 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_the_newest(view: View)
     await quick.aclose()
 
 
-async def test_snapshots_that_fail_are_tried_again_and_close_ends_the_viewers(view: View) -> None:
-    live = live_of(view)
-    view.fails, stream = True, live.watch()
+async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fail(
+    view: View,
+) -> None:
+    """So a viewer who gives up after a silence does so."""
+    live = live_of(view, period_s=60.0, quiet_s=0.02)
+    stream: Any = live.watch()
+    await next_of(stream)
+    assert [await asyncio.wait_for(anext(stream), 5) for _ in range(3)] == [b""] * 3
+    await stream.aclose()
+    live = live_of(view, quiet_s=0.002)
+    view.fails, view.asked, stream = True, 0, live.watch()
     waiting = asyncio.ensure_future(next_of(stream))
     while view.asked < 3:  # noqa: ASYNC110 - the view has no event to wait for
         await asyncio.sleep(0.005)

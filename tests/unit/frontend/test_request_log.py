@@ -16,6 +16,7 @@ from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.runtime import tracing
+from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
 from tests.support.fake_vllm import Request, request
 from tests.support.frontend_rig import FakeDecode, Rig, rig, until
@@ -29,6 +30,12 @@ def record(request_id: str) -> ExplainRecord:
         request_id=request_id, path="remote", reason="long_prompt", prompt_tokens=9,
         prefix_hit_tokens=0, remote_tokens=8, decode_instance="d",
     )  # fmt: skip
+
+
+def known(requests: RequestLog, name: str) -> Explained:
+    found = requests.get(name)
+    assert found is not None, name
+    return found
 
 
 def finish(requests: RequestLog, key: str) -> None:
@@ -108,8 +115,7 @@ async def test_an_id_finds_its_own_request_and_no_other() -> None:
         ("cmpl-foo", []), ("foo", []), ("cmpl-foo-0", ["1_cmpl-foo-0-0"]), ("a/b", beams[1:32]),
         ("cmpl-foo-0-0", []),  # as in logs
     ):  # fmt: skip
-        found = requests.get(name)
-        assert found is not None, name
+        found = known(requests, name)
         assert (found.request_id, [part.request_id for part in found.parts]) == (name, parts)
         assert (found.same_id, found.more_parts) == ((), 8 if name == "a/b" else 0)
         assert (found.timings_ms.route, found.timings_ms.first_token) == (0.5, 7.0)
@@ -122,8 +128,7 @@ async def test_requests_with_one_id_are_all_told() -> None:
         keys = ["cmpl-x-0"] if number % 2 == 0 else []
         status = 200 if keys else 400
         await serve(requests, answering(requests, "cmpl-x", *keys, status=status), "x")
-    found = requests.get("cmpl-x")
-    assert found is not None
+    found = known(requests, "cmpl-x")
     states = [one.state for one in (found, *found.same_id)]
     assert states == ["answered", "failed"] * 10
 
@@ -141,33 +146,26 @@ async def test_a_request_that_is_refused_or_fails_says_why() -> None:
     await serve(
         requests, answering(requests, "cmpl-d", status=500, body=b"Internal Server Error"), "d"
     )
-    for known, status, why in (
+    for told, status, why in (
         ("cmpl-a", 404, "no such model"), (name, 429, "0 requests are being served"),
         ("cmpl-b", 200, "bad regex"), ("resp_c", 200, "lost"), ("d", 500, "Internal Server Error"),
     ):  # fmt: skip
-        found = requests.get(known)
-        assert found is not None, known
+        found = known(requests, told)
         assert (found.state, found.status, found.path) == ("failed", status, "none")
-        assert found.error is not None
-        assert found.error.startswith(why)
+        assert str(found.error).startswith(why)
 
 
 async def test_what_is_under_way_or_was_cancelled_says_so() -> None:
     requests, states = RequestLog(), list[str]()
 
-    def look() -> None:
-        found = requests.get("x")
-        assert found is not None
-        states.append(found.state)
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         one = RequestRecord("cmpl-x-0")
         requests.begin(one)
-        look()
+        states.append(known(requests, "x").state)
         requests.over(one)
 
     await serve(requests, app, "x")
-    look()
+    states.append(known(requests, "x").state)
     assert states == ["running", "cancelled"]
 
 
@@ -184,8 +182,7 @@ async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
     await asyncio.sleep(0)
     left.set()
     await waiting
-    found = requests.get("cmpl-x")
-    assert found is not None
+    found = known(requests, "cmpl-x")
     assert (found.state, found.error) == ("failed", "no")
     await serving
 
@@ -198,8 +195,8 @@ async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> No
     for number in range(5):
         await serve(requests, answering(requests, f"r{number}"), most=0, name=f"r{number}")
     for kind in "kr":
-        known = [requests.get(f"{kind}{number}") is not None for number in range(5)]
-        assert known == [False, False, True, True, True]
+        kept = [requests.get(f"{kind}{number}") is not None for number in range(5)]
+        assert kept == [False, False, True, True, True]
     await serve(requests, answering(requests, "many", *(f"many-{part}" for part in range(9))))
     assert requests.get("k4") is None, "the engine requests of all together are bounded"
     assert requests.get("r4") is not None
@@ -230,8 +227,7 @@ async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
         await until(lambda: bool(r.sink.tokens))
         r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
         await r.requests.settled("cmpl-a-0")
-        found = r.requests.get("cmpl-a-0")
-        assert found is not None
+        found = known(r.requests, "cmpl-a-0")
         assert (found.state, found.path) == ("answered", "local")
 
 
@@ -243,8 +239,7 @@ async def test_a_record_that_never_comes_is_not_waited_for() -> None:
     requests.over(one)
     async with asyncio.timeout(5):
         await requests.settled("x")
-    found = requests.get("x")
-    assert found is not None
+    found = known(requests, "x")
     assert (found.state, found.path) == ("answered", "unknown")
 
 
