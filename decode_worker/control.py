@@ -219,13 +219,11 @@ class ControlServer:
         if self._reach is None:
             return None
         try:
-            reader = KvReader(hello.prefill_instance, self._reach(hello.regions))
+            return KvReader(hello.prefill_instance, self._reach(hello.regions), self._readers)
         except PullfillError as exc:
             name = hello.prefill_instance
             logger.warning("%s writes, because we cannot read from it: %s", name, exc)
             return None
-        self._readers.add(reader)
-        return reader
 
     def _lost(self, peer: Peer) -> None:
         self.peers.pop(peer.name, None)
@@ -233,8 +231,8 @@ class ControlServer:
             self._checks.lost(peer)
         logger.info("prefill worker %s disconnected", peer.instance_id)
         self._handoff.lost(peer)
-        if (reader := peer.reader) is not None:
-            reader.leave(lambda: self._readers.discard(reader))
+        if peer.reader is not None:
+            peer.reader.leave()
 
     def _hears(self, peer: Peer, message: object) -> None:
         """Take one message of a prefill worker that was welcomed."""

@@ -35,6 +35,7 @@ Reach = Callable[[Sequence[RegionDescriptor]], Open]
 class KvReader:
     """The memory of one other worker, and the thread on which it is read.
 
+    readers: those that may still read. This one is among them until its reads have ended.
     within_reach: whether the last attempt to reach it has succeeded. If not, grants tell the worker
     to write instead, until it connects again."""
 
@@ -42,6 +43,7 @@ class KvReader:
         self,
         instance_id: str,
         open_session: Open,
+        readers: set[KvReader],
         # What the log says of a worker whose memory cannot be reached.
         otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
@@ -53,7 +55,8 @@ class KvReader:
         self.within_reach = True
         # Of this worker alone, so a slow one delays only its own jobs.
         self._thread = SerialExecutor()
-        self._left = False
+        self._readers = readers
+        readers.add(self)
 
     @property
     def moved_bytes(self) -> int:
@@ -90,27 +93,23 @@ class KvReader:
         if (session := self._session) is not None:
             session.interrupt()
 
-    def leave(self, over: Callable[[], None]) -> None:
-        """Take no more reads. Does not block. May be called after `close`.
-
-        over: called once the reads so far have ended and the session is closed, on the thread.
-        After `close`, or if no thread can be started, before this method returns."""
-        self._left = True
+    def leave(self) -> None:
+        """Take no more reads. Does not block. May be called after `close`."""
         # Reads that were asked for still run, because shared memory outlives its owner.
         try:
-            self._thread.submit(self._let_go).add_done_callback(lambda _: over())
+            self._thread.submit(self._over)
         except RuntimeError as exc:
             if not self._closing:
                 logger.warning("closing the session to %s here: %s", self._instance_id, exc)
                 self._let_go()  # nothing runs where a new thread is needed
-            over()
+            self._readers.discard(self)
         self._thread.shutdown(wait=False)
 
     def close(self) -> None:
         """Drop the reads that have not begun, interrupt the current one and wait for its end.
 
         Nothing is read afterwards. Idempotent, also after `leave`."""
-        self._closing = self._left = True
+        self._closing = True
         if (session := self._session) is not None:
             session.interrupt()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -154,6 +153,10 @@ class KvReader:
         self.within_reach = True
         logger.info("reading from %s over %s", self._instance_id, session.transport)
         return session
+
+    def _over(self) -> None:
+        self._let_go()
+        self._readers.discard(self)
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

@@ -78,8 +78,7 @@ class Holder(PeerLink):
 
     def on_welcome(self, welcome: LeaseWelcome) -> None:
         open_session = self._reach(welcome.regions)
-        self.reader = KvReader(self.name, open_session, otherwise="cannot be read")
-        self._readers.add(self.reader)
+        self.reader = KvReader(self.name, open_session, self._readers, otherwise="cannot be read")
 
     def on_unwanted(self, answer: Any) -> None:
         if isinstance(answer, Lease):
@@ -87,7 +86,7 @@ class Holder(PeerLink):
 
     def on_lost(self) -> None:
         # A read under way goes on. The holder's fence says whether it may.
-        self.reader.leave(lambda: self._readers.discard(self.reader))
+        self.reader.leave()
 
     def on_over(self) -> None:
         self.over = True

@@ -24,9 +24,10 @@ async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
     prefill = await connect()
     (peer,) = decode.server.peers.values()
     closed: list[bool] = []
-    reader = peer.reader = KvReader("prefill-1", lambda: pytest.fail("nothing is read"))
+    reader = peer.reader = KvReader(
+        "prefill-1", lambda: pytest.fail("nothing is read"), decode.server._readers
+    )
     reader._session = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
-    decode.server._readers.add(reader)
     decode.open()
     await prefill.claim()
 
