@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pullfill.decode_worker.ledger import Entry, Settle
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
-from pullfill.wire import Progress
+from pullfill.wire import Commit, CommitReply, Progress, StageTimings
 from tests.support import said
 from tests.support.control_rig import handoff_of, until
 from tests.support.loopback import LoopbackFences
@@ -143,11 +144,29 @@ async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
     await rig.handoff.close()
 
 
-async def test_a_writer_that_was_given_up_says_nothing_about_its_link() -> None:
+async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job() -> None:
     """It may have been stopped in its write for a minute. That kept later prompts local."""
     rig = Rig()
-    late = Progress(job_id="gone", attempt=1, incarnation="i0", blocks=4, write_s=60.0)
+    answers: list[CommitReply] = []
+    peer = rig.peers["p"]
+    peer.channel = SimpleNamespace(write=answers.append)  # type: ignore[assignment]
+    rig.send("j")
+    await until(lambda: rig.stored)
+    assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
+    said.gave_up(rig.ledger, "j", 1, "i0", "p")
     before = rig.write_within_s()
     for _ in range(3):
-        rig.handoff.progress(rig.peers["p"], late)
+        rig.handoff.progress(
+            peer, Progress(job_id="j", attempt=1, incarnation="i0", blocks=4, write_s=60.0)
+        )
+        timings = StageTimings(kv_write_ms=60e3)
+        rig.handoff.commit(
+            peer,
+            Commit(
+                rid=1, job_id="j", attempt=1, incarnation="i0", blocks=1, kv_bytes=1,
+                timings=timings,
+            ),
+        )  # fmt: skip
     assert rig.write_within_s() == before
+    assert [answer.ok for answer in answers] == [False] * 3
+    assert rig.commits == [], "the queue goes on with the job"
