@@ -37,6 +37,7 @@ _MOST = 4096
 class Forecast(msgspec.Struct, frozen=True):
     """How long one remote prefill is expected to take, in seconds. 0: unknown."""
 
+    ahead: int = 0  # tokens in front of it that are not computed yet
     wait_s: float = 0.0  # in the queue
     prefill_s: float = 0.0  # the computation by a prefill worker
     write_s: float = 0.0  # the writing of the KV, which happens during the computation
@@ -88,7 +89,7 @@ class Links:
         loads: the reports of the prefill workers that pull, by instance id. Decisions count no
         other links: a slow one may be of a worker that is gone.
         depth_tokens: tokens of all jobs in the queue, including those in work.
-        own_tokens: tokens of our own jobs that nobody has claimed.
+        own_tokens: tokens of our own jobs that are not computed yet. The queue may not know them.
         own_unwritten: blocks of claimed jobs of ours that are not written yet.
         """
         rates = [load.tokens_per_s for load in loads.values() if load.tokens_per_s > 0]
@@ -110,6 +111,7 @@ class Links:
         wait_at_most = MARGIN * max(ahead / (sure * many), own_unwritten * slowest)
         write_at_most = blocks * slowest or kv_bytes / ASSUMED_BYTES_PER_S
         return Forecast(
+            ahead=ahead,
             wait_s=wait_s,
             prefill_s=tokens / each if each else 0.0,
             write_s=blocks * per_block_s,

@@ -76,17 +76,13 @@ class Outlook:
             more * kv_bytes / self.num_blocks,
             loads={peer.instance_id: peer.load for peer in pulling},
             depth_tokens=depth.depth_tokens,
-            own_tokens=ours.queued_tokens,
+            own_tokens=ours.uncomputed,
             own_unwritten=ours.unwritten,
         )
         own_jobs = ours.jobs[JobState.QUEUED]
         under_way = sum(ours.jobs[state] for state in UNDER_WAY)
-        done = sum(peer.load.done_tokens for peer in pulling)
-        queue = Queue(
-            len(pulling),
-            max(depth.depth_jobs, own_jobs + under_way),
-            max(depth.depth_tokens - done, ours.uncomputed),
-        )
+        in_front = max(depth.depth_jobs, own_jobs + under_way)
+        queue = Queue(len(pulling), in_front, forecast.ahead)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,

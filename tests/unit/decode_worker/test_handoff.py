@@ -14,7 +14,7 @@ from pullfill.decode_worker.ledger import Entry, Settle
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
-from pullfill.wire import Commit, CommitReply, Progress, StageTimings
+from pullfill.wire import Claim, Commit, Progress, StageTimings
 from tests.support import said
 from tests.support.control_rig import handoff_of, until
 from tests.support.loopback import LoopbackFences
@@ -32,7 +32,9 @@ class Rig:
         self.links = Links()
         self.handoff = handoff_of("d", self.fences, self, links=self.links)
         self.ledger, self.peers = self.handoff.ledger, self.handoff.peers
-        self.peers["p"] = Peer("p", "prefill-1", channel=None, heard=0.0)  # type: ignore[arg-type]
+        self.answers: list[Any] = []
+        channel: Any = SimpleNamespace(write=self.answers.append)
+        self.peers["p"] = Peer("p", "prefill-1", channel, heard=0.0)
 
     def write_within_s(self) -> float:
         """How long a job of ten blocks may take."""
@@ -72,6 +74,8 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
     await until(lambda: rig.claims)
     assert rig.stored == [("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)]
     assert rig.claims == ["taken"]
+    rig.handoff.grant(rig.peers["p"], Claim(rid=1, job_id="waits", incarnation="i0"))
+    assert rig.claims == ["taken", "waits"]
 
 
 async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_counted(
@@ -147,26 +151,17 @@ async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
 async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job() -> None:
     """It may have been stopped in its write for a minute. That kept later prompts local."""
     rig = Rig()
-    answers: list[CommitReply] = []
     peer = rig.peers["p"]
-    peer.channel = SimpleNamespace(write=answers.append)  # type: ignore[assignment]
+    about: dict[str, Any] = {"job_id": "j", "attempt": 1, "incarnation": "i0"}
+    commit = Commit(rid=1, blocks=1, kv_bytes=1, timings=StageTimings(kv_write_ms=60e3), **about)
     rig.send("j")
     await until(lambda: rig.stored)
     assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
     said.gave_up(rig.ledger, "j", 1, "i0", "p")
     before = rig.write_within_s()
     for _ in range(3):
-        rig.handoff.progress(
-            peer, Progress(job_id="j", attempt=1, incarnation="i0", blocks=4, write_s=60.0)
-        )
-        timings = StageTimings(kv_write_ms=60e3)
-        rig.handoff.commit(
-            peer,
-            Commit(
-                rid=1, job_id="j", attempt=1, incarnation="i0", blocks=1, kv_bytes=1,
-                timings=timings,
-            ),
-        )  # fmt: skip
+        rig.handoff.progress(peer, Progress(blocks=4, write_s=60.0, **about))
+        rig.handoff.commit(peer, commit)
     assert rig.write_within_s() == before
-    assert [answer.ok for answer in answers] == [False] * 3
+    assert [answer.ok for answer in rig.answers] == [False] * 3
     assert rig.commits == [], "the queue goes on with the job"

@@ -22,7 +22,7 @@ def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
     assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
     assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
     assert rig.blocks.targets(request.num_prompt_tokens, 0) == len(job.blocks)
-    assert rig.ledger.sums().queued_tokens == 6 * BLOCK + 1, "however many blocks each token has"
+    assert rig.ledger.sums().uncomputed == 6 * BLOCK + 1, "however many blocks each token has"
 
 
 @pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
