@@ -18,17 +18,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The state directory of a cluster that runs."""
-    directory = tmp_path_factory.mktemp("examples") / "state"
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of the frontend of a cluster that runs."""
+    state = tmp_path_factory.mktemp("examples") / "state"
     flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--prefill=2", "--port=0")
-    with detached(directory, *flags):
-        yield directory
-
-
-@pytest.fixture
-def url(state: Path) -> str:
-    return str(cluster(state)["frontend_url"])
+    with detached(state, *flags):
+        yield str(cluster(state)["frontend_url"])
 
 
 def run(name: str, *arguments: str) -> str:

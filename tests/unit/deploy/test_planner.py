@@ -1,4 +1,4 @@
-"""The planner: what is right, which worker changes its role, how seldom, and what it prints."""
+"""The planner: what is right, which worker changes its role, how seldom. And orders to do so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import planner
+from pullfill.deploy.operate import check_role
 from pullfill.deploy.planner import (
     DECODE,
     PREFILL,
@@ -20,9 +21,10 @@ from pullfill.deploy.planner import (
     observe,
     plan,
 )
-from pullfill.errors import UnavailableError
-from pullfill.snapshot import Demand
-from pullfill.wire import RoleMove, WorkerRole
+from pullfill.errors import ConfigError, UnavailableError
+from pullfill.snapshot import Demand, Report
+from pullfill.wire import RoleMove, WorkerRole, WorkerState
+from tests.support.workers import record
 
 NOW = PlanSettings(settle_s=0.0)
 
@@ -215,3 +217,35 @@ def test_without_a_decode_worker_a_prefill_worker_becomes_one(
     for nobody in ([row | {"load": {}}], []):
         with pytest.raises(UnavailableError, match="pullfill status"):
             look(monkeypatch, {"workers": nobody})
+
+
+# ------------------------------------------------------------------ orders
+
+
+ELASTIC = Report(load={"elastic": "decode"})
+
+
+def order(wanted: WorkerRole, report: Report | None = ELASTIC, **how: Any) -> None:
+    """Order `worker-1`, which decodes. others: more workers."""
+    mine = record("worker-1", role="decode")
+    check_role([mine, *how.pop("others", ())], mine, report, wanted, force=how.pop("force", False))
+
+
+@pytest.mark.parametrize(
+    ("report", "others", "why"),
+    [
+        (Report(), [record("decode-1")], "start it with --elastic"),
+        (None, [record("decode-1")], "does not answer"),
+        (ELASTIC, [], "only decode worker"),
+        (ELASTIC, [record("prefill-1")], "only decode worker"),
+        (ELASTIC, [record("decode-1", state=WorkerState.DRAINING)], "only decode worker"),
+    ],
+    ids=["not elastic", "silent", "alone", "prefill", "draining"],
+)
+def test_what_is_refused(report: Report | None, others: list[Any], why: str) -> None:
+    with pytest.raises((ConfigError, UnavailableError), match=why):
+        order(WorkerRole.PREFILL, report, others=others)
+    if report is ELASTIC:
+        order(WorkerRole.PREFILL, others=others, force=True)
+        order(WorkerRole.PREFILL, others=[*others, record("decode-2")])
+        order(WorkerRole.BOTH, others=others)
