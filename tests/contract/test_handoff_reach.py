@@ -6,24 +6,27 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from pullfill.errors import BadMessage
+from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
+from pullfill.wire import RegionDescriptor
 from tests.support.control_rig import FakeDirectory, Raw
 from tests.support.fakes import FakeClock
-from tests.support.handoff_rig import (
-    COMPATIBLE,
-    Cluster,
-    Make,
-    prompt,
-    settled,
-    until,
-)
+from tests.support.handoff_rig import COMPATIBLE, Cluster, Make, prompt, settled, until
+from tests.support.transfer_rigs import DENSE, tcp_rig
+from tests.support.workers import record
 
 
 @pytest.fixture
@@ -38,9 +41,9 @@ def unreachable(cluster: Cluster, nowhere: str, name: str = "decode-1") -> FakeD
     """The directory of a prefill worker that cannot reach this decode worker."""
     cluster.links["appear_s"] = 0.01
     directory = FakeDirectory()
-    for record in cluster.directory.members.values():
-        cut = record.instance_id == name
-        directory.put(msgspec.structs.replace(record, control=nowhere) if cut else record)
+    for known in cluster.directory.members.values():
+        cut = known.instance_id == name
+        directory.put(replace(known, control=nowhere) if cut else known)
     return directory
 
 
@@ -132,3 +135,54 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
         await cluster.check_clean()
         assert not await cluster.dead()
         assert prefill.budget.completed == 1
+
+
+# ------------------------------------------------------------------ what is said of the memory
+
+
+class Registry:
+    """A `Directory` as far as descriptors go."""
+
+    def __init__(self, *descriptors: RegionDescriptor) -> None:
+        self._descriptors = descriptors
+
+    async def descriptor(self, name: str, rank: int, *, expect: object) -> RegionDescriptor:
+        return self._descriptors[rank]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
+    """A prefill worker's memory, and a decode worker's that is served over tcp."""
+    rig = tcp_rig(tmp_path)
+    region, rank = rig.region(DENSE), rig.local(DENSE)
+    yield [rank.memory], region.descriptor
+    region.owner.close()
+
+
+async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
+    directory: Any = Registry(*descriptors)
+    transports = [StreamTransport(TcpKind())]
+    return await open_transfer_worker(
+        record("decode-1"), memories=memories, directory=directory, compat=COMPATIBLE,
+        transports=transports, absent={}, credits=Credits(1 << 30), copiers=WeakSet(),
+    )  # fmt: skip
+
+
+async def test_what_is_right_is_reached(served: tuple[list[LocalMemory], RegionDescriptor]) -> None:
+    transfer_worker = await opened(*served)
+    assert transfer_worker.transport == "tcp"
+    transfer_worker.close()
+    assert transfer_worker.join(10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": MAX_RANKS + 1}],
+    ids=["nbytes", "incarnation", "world_size"],
+)
+async def test_a_descriptor_that_contradicts_itself_or_its_worker(
+    served: tuple[list[LocalMemory], RegionDescriptor], wrong: dict[str, Any]
+) -> None:
+    memories, descriptor = served
+    with pytest.raises(PeerUnavailable):
+        await opened(memories, replace(descriptor, **wrong))

@@ -56,26 +56,26 @@ async def test_a_greeting_may_be_long_and_one_that_nobody_takes_is_told_to_peopl
     hello = replace(HELLO, regions=tuple(replace(of_rank, rank=rank) for rank in range(512)))
     assert 2 * FIRST_FRAME < len(encode(hello)) < HELLO_FRAME
     async with following(hello, ClusterKey(b"k" * 32)) as (links, directory, decode):
-        directory.put(replace(decode.record(), compat=COMPAT))
+        directory.put(decode.record())
         assert (await links.find("decode-1")).connected
     async with following(replace(HELLO, computes="x" * HELLO_FRAME)) as (links, directory, decode):
-        directory.put(replace(decode.record(), compat=COMPAT))
+        directory.put(decode.record())
         await until(lambda: "our Hello has" in caplog.text)
         assert not links.connected
 
 
 async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
     async with following() as (links, directory, decode):
-        own = replace(decode.record(), instance_id="prefill-1", compat=COMPAT)
+        own = replace(decode.record(), instance_id="prefill-1")
         directory.put(own)
-        directory.put(replace(decode.record(), compat=COMPAT))
+        directory.put(decode.record())
         await until(lambda: links.connected == ["decode-1"])
         assert not links.knows("prefill-1")
 
 
 async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> None:
     async with following() as (links, directory, decode):
-        record = replace(decode.record(), compat=COMPAT)
+        record = decode.record()
         directory.put(record)
         await until(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
@@ -88,7 +88,7 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> No
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
     """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
     async with following(appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):
-        nobody = replace(decode.record("tcp://127.0.0.1:1"), compat=COMPAT)
+        nobody = decode.record("tcp://127.0.0.1:1")
         directory.put(nobody)
         async with asyncio.timeout(10):
             with pytest.raises(PeerUnavailable, match="does not answer"):
@@ -101,7 +101,7 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
             assert not links.knows("decode-1")
             directory.reachable = False
             assert links.knows("decode-1")
-            directory.put(replace(decode.record(), compat=COMPAT))
+            directory.put(decode.record())
             assert (await links.find("decode-1")).connected
 
 

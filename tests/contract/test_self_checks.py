@@ -130,7 +130,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
     decode = [Decode(name=name) for name in ("decode-1", "decode-2")]
     for one, computes in zip(decode, "ab", strict=True):
         await one.server.start("127.0.0.1")
-        directory.put(replace(one.record(), compat=COMPAT, computes=computes))
+        directory.put(replace(one.record(), computes=computes))
     links = DecodeLinks(directory, hello, COMPAT, no_transfer_worker, kept=results)
 
     def told(at: Decode) -> list[str]:

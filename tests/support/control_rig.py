@@ -29,9 +29,8 @@ from pullfill.wire import (
     ToPrefill,
     Welcome,
     WorkerRecord,
-    WorkerState,
 )
-from tests.support import framing
+from tests.support import framing, workers
 from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import COMPAT
 
@@ -119,18 +118,8 @@ class Decode:
         self.ledger.set_digest(job_id, b"digest")
 
     def record(self, address: str | None = None) -> WorkerRecord:
-        return WorkerRecord(
-            instance_id=self.name,
-            incarnation="i0",
-            role="decode",
-            state=WorkerState.READY,
-            model="m",
-            host="127.0.0.1",
-            host_id="h",
-            pid=1,
-            started_at=0.0,
-            control=address or self.server.address,
-        )
+        control = address or self.server.address
+        return workers.record(self.name, compat=COMPAT, control=control)
 
     def settled(self) -> list[Any]:
         return self.ledger.take_events()
@@ -167,7 +156,7 @@ class Prefill:
 
     def move(self, record: WorkerRecord) -> DecodeLink:
         """The directory says where the decode worker is now."""
-        self.directory.put(msgspec.structs.replace(record, compat=COMPAT))
+        self.directory.put(record)
         link = self.links.links[record.instance_id]
         link.jobs["j"] = self  # type: ignore[assignment]
         return link

@@ -49,8 +49,8 @@ from pullfill.wire import (
     RouterConfig,
     RouterPolicy,
     WorkerRecord,
-    WorkerState,
 )
+from tests.support import workers
 from tests.support.control_rig import FakeDirectory, handoff_of, until
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
@@ -81,12 +81,11 @@ class DecodeHalf:
         name: str,
         *,
         timeout_s: float,
-        host: str,
         clock: Clock = SYSTEM_CLOCK,
         kv_mode: KvMode = KvMode.PUSH_ASYNC,
         pool: FakePool | None = None,
     ) -> None:
-        self.name, self._host, self.producer, self._clock = name, host, producer, clock
+        self.name, self.producer, self._clock = name, producer, clock
         self.region: Region = rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.pages = self.region.pages
         self.pool = pool or FakePool(NUM_BLOCKS)
@@ -157,20 +156,9 @@ class DecodeHalf:
         return lambda: self._rig.transport.connect(self.region.memory, *regions)
 
     async def start(self) -> WorkerRecord:
-        await self.control.start(self._host)
-        return WorkerRecord(
-            instance_id=self.name,
-            incarnation="i0",
-            role="decode",
-            state=WorkerState.READY,
-            model="m",
-            compat=COMPATIBLE,
-            host=self._host,
-            host_id="h",
-            pid=1,
-            started_at=0.0,
-            control=self.control.address,
-            max_model_len=1000,
+        await self.control.start("127.0.0.1")
+        return workers.record(
+            self.name, compat=COMPATIBLE, control=self.control.address, max_model_len=1000
         )
 
     def cache(self, tokens: Sequence[int]) -> list[int]:
@@ -368,7 +356,6 @@ class Cluster:
             self.wrap(producer),
             name,
             timeout_s=self.timeout_s,
-            host="127.0.0.1",
             clock=self.clock,
             kv_mode=self.kv_mode,
         )

@@ -494,6 +494,7 @@ async def test_copies_for_other_jobs_are_progress_only_while_its_own_waits_behin
     if not waits:
         await worker.over()
         assert (delivery.verbs, back(worker).cause) == (["nak"], "timeout")
+        assert task.cancelled, "its copies that wait are not made"
         return
     await eventually(lambda: bool(worker.sent))
     await asyncio.sleep(0.4)
