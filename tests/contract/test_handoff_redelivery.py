@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,12 +17,10 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import ledger
-from pullfill.prefill_worker.puller import MAX_WAITING, Puller
+from pullfill.prefill_worker.puller import Puller
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamDelivery
-from pullfill.wire import PrefillJob, encode, u32
 from tests.support.handoff_rig import (
-    COMPATIBLE,
     Cluster,
     DecodeHalf,
     PrefillHalf,
@@ -120,94 +117,6 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
     assert other.engine.computed_tokens == 0
 
 
-@pytest.mark.parametrize("granted", [False, True], ids=["claim lost", "grant lost"])
-async def test_a_link_that_goes_silent_under_a_claim_leaves_the_job_to_another_worker(
-    tmp_path: Path, server: NatsServer, deliveries: Counter[str], granted: bool
-) -> None:
-    """Not after `ack_wait`, though no decode worker naks what it has not granted. If it has, both
-    ends nak, and the job stays with its new writer."""
-    async with Cluster(tmp_path, server, ack_wait_s=NEVER_S) as cluster:
-        decode, holder = await cluster.decode(), await cluster.prefill(pull=False)
-        other = await cluster.prefill(pull=False)
-        cut_off(decode, holder, granted)
-        (link,) = holder.links.links.values()
-        link._silent_s = 1.0
-        served = decode.send(prompt(30))
-        holder.puller.start()
-        await until(lambda: holder.budget.waiting == 1)
-        await holder.puller.stop()
-        other.puller.start()
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-        assert (holder.budget.completed, other.budget.completed) == (0, 1)
-        assert max(deliveries.values()) in ((2, 3) if granted else (2,))
-
-
-def cut_off(decode: DecodeHalf, holder: PrefillHalf, granted: bool) -> None:
-    """From now on nothing that the decode worker says reaches this prefill worker.
-
-    granted: what this one says reaches the decode worker."""
-    control = decode.control
-    (peer,) = [p for p in control.peers.values() if p.instance_id == holder.name]
-    peer.channel.write = lambda *_, **__: None  # type: ignore[method-assign]
-    if not granted:
-        handoff, grant = control._handoff, control._handoff.grant
-        handoff.grant = lambda who, asked: None if who is peer else grant(who, asked)  # type: ignore[method-assign]
-
-    async def greets(channel: Any) -> Any:
-        return await asyncio.Event().wait()
-
-    control._greet = greets  # type: ignore[method-assign]
-
-
-async def test_a_job_that_comes_back_to_the_worker_that_lost_its_link_runs_again(
-    cluster: Cluster, deliveries: Counter[str]
-) -> None:
-    """The queue may deliver it before the first run is over. That run must not settle it."""
-    decode, holder, other, served, faults = await a_writer_at_work(cluster)
-    await other.puller.stop()
-    (job,) = holder.puller._jobs.values()
-    real, lost = job.link_lost, asyncio.Event()
-
-    def late() -> None:
-        asyncio.get_running_loop().call_later(0.2, real)
-        lost.set()
-
-    job.link_lost = late  # type: ignore[method-assign]
-    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
-    peer.channel.abort()
-    await asyncio.wait_for(lost.wait(), 10)
-    await until(lambda: max(deliveries.values()) == 2)
-    faults.resume()
-    await settled(served)
-    assert decode.right(served)
-    assert max(deliveries.values()) == 2, "and not after ack_wait"
-    await cluster.check_clean()
-    assert holder.budget.completed == 1
-
-
-async def test_a_holder_that_fails_after_the_last_delivery_leaves_the_prompt_to_us(
-    cluster: Cluster, deliveries: Counter[str]
-) -> None:
-    """The worker that got the last delivery has acked it, so nobody can be given the job again."""
-    cluster.config = replace(cluster.config, max_deliver=2)
-    decode, holder, other, served, faults = await a_writer_at_work(cluster)
-    await holder.puller.stop()
-    (entry,) = decode.ledger._jobs.values()
-    await decode.producer.nak(entry.ack_subject, entry.receipt)  # type: ignore[arg-type]
-    await until(lambda: max(deliveries.values()) == 2 and other.puller.in_flight == 0)
-    await other.puller.stop()
-    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
-    began = time.monotonic()
-    peer.channel.abort()
-    faults.resume()
-    await settled(served)
-    assert time.monotonic() - began < 5.0, "and not after the claim timeout of 10 s"
-    assert served.loaded is False
-    await cluster.check_clean()
-
-
 # ------------------------------------------------------------------ unreadable frames
 
 
@@ -235,37 +144,3 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     assert max(deliveries.values()) == 2
     await cluster.check_clean()
     assert (holder.budget.completed, other.budget.completed) == (0, 1)
-
-
-async def test_deliveries_that_wait_are_bounded_by_their_number(cluster: Cluster) -> None:
-    """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
-    live = await cluster.decode()
-    prefills = [await cluster.prefill(pull=False) for _ in range(2)]
-    answer = asyncio.Event()
-    for prefill in prefills:
-        find = prefill.links.find
-
-        async def late(instance_id: str, find: Any = find, **how: bool) -> Any:
-            if instance_id == "decode-gone":
-                await answer.wait()
-            return await find(instance_id, **how)
-
-        prefill.links.find = late  # type: ignore[method-assign]
-        prefill.puller.start()
-    for number in range(2 * MAX_WAITING + 10):
-        job = PrefillJob(
-            job_id=f"gone-{number}", incarnation="i", decode_instance="decode-gone",
-            request_id="r", compat=COMPATIBLE.hash(),
-            token_ids=u32.pack([1, 2, 3]), hit_tokens=0, block_ids=u32.pack([1]), timeout_s=1.0,
-        )  # fmt: skip
-        # Each alone fills the budget of a prefill worker.
-        await live.producer.publish(job.job_id, encode(job), 1024)
-    await until(lambda: all(p.budget.waiting == MAX_WAITING for p in prefills), 30)
-    await until(lambda: not any(p.budget.tokens for p in prefills))
-    await asyncio.sleep(0.1)
-    assert [p.budget.waiting for p in prefills] == [MAX_WAITING] * 2
-    answer.set()
-    served = live.send(prompt(30))
-    await settled(served)
-    assert live.right(served)
-    await cluster.check_clean()

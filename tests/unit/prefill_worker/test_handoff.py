@@ -447,6 +447,20 @@ async def test_the_newest_delivery_is_settled_and_kept_alive() -> None:
     assert (first.verbs, second.verbs) == ([], ["in_progress", "ack"])
 
 
+async def test_a_delivery_that_comes_during_a_run_that_settles_nothing_runs_next() -> None:
+    """The decode worker naks what it granted over a connection that was lost. The queue may deliver
+    it to the same worker, before its run is over."""
+    worker, first, second = Worker(), Delivered(), Delivered(2)
+    worker.begin(first)
+    await worker.computing()
+    worker.begin(second)
+    worker.link.jobs["j"].link_lost()
+    await eventually(lambda: len(worker.tasks) == 2)
+    worker.tasks[1].end(None)
+    await worker.over()
+    assert (first.verbs, second.verbs) == ([], ["ack"])
+
+
 @given(st.floats(0.01, 3600), st.integers(2, 12))
 def test_deliveries_last_until_the_decode_worker_gives_up(
     timeout_s: float, max_deliver: int

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from pullfill.errors import ClaimRefused, QueueUnavailable
-from pullfill.prefill_worker.puller import Budget
+from pullfill.prefill_worker.puller import MAX_WAITING, Budget
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.wire import PrefillJob, RefuseReason, encode
@@ -105,6 +105,18 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
         worker.budget.computed(name)
     await asyncio.sleep(0.05)
     await worker.runs("j0", "j1", "j2", "j3")  # and no more: it has four
+    await worker.puller.close()
+
+
+async def test_deliveries_that_wait_are_bounded_by_their_number() -> None:
+    """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
+    worker = Worker(Budget(10, claim_s=0.0))
+    for number in range(MAX_WAITING + 10):
+        worker.publish(f"j{number}")
+    worker.puller.start()
+    await until(lambda: worker.budget.waiting == MAX_WAITING)
+    await asyncio.sleep(0.05)
+    assert (worker.budget.waiting, worker.budget.tokens) == (MAX_WAITING, 0)
     await worker.puller.close()
 
 
