@@ -1,4 +1,4 @@
-"""An attempt that makes progress goes on beyond its deadline. One without progress ends.
+"""An attempt that makes progress goes on beyond its deadline.
 
 Real control channel, ledger, runner and transfer worker. The link copies one batch after another,
 slowly.
@@ -22,26 +22,19 @@ BATCH_S = 0.17
 LONG = prompt(BLOCKS * BLOCK + 1)
 
 
-def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf, stands_after: int = 10_000) -> None:
-    """Slow down the copies to or from `half` to one block per BATCH_S.
-
-    stands_after: after this many blocks the copies stop."""
+def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf) -> None:
+    """Slow down the copies to or from `half` to one block per BATCH_S."""
     transport: Any = cluster.rig.transport
-    connect, batches = transport.connect, 0
+    connect = transport.connect
 
     def connect_for_small_batches(*arguments: object) -> Any:
         session = connect(*arguments)
         session._limits = (LAYOUT.block_bytes, 1000)
         return session
 
-    def inside_batch() -> None:
-        nonlocal batches
-        batches += 1
-        time.sleep(BATCH_S if batches <= stands_after else 2.5 * TIMEOUT_S)
-
     transport.connect = connect_for_small_batches
     owner: Any = (half.region if isinstance(half, DecodeHalf) else half.local).owner
-    owner.faults.inside_batch = inside_batch
+    owner.faults.inside_batch = lambda: time.sleep(BATCH_S)
 
 
 @pytest.mark.parametrize(("mode", "chunk"), [(KvMode.PUSH_ASYNC, 1000), (KvMode.PULL, 7)])
@@ -61,18 +54,3 @@ async def test_a_job_that_moves_is_never_timed_out_and_started_again(
         assert prefill.engine.computed_tokens == len(LONG) - 1, "computed once"
         await cluster.check_clean()
         assert (prefill.budget.completed, prefill.budget.failed) == (1, 0)
-
-
-@pytest.mark.parametrize("mode", [KvMode.PUSH_ASYNC, KvMode.PULL])
-async def test_a_job_that_stands_still_is_given_up(make: Make, mode: KvMode) -> None:
-    async with make(timeout_s=TIMEOUT_S, kv_mode=mode) as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=1000)
-        slow(cluster, prefill if mode is KvMode.PULL else decode, stands_after=7)
-        began = time.monotonic()
-        served = decode.send(LONG)
-        await settled(served)
-        took = time.monotonic() - began
-        assert served.loaded is False
-        assert took > 7 * BATCH_S, "it had time for as long as it moved"
-        assert decode.traces.fallback_of(served.request.request_id) == "timeout"
-        await cluster.check_clean()

@@ -195,21 +195,6 @@ async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench
     await bench.depth_is(0, in_flight=0)
 
 
-async def test_drain_leaves_jobs_to_others(bench: Bench) -> None:
-    pull = asyncio.create_task(bench.consumer.pull(SOON_S))
-    await asyncio.sleep(0.05)
-    await bench.consumer.drain()
-    async with asyncio.timeout(1.0):
-        assert await pull is None
-    other = await bench.add_consumer()
-    for name in "abcdef":
-        await bench.producer.publish(name, b"", 1)
-    jobs = await pulled(other, 6)
-    assert len(jobs) == 6
-    assert all(job.number == 1 for job in jobs)
-    assert await bench.consumer.pull(0.05) is None
-
-
 async def test_hand_back_frees_the_job_of_a_dead_worker_and_no_other(bench: Bench) -> None:
     receipt = await bench.producer.publish("other", b"", 1)
     job = await bench.consumer.pull(SOON_S)

@@ -260,6 +260,7 @@ async def test_a_pull_that_was_withdrawn_has_left_the_server(
     else:
         await leaving.drain()
         assert await pulling is None
+        assert await leaving.pull(0.05) is None
     await producer.publish("job", b"", 10)
     job = await other.pull(HANG_S)
     assert job.number == 1, "the first delivery was lost"
