@@ -182,20 +182,10 @@ class ControlServer:
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None
         name = f"{hello.prefill_instance}#{next(self._serial)}"
-        now, reader = self._loop.time(), self._reader_of(hello)
         peer = Peer(
-            name,
-            hello.prefill_instance,
-            channel,
-            now,
-            reader,
-            hello.computes,
-            hello.adapters,
-            hello.features,
-            max_prompt_tokens=hello.max_prompt_tokens,
-            pulls=not hello.why,
-            why_not=hello.why,
-        )
+            name, hello, channel, self._loop.time(), self._reader_of(hello),
+            pulls=not hello.why, why_not=hello.why,
+        )  # fmt: skip
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
@@ -205,11 +195,11 @@ class ControlServer:
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
         short = f"short {peer.instance_id}"  # it may connect again every minute
-        if peer.max_prompt_tokens and self._seldom.due(short) is not None:
+        if hello.max_prompt_tokens and self._seldom.due(short) is not None:
             logger.warning(
                 "prefill worker %s takes prompts of %d tokens at most (its --max-model-len): "
                 "longer ones go to other prefill workers, or stay here if there are none",
-                peer.instance_id, peer.max_prompt_tokens,
+                peer.instance_id, hello.max_prompt_tokens,
             )  # fmt: skip
         if self._checks is not None:
             self._checks.met(peer)

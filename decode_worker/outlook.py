@@ -68,7 +68,7 @@ class Outlook:
         pulling = self.peers.pulling
         adapter = request.lora_request
         if adapter is not None:
-            takes = any(peer.adapters for peer in pulling)
+            takes = any(peer.hello.adapters for peer in pulling)
             adapter = context.adapters.for_others(adapter) if takes else None
         forecast = self.links.forecast(
             tokens,
@@ -91,7 +91,7 @@ class Outlook:
             engine=blocks.never or ("" if context.owner is not None else "no_transport"),
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
-            takes_features=any(peer.features for peer in pulling),
+            takes_features=any(peer.hello.features for peer in pulling),
             prefill_workers=len(pulling),
             self_check=self_check,
             oversize=self._oversize(prompt_tokens, pulling),
@@ -109,7 +109,8 @@ class Outlook:
         """Why no prefill worker can get a prompt of this length. Empty: one can."""
         local_tokens = self.context.blocks.local_tokens
         tokens = prompt_tokens - local_tokens
-        longest = max((peer.max_prompt_tokens or math.inf for peer in pulling), default=math.inf)
+        lengths = [peer.hello.max_prompt_tokens or math.inf for peer in pulling]
+        longest = max(lengths, default=math.inf)
         size = u32.SIZE * (tokens + self.context.blocks.targets(prompt_tokens, 0)) + _JOB_ROOM
         if tokens > longest:
             reason, most = PROMPT_TOO_LONG, longest + local_tokens

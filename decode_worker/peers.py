@@ -8,7 +8,7 @@ import msgspec
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.net.channel import Channel
-from pullfill.wire import Grant, KvMode, Load
+from pullfill.wire import Grant, Hello, KvMode, Load
 
 
 @dataclass(slots=True, eq=False)
@@ -16,23 +16,22 @@ class Peer:
     """One connected prefill worker. `name` is unique per connection and is the ledger's writer."""
 
     name: str
-    instance_id: str
+    hello: Hello
     channel: Channel
     heard: float  # when the last message came, by the loop's clock
     # Reads the worker's KV memory in pull mode, if it can be reached. Made when the worker
     # connects, closed when it is lost.
     reader: KvReader | None = None
-    computes: str = ""  # digest of how the worker rounds
-    adapters: bool = False  # whether the worker can load LoRA adapters
-    features: bool = False  # whether the worker takes multimodal inputs
-    # Length of the longest prompt that it takes. 0: as ours.
-    max_prompt_tokens: int = 0
     leaving: bool = False
     # pulls, why_not: whether it pulls jobs of this decode worker, and why not.
     pulls: bool = True
     why_not: str = ""
     busy: bool = False  # what its last Heartbeat said
     load: Load = field(default_factory=Load)
+
+    @property
+    def instance_id(self) -> str:
+        return self.hello.prefill_instance
 
     def in_reach(self, grant: Grant) -> Grant:
         """Return the grant, without `pull` if we cannot read this worker's memory."""

@@ -95,7 +95,7 @@ class Checks:
 
     def met(self, peer: Peer) -> None:
         """Note a prefill worker that has connected."""
-        if pair := self._pair(peer.computes):
+        if pair := self._pair(peer.hello.computes):
             self._peers[peer.name] = peer, pair
             self._changed.set()
 
@@ -244,7 +244,7 @@ class Checks:
             )  # fmt: skip
         else:
             logger.error("%s (found in %.0f ms)", result.advice(), took_ms)
-        self._kept.keep(self._pair(peer.computes), result)
+        self._kept.keep(self._pair(peer.hello.computes), result)
         return True
 
     async def _compare(self, peer: Peer) -> tuple[SelfCheck, float]:
@@ -253,7 +253,7 @@ class Checks:
         # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
         blocks = ours.blocks
-        if longest := peer.max_prompt_tokens:
+        if longest := peer.hello.max_prompt_tokens:
             blocks = max(1, min(blocks, longest // ours.block_size))
         tokens = random.choices(ordinary, k=blocks * ours.block_size)
         salt, half = new_job_id(), blocks // 2 * ours.block_size

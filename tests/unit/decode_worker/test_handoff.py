@@ -16,7 +16,7 @@ from pullfill.errors import Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
 from pullfill.wire import Claim, Commit, Progress, StageTimings
 from tests.support import said
-from tests.support.control_rig import handoff_of, until
+from tests.support.control_rig import handoff_of, hello, until
 from tests.support.loopback import LoopbackFences
 
 
@@ -34,7 +34,7 @@ class Rig:
         self.ledger, self.peers = self.handoff.ledger, self.handoff.peers
         self.answers: list[Any] = []
         channel: Any = SimpleNamespace(write=self.answers.append)
-        self.peers["p"] = Peer("p", "prefill-1", channel, heard=0.0)
+        self.peers["p"] = Peer("p", hello("prefill-1"), channel, heard=0.0)
 
     def write_within_s(self) -> float:
         """How long a job of ten blocks may take."""

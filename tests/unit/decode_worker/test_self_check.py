@@ -26,6 +26,7 @@ from pullfill.decode_worker.self_check import (
 from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import TransferFailed
 from pullfill.registry.self_checks import SelfChecks
+from pullfill.wire import Hello
 from tests.support.fakes import FakeClock
 from tests.support.transfer_rigs import DENSE, extent, memory_over, random_bytes
 from tests.support.workers import eventually
@@ -69,10 +70,11 @@ class Rig:
         self.checks = Checks(ours, cast(Any, self.engine), self.kept)
 
     def meet(self, name: str = "prefill-1#1", computes: str = "theirs", longest: int = 0) -> Peer:
-        peer = Peer(
-            name, name.partition("#")[0], cast(Any, None), 0.0, None, computes,
+        hello = Hello(
+            prefill_instance=name.partition("#")[0], compat="c", computes=computes,
             max_prompt_tokens=longest,
         )  # fmt: skip
+        peer = Peer(name, hello, cast(Any, None), 0.0)
         self.checks.met(peer)
         return peer
 
