@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from PIL import Image
 
+from tests.support.answers import Heard, ask_for
 from tests.support.cluster import Cluster
 from tests.support.prompts import forget_decode_prefixes
 from tests.support.zoo import ZOO
@@ -31,37 +30,21 @@ def picture(colour: str, side: int = 70) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-@dataclass(frozen=True)
-class Seen:
-    request_id: str
-    tokens: tuple[str, ...]
-    logprobs: tuple[float, ...]
-
-    def same(self, other: Seen) -> bool:
-        return self.tokens == other.tokens and self.logprobs == pytest.approx(
-            other.logprobs, abs=TOLERANCE
-        )
-
-
-def create(cluster: Cluster, colour: str, text: str = TEXT, **more: Any) -> Any:
+def ask(cluster: Cluster, colour: str, text: str = TEXT) -> Heard:
     """Ask about an image. The text comes after it."""
-    content: Any = [
+    content = [
         {"type": "image_url", "image_url": {"url": picture(colour)}},
         {"type": "text", "text": text},
     ]
-    return cluster.client().chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": content}],
-        temperature=0,
-        extra_body={"ignore_eos": True},
-        **more,
-    )
+    heard = ask_for(cluster, content, 6, logprobs=True)
+    assert heard.done.wait(60)
+    assert not heard.error
+    return heard
 
 
-def ask(cluster: Cluster, colour: str, text: str = TEXT) -> Seen:
-    told = create(cluster, colour, text, max_tokens=6, logprobs=True)
-    parts = told.choices[0].logprobs.content
-    return Seen(told.id, tuple(p.token for p in parts), tuple(p.logprob for p in parts))
+def same(one: Heard, other: Heard) -> bool:
+    near = pytest.approx(other.logprobs, abs=TOLERANCE)
+    return one.tokens == other.tokens and one.logprobs == near
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +60,12 @@ def test_images_go_remote_and_change_the_answer(cluster: Cluster) -> None:
     cluster.set_router(policy="always_local")
     local = {colour: ask(cluster, colour) for colour in COLOURS}
     answers = list(local.values())
-    assert not any(a.same(b) for i, a in enumerate(answers) for b in answers[:i])
+    assert not any(same(a, b) for i, a in enumerate(answers) for b in answers[:i])
     cluster.set_router(policy="always_remote")
     forget_decode_prefixes(cluster)
     for colour, expected in local.items():
         answer = ask(cluster, colour)
-        assert answer.same(expected), colour
+        assert same(answer, expected), colour
         assert cluster.explain(answer.request_id)["path"] == "remote", colour
     # A hit that ends after the image, and one that ends in it.
     for text in (TEXT + "And what else? " * 9, "Or nothing? " * 30):
@@ -92,7 +75,7 @@ def test_images_go_remote_and_change_the_answer(cluster: Cluster) -> None:
         cluster.set_router(policy="always_local")
         forget_decode_prefixes(cluster)
         for colour, answer in remote.items():
-            assert ask(cluster, colour, text=text).same(answer), colour
+            assert same(ask(cluster, colour, text=text), answer), colour
         cluster.set_router(policy="always_remote")
     cluster.assert_clean()
 
@@ -103,7 +86,7 @@ def test_an_image_is_known_to_every_decode_worker(cluster: Cluster) -> None:
     cluster.set_router(policy="always_local")
     answers = [ask(cluster, "purple") for _ in range(4)]
     assert len({cluster.explain(a.request_id)["decode_instance"] for a in answers}) == 2
-    assert all(answers[0].same(answer) for answer in answers)
+    assert all(same(answers[0], answer) for answer in answers)
 
 
 @pytest.mark.long

@@ -50,8 +50,8 @@ class Asked(Protocol):
     def client(self) -> openai.OpenAI: ...
 
 
-def ask_for(cluster: Asked, prompt: Sequence[int] | str, max_tokens: int, **options: Any) -> Heard:
-    """Ask in a thread of its own. A text is asked as chat.
+def ask_for(cluster: Asked, prompt: Sequence[Any], max_tokens: int, **options: Any) -> Heard:
+    """Ask in a thread of its own. A text, or parts of a message, are asked as chat.
 
     options: of the OpenAI call. What the client does not know goes into the body. Without them the
     answer is greedy, and goes on after an end of text."""
@@ -65,7 +65,7 @@ def ask_for(cluster: Asked, prompt: Sequence[int] | str, max_tokens: int, **opti
     if stream:
         call["stream_options"] = {"include_usage": True}
     create: Any
-    if isinstance(prompt, str):
+    if not isinstance(prompt[0], int):
         create = client.chat.completions.create
         call["messages"] = [{"role": "user", "content": prompt}]
     else:
