@@ -87,7 +87,8 @@ def build_config(
         config = args.create_engine_config()
     check_config(config)
     speculation.check_config(config)
-    kv_offloading.check_config(config)
+    if offloading is not None:
+        kv_offloading.check_config(config)
     if device == "cpu":
         _rotate_parts_of_heads_natively(config)
     schedule_whole_prompts(config)

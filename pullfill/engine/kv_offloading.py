@@ -71,16 +71,9 @@ def beside(ours: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 def check_config(config: Any) -> None:
     """config: vLLM's VllmConfig. Raises ConfigError, one line that says what to do."""
-    if size_of(config) and not config.cache_config.enable_prefix_caching:
+    if not config.cache_config.enable_prefix_caching:
         # Where vLLM cannot compute the rest of a prompt, it cannot after a load either.
         raise ConfigError(
             "KV offloading needs vLLM's prefix caching, which is off, by a flag or because vLLM "
             "has none for this model: leave out KV offloading"
         )
-
-
-def size_of(config: Any) -> int:
-    """Return the bytes of memory that vLLM offloads KV to. config: its VllmConfig."""
-    extra = config.kv_transfer_config.kv_connector_extra_config
-    tiers = extra.get("connectors", ())[1:]
-    return sum(int(tier["kv_connector_extra_config"]["cpu_bytes_to_use"]) for tier in tiers)
