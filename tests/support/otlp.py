@@ -23,7 +23,6 @@ class Span:
     id: str
     parent: str
     links: tuple[str, ...]
-    kind: int
     start_ns: int
     end_ns: int
     error: str
@@ -128,7 +127,6 @@ def _span(one: Any, resource: dict[str, Any]) -> Span:
         id=one.span_id.hex(),
         parent=one.parent_span_id.hex(),
         links=tuple(link.span_id.hex() for link in one.links),
-        kind=one.kind,
         start_ns=one.start_time_unix_nano,
         end_ns=one.end_time_unix_nano,
         error=one.status.message if one.status.code == 2 else "",

@@ -23,7 +23,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -74,10 +73,6 @@ _ENVIRONMENT = {  # what workers and frontends set for themselves before these i
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-CLOCK = "PULLFILL_TESTS_CLOCK_S"
-"""Environment variable: how many seconds `time.time` of a forked worker is ahead."""
 
 
 class Forked:
@@ -210,9 +205,6 @@ def _become_worker(order: dict[str, Any]) -> None:
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(order["env"])
-    if shift := float(os.environ.get(CLOCK, 0)):
-        real = time.time
-        time.time = lambda: real() + shift
     sys.argv[:] = ["pullfill", *order["arguments"]]
     if record := os.environ.get(RECORD):
         start_recording(Path(record), order["arguments"][0])
