@@ -23,7 +23,6 @@ Exit status 1 when anything failed, was wrong, or is left behind.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import re
 import signal
@@ -140,7 +139,7 @@ class Faults:
     def _kill_nats(self) -> None:
         self._cluster.nats.kill()
         time.sleep(self._rng.uniform(0, 3))
-        asyncio.run(self._cluster.nats.start())
+        self._cluster.nats.start()
 
     def _hang_nats(self) -> None:
         self._cluster.nats.pause()

@@ -6,7 +6,6 @@ the decode worker through one.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -230,7 +229,7 @@ def test_row_14_nats_that_is_away_is_told(
         assert trace["outage"].startswith("NATS unreachable for ")
     finally:
         if how == "kill":
-            asyncio.run(server.start())
+            server.start()
         else:
             server.resume()
     healed(wires, "nats", "NATS")

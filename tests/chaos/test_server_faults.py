@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.support.checked import MANY, Bound, checked
@@ -31,7 +29,7 @@ def test_row_14_nats_killed_and_restarted(paired: Cluster, oracle: Oracle) -> No
             paired.nats.kill()
             done = len(load.done)
             until(lambda: len(load.done) > done + 6, 60, "served without NATS")
-            asyncio.run(paired.nats.start())
+            paired.nats.start()
 
 
 @pytest.mark.essential

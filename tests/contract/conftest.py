@@ -43,12 +43,10 @@ def make(tmp_path: Path, nats: NatsServer) -> Make:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
+def server(tmp_path: Path) -> Iterator[NatsServer]:
     """A NATS of this test's own."""
-    server = NatsServer(tmp_path / "nats")
-    await server.start()
-    yield server
-    server.stop()
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     server.kill()
     await until(lambda: not consumer.connection.up)
     await jobs[1].ack()
-    await server.restart(empty=True)
+    await asyncio.to_thread(server.restart, empty=True)
     new = await publish_when_available(producer, "new")
     assert new.seq == receipts[0].seq, "the case this is about: numbers start again"
     assert not await producer.cancel(receipts[0])
@@ -391,13 +391,10 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
 
 async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
     store = f'store_dir: "{tmp_path / "store"}", max_file_store: 64MB'
-    server = NatsServer(tmp_path, extra=f"jetstream {{ {store} }}")  # dead letters reserve 256 MiB
-    try:
-        await server.start()
+    extra = f"jetstream {{ {store} }}"  # dead letters reserve 256 MiB
+    with NatsServer(tmp_path, extra=extra) as server:
         with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store") as caught:
             await JetStreamProducer.connect(server.url, QueueConfig("test", "room"), wait_s=1.0)
-    finally:
-        server.stop()
     assert "10047" in str(caught.value)
     assert "nats-server -js" not in str(caught.value)
 

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,12 +58,10 @@ LOGIN = f'authorization {{ user: pullfill, password: "{PASSWORD}" }}\n'
 
 
 @pytest.fixture
-async def locked_nats(tmp_path: Path, certificates: Certificates) -> AsyncIterator[NatsServer]:
+def locked_nats(tmp_path: Path, certificates: Certificates) -> Iterator[NatsServer]:
     """Wants a password and a client certificate."""
-    server = NatsServer(tmp_path / "nats", extra=LOGIN + nats_tls(certificates))
-    await server.start()
-    yield server
-    server.stop()
+    with NatsServer(tmp_path / "nats", extra=LOGIN + nats_tls(certificates)) as server:
+        yield server
 
 
 def nats_toml(tls: Certificates, ca: Path | None = None, user: str = "pullfill") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,13 +37,11 @@ def block_of(marker: str) -> str:
 
 
 @pytest.fixture
-async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
+def nats(tmp_path: Path) -> Iterator[NatsServer]:
     """With the `authorization` of the document; its passwords are ours."""
     text = block_of("publish: [").replace("…", PASSWORD)
-    server = NatsServer(tmp_path / "nats", extra=text)
-    await server.start()
-    yield server
-    server.stop()
+    with NatsServer(tmp_path / "nats", extra=text) as server:
+        yield server
 
 
 async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(

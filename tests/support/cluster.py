@@ -205,7 +205,7 @@ class Cluster:
 
     def start_servers(self) -> None:
         self.etcd.start()
-        asyncio.run(self.nats.start())
+        self.nats.start()
         self.etcd.ctl("put", keys.config(self.namespace, "queue"), PATIENT)
         router = msgspec.json.encode(self._router).decode()
         self.etcd.ctl("put", keys.config(self.namespace, "router"), router)

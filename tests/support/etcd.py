@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pullfill.deploy.local_servers import etcd_binary, etcd_ready
 from tests.support.certificates import Certificates
@@ -34,9 +34,59 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """A server of a test's own, and ways to hurt it. Its data stays over restarts."""
+    """A server of a test's own, and ways to hurt it. Its ports and data stay over restarts.
 
-    process: subprocess.Popen[bytes] | None = None
+    directory: what it owns. The context manager starts and ends it.
+    before: what goes before its command line."""
+
+    store = ""
+    """The folder of its data, in `directory`."""
+    env: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, directory: Path, before: Sequence[str]) -> None:
+        self.directory, self.log = directory, directory / "server.log"
+        self._before = before
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """Its command line. Writes what else it needs to start."""
+        raise NotImplementedError
+
+    def problem(self) -> str | None:
+        """Why it does not answer yet. None: it does."""
+        raise NotImplementedError
+
+    def launch(self) -> None:
+        """Start without waiting."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*self._before, *self.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
+            )
+
+    def wait_ready(self) -> None:
+        give_up = time.monotonic() + 20.0
+        while self.problem() is not None:
+            if not self.alive or time.monotonic() > give_up:
+                self.stop()
+                raise RuntimeError(self.log.read_text()[-2000:])
+            time.sleep(0.01)
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self.launch()
+        self.wait_ready()
+
+    def restart(self, *, empty: bool = False) -> None:
+        """SIGKILL if alive, then start again with the same data or with none."""
+        self.kill()
+        if empty:
+            shutil.rmtree(self.directory / self.store, ignore_errors=True)
+        self.start()
 
     @property
     def pid(self) -> int:
@@ -54,6 +104,15 @@ class ServerProcess:
             process.kill()
             process.wait()
 
+    def stop(self) -> None:
+        """Send SIGTERM, also if it is paused. Idempotent."""
+        if self.process is not None and self.alive:
+            self.resume()
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+        self.kill()
+
     def pause(self) -> None:
         """SIGSTOP: connected, but silent."""
         os.kill(self.pid, signal.SIGSTOP)
@@ -66,26 +125,22 @@ class ServerProcess:
         if self.alive:
             os.kill(self.pid, signal.SIGCONT)
 
-    def stop(self) -> None:
-        """Send SIGTERM, also if it is paused. Idempotent."""
-        if self.process is not None and self.alive:
-            self.resume()
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
-        self.kill()
+    def __enter__(self) -> Self:
+        self.start()
+        return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
 
 class EtcdServer(ServerProcess):
-    """One etcd with a single member. `start` returns when it answers.
+    """One etcd with a single member.
 
     tls: it shows `cert` to clients and wants theirs, signed by `ca`.
-    host: where it listens.
-    before: what goes before its command line.
-    options: more of its flags."""
+    host: where it listens."""
+
+    store = "data"
+    env: ClassVar = {"GOMAXPROCS": "1"}
 
     def __init__(
         self,
@@ -94,43 +149,28 @@ class EtcdServer(ServerProcess):
         *,
         host: str = "127.0.0.1",
         before: Sequence[str] = (),
-        **options: str,
     ) -> None:
-        self.directory = directory
-        self._before = before
-        self.client_port, self.peer_port = free_ports(2)
-        self.url = f"{'https' if tls else 'http'}://{host}:{self.client_port}"
-        self._options, self._context, self._ctl_flags = options, None, []
+        super().__init__(directory, before)
+        port, self.peer_port = free_ports(2)
+        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
+        self.options, self._context, self._ctl_flags = dict[str, str](), None, []
         if tls is not None:
             files = {"cert": tls.cert, "key": tls.key, "cacert": tls.ca}
             self._ctl_flags = [f"--{name}={path}" for name, path in files.items()]
             self._context = ssl.create_default_context(cafile=tls.ca)
             self._context.load_cert_chain(tls.cert, tls.key)
-            self._options = options | {
+            self.options = {
                 "cert-file": str(tls.cert),
                 "key-file": str(tls.key),
                 "trusted-ca-file": str(tls.ca),
                 "client-cert-auth": "true",
             }
 
-    @property
-    def data_dir(self) -> Path:
-        return self.directory / "data"
-
-    def start(self) -> Self:
-        """Start on the same ports and data as before."""
-        self.launch()
-        self.wait_healthy()
-        return self
-
-    def launch(self, **options: str) -> None:
-        """Start without waiting. options: more of its flags, from now on."""
-        self._options |= options
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def command(self) -> list[str]:
         peer = f"http://127.0.0.1:{self.peer_port}"
         arguments = {
             "name": "test",
-            "data-dir": str(self.data_dir),
+            "data-dir": str(self.directory / self.store),
             "listen-client-urls": self.url,
             "advertise-client-urls": self.url,
             "listen-peer-urls": peer,
@@ -139,40 +179,19 @@ class EtcdServer(ServerProcess):
             "heartbeat-interval": "50",  # ms; the election timeout is most of the start-up time
             "election-timeout": "500",
             "log-level": "warn",
-            **self._options,
+            **self.options,
         }
-        with (self.directory / "etcd.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*self._before, str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "GOMAXPROCS": "1"},
-            )
+        return [str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())]
 
-    def wait_healthy(self) -> None:
-        give_up = time.monotonic() + 20.0
-        while etcd_ready(self.url, tls=self._context) is not None:
-            if not self.alive or time.monotonic() > give_up:
-                self.stop()
-                raise RuntimeError((self.directory / "etcd.log").read_text()[-2000:])
-            time.sleep(0.02)
-
-    def restart(self, *, empty: bool = False) -> None:
-        """SIGKILL if alive, then start again with the same data or with none."""
-        self.kill()
-        if empty:
-            shutil.rmtree(self.data_dir, ignore_errors=True)
-        self.start()
+    def problem(self) -> str | None:
+        return etcd_ready(self.url, tls=self._context)
 
     def ctl(self, *arguments: str) -> str:
         """Run the real etcdctl against it. Returns its stdout."""
-        command = [
-            str(etcd_binary().with_name("etcdctl")),
-            f"--endpoints={self.url}",
-            *self._ctl_flags,
-        ]
+        program = str(etcd_binary().with_name("etcdctl"))
+        command = [program, f"--endpoints={self.url}", *self._ctl_flags, *arguments]
         return subprocess.run(
-            [*command, *arguments], check=True, capture_output=True, text=True, timeout=20
+            command, check=True, capture_output=True, text=True, timeout=20
         ).stdout
 
     def enable_auth(self, password: str) -> None:
@@ -180,9 +199,6 @@ class EtcdServer(ServerProcess):
         self.ctl("user", "add", f"root:{password}")
         self.ctl("auth", "enable")
         self._ctl_flags.append(f"--user=root:{password}")
-
-    def __enter__(self) -> Self:
-        return self.start()
 
 
 class EtcdCluster:
@@ -208,9 +224,10 @@ class EtcdCluster:
     def __enter__(self) -> Self:
         peers = [f"m{i}=http://127.0.0.1:{m.peer_port}" for i, m in enumerate(self.members)]
         for i, member in enumerate(self.members):
-            member.launch(**{"name": f"m{i}", "initial-cluster": ",".join(peers)})
+            member.options |= {"name": f"m{i}", "initial-cluster": ",".join(peers)}
+            member.launch()
         for member in self.members:
-            member.wait_healthy()
+            member.wait_ready()
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
-import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,14 +43,12 @@ async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[
 
 
 class NatsServer(ServerProcess):
-    """One server process. It keeps its port over restarts.
-
-    Owns the process and everything under `directory`. `kill` must be called at the end.
+    """One nats-server with JetStream.
 
     extra: more of its configuration (logins, TLS).
-    host: where it listens.
-    before: what goes before its command line.
-    """
+    host: where it listens."""
+
+    store = "store"
 
     def __init__(
         self,
@@ -63,47 +58,24 @@ class NatsServer(ServerProcess):
         host: str = "127.0.0.1",
         before: Sequence[str] = (),
     ) -> None:
-        self.directory, self.log = directory, directory / "nats.log"
-        self._extra, self._before = extra, before
+        super().__init__(directory, before)
+        self._extra = extra
         (self.port,) = free_ports(1)
         self.url = f"nats://{host}:{self.port}"
 
-    async def start(self) -> None:
-        """Start and wait until it accepts clients."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def command(self) -> list[str]:
         config = self.directory / "nats.conf"
         config.write_text(
             f'listen: "{self.url.removeprefix("nats://")}"\n'
             f"max_payload: {MAX_PAYLOAD}\n"
-            f'jetstream {{ store_dir: "{self.directory / "store"}" }}\n{self._extra}\n'
+            f'jetstream {{ store_dir: "{self.directory / self.store}" }}\n{self._extra}\n'
         )
-        self.process = subprocess.Popen(  # noqa: ASYNC220 - milliseconds, and owned beyond the loop
-            [*self._before, str(nats_binary()), "-c", str(config), "-l", str(self.log)],
-            stdin=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while nats_ready(self.url) is not None:
-            if not self.alive or time.monotonic() > deadline:
-                raise RuntimeError(f"nats-server did not start: {self.log.read_text()[-2000:]}")
-            await asyncio.sleep(0.01)
+        return [str(nats_binary()), "-c", str(config)]
 
-    def __enter__(self) -> NatsServer:
-        """Start it, outside of any event loop."""
-        try:
-            asyncio.run(self.start())
-        except BaseException:
-            self.kill()
-            raise
-        return self
+    def problem(self) -> str | None:
+        return nats_ready(self.url)
 
     stop = ServerProcess.kill
-
-    async def restart(self, *, empty: bool = False) -> None:
-        """Send SIGKILL, then start on the same port. empty: without its data."""
-        self.kill()
-        if empty:
-            shutil.rmtree(self.directory / "store", ignore_errors=True)
-        await self.start()
 
 
 class NatsCluster:
@@ -128,7 +100,8 @@ class NatsCluster:
 
     async def start(self) -> None:
         """Returns when all servers run and JetStream answers, which takes a leader."""
-        await asyncio.gather(*(member.start() for member in self.members))
+        for member in self.members:
+            member.launch()
         async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
             while "error" in await self.api(client, "INFO"):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.02)
