@@ -47,27 +47,9 @@ class Engine:
         """One step of vLLM: running prompts first, then those that wait, in order."""
         self.reading -= self.side.before_step().loaded
         budget, scheduled = STEP, dict[str, int]()
-        for name in self.running:
-            budget -= self._schedule(name, budget, scheduled)
-        for name in list(self.waiting):
-            if not budget:
-                break
-            request = self.requests[name]
-            external: int | None = 0
-            if name not in self.reading and not request.num_computed_tokens:
-                external, _ = self.side.matched(request, 0)
-                if external is None:
-                    continue
-            elif name in self.reading:
-                continue
-            self.side.allocated(request, self.manager.get_block_ids(name), external or 0)
-            if external:
-                self.reading.add(name)
-                request.num_computed_tokens = external
-                continue
-            self.waiting.remove(name)
-            self.running.append(name)
-            budget -= self._schedule(name, budget, scheduled)
+        for name in [*self.running, *self.waiting]:
+            if budget and (name in self.running or self._begins(name)):
+                budget -= self._schedule(name, budget, scheduled)
         report = self.side.scheduled(step(scheduled))
         self.side.step_done()
         for name, tokens in scheduled.items():
@@ -80,6 +62,23 @@ class Engine:
         for name in report.failed:
             self.requests[name].num_computed_tokens = 0
         self.reading -= report.loaded | report.failed
+
+    def _begins(self, name: str) -> bool:
+        """Whether a prompt that waits is computed from now on. Else its prefix may be read."""
+        request = self.requests[name]
+        external: int | None = 0
+        if not request.num_computed_tokens:
+            external, _ = self.side.matched(request, 0)
+        if external is None or name in self.reading:
+            return False
+        self.side.allocated(request, self.manager.get_block_ids(name), external)
+        if external:
+            self.reading.add(name)
+            request.num_computed_tokens = external
+            return False
+        self.waiting.remove(name)
+        self.running.append(name)
+        return True
 
     def _schedule(self, name: str, budget: int, scheduled: dict[str, int]) -> int:
         request = self.requests[name]
