@@ -261,7 +261,6 @@ class PrefillService(Service):
                 "decode_workers": self._links.connected,
                 "kv_free_blocks": self._engine.view.free_blocks,
                 "kv_blocks": self._engine.view.usable_blocks,
-                "kv_credits": self._credits.describe(),
             },
         }
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
@@ -351,10 +351,6 @@ class Credits:
         # worker a job is. Jobs that were pulled before are computed all the same.
         with self._lock:
             return sorted({one.peer for one in self._accounts if one.used >= self.limit})
-
-    def describe(self) -> dict[str, Any]:
-        """For /status."""
-        return {"limit_bytes": self.limit, "used_bytes": self.used, "gone": self.gone}
 
     def refresh_metrics(self) -> None:
         """Set the gauges. Called before a scrape."""
