@@ -104,9 +104,8 @@ class Prefill(msgspec.Struct):
     waited_s: float  # how long it had waited when decided
     left: int  # prompt tokens that are not computed yet, after `at` others
     at: int
-    here: tuple[Option, ...] = ()  # what a prefill by this worker costs, the cheapest choice first
-    there: Option | None = None  # what a prefill by a prefill worker costs
-    known: bool = False  # a remote prefill was measured
+    # What each choice costs. Without REMOTE: no remote prefill was measured yet.
+    options: dict[Choice, Option] = {}
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
@@ -118,15 +117,13 @@ class Prefill(msgspec.Struct):
     streaming: bool = False  # its first token is out
 
     @property
-    def cheapest(self) -> Choice:
-        """The choice with the least cost. Local if no prefill worker is known."""
-        if self.there is not None and self.known and self.there.cost < self.here[0].cost:
-            return Choice.REMOTE
-        return self.here[0].choice
+    def known(self) -> bool:
+        return Choice.REMOTE in self.options
 
-    @property
-    def options(self) -> tuple[Option, ...]:
-        return (*self.here, self.there) if self.there is not None and self.known else self.here
+    def cheapest(self, *choices: Choice) -> Choice:
+        """Return which of these choices, or of all, has the least cost. The first one of equals."""
+        able = [one for one in self.options.values() if not choices or one.choice in choices]
+        return min(able, key=lambda one: one.cost).choice
 
     def becomes(self, choice: Choice) -> None:
         """Go on as another choice than the one that was predicted."""
@@ -296,22 +293,23 @@ class CostModel:
         streams = dict(self._itl)
         for target, count in away.itl.items():
             streams[target] = streams.get(target, 0) + count
-        here = [self._local(Choice.AT_ONCE, one, streams, now, self._here)]
+        options = one.options
+        options[Choice.AT_ONCE] = self._local(Choice.AT_ONCE, one, streams, now, self._here)
         if self._chunks:
             chunked = self._local(Choice.CHUNKED, one, streams, now, self._here)
             # A prompt that fits into one chunk is the same either way.
-            if chunked.raw_s != here[0].raw_s:
-                here.append(chunked)
-        one.here = tuple(sorted(here, key=lambda option: option.cost))
+            if chunked.raw_s != options[Choice.AT_ONCE].raw_s:
+                options[Choice.CHUNKED] = chunked
         own = span(start, max(0, tokens - 1))
         # Nobody says how long the prompts of other decode workers are. They are taken to be like
         # ours, or to be as long as this one.
         ahead = queue.ahead(away.span if away.all else own)
         one.work = ahead[0] + own[0], ahead[1] + own[1]
-        one.known, one.probe = remote.count > 0, not away.all and not remote.fresh(now)
-        base = self.rates.base(sum(streams.values()))
-        raw_s = remote.of(*one.work) + base
-        one.there = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
+        one.probe = not away.all and not remote.fresh(now)
+        if remote.count:
+            base = self.rates.base(sum(streams.values()))
+            raw_s = remote.of(*one.work) + base
+            options[Choice.REMOTE] = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
         return one
 
     def _local(
@@ -359,16 +357,13 @@ class CostModel:
         if name in self._requests:
             return None
         if remote:
-            one.option = one.there
+            one.choice = Choice.REMOTE
         elif chunks:
-            one.option = one.here[0]
-        else:
-            one.option = next(option for option in one.here if option.choice is Choice.AT_ONCE)
-        assert one.option is not None
-        one.choice = one.option.choice
+            one.choice = one.cheapest(Choice.AT_ONCE, Choice.CHUNKED)
+        one.option = one.options.get(one.choice)
         self._requests[name] = one
         (self._away if remote else self._here).add(name, one)
-        found = {option.choice: option.ttft_s * 1e3 for option in one.options}
+        found = {choice: option.ttft_s * 1e3 for choice, option in one.options.items()}
         return PredictedMs(
             local=found.get(Choice.AT_ONCE),
             local_chunked=found.get(Choice.CHUNKED),
@@ -479,14 +474,14 @@ class CostModel:
             step_s = self.rates.base(self.streams)
             self._remote.observe(*one.work, max(0.0, took - step_s), now)
         metrics.COST_OUTCOME.labels(path).observe(took)
-        if one.option is None or one.option.raw_s <= 0 or one.option not in one.options:
+        if one.option is None or one.option.raw_s <= 0:
             return FirstToken(took * 1e3)
         if (bias := self._bias.get(one.choice)) is not None:
             bias.observe(one.option.raw_s, 0.0, took, now)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
         metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
         metrics.COST_ERROR.labels(path).observe(error)
-        others = [o.ttft_s for o in one.options if o.choice is not one.choice]
+        others = [o.ttft_s for o in one.options.values() if o.choice is not one.choice]
         if not others:
             return FirstToken(took * 1e3, error=error)
         regret = max(0.0, took - min(others))

@@ -178,7 +178,7 @@ def cost(request: Any, now: Situation) -> Decision | None:
     if costs.probe and now.remote_tokens >= PROBE_TOKENS:
         return Decision(True, "cost_probe")
     if costs.known:
-        return _BY_COST[costs.cheapest]
+        return _BY_COST[costs.cheapest()]
     # Until the first prefill worker is measured, length decides.
     return None if now.long else Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
 
