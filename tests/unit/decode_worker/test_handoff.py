@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,9 @@ from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Entry, Settle
 from pullfill.decode_worker.peers import Peer
-from pullfill.errors import Outcome, QueueFull
+from pullfill.errors import HandoffError, Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
-from pullfill.wire import Claim, Commit, Progress, StageTimings
+from pullfill.wire import Claim, Commit, Progress, Ready, StageTimings
 from tests.support import said
 from tests.support.control_rig import handoff_of, hello, until
 from tests.support.loopback import LoopbackFences
@@ -165,3 +166,29 @@ async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job
     assert rig.write_within_s() == before
     assert [answer.ok for answer in rig.answers] == [False] * 3
     assert rig.commits == [], "the queue goes on with the job"
+
+
+async def test_a_job_that_has_ended_is_not_read() -> None:
+    rig, wanted = Rig(), list[bool]()
+
+    async def read(fence: Any, source: Any, target: Any, is_wanted: Callable[[], bool]) -> Any:
+        wanted.append(is_wanted())
+        rig.ledger.give_up("j", Outcome.CANCELLED)
+        wanted.append(is_wanted())
+        raise HandoffError("its job ended before it was read")
+
+    peer = rig.peers["p"]
+    peer.reader = SimpleNamespace(read=read, moved_bytes=0)  # type: ignore[assignment]
+    rig.send("j")
+    await until(lambda: rig.stored)
+    assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
+    rig.handoff.ready(
+        peer,
+        Ready(
+            rid=1, job_id="j", attempt=1, incarnation="i0", block_ids=bytes(4),
+            fence=said.NO_FENCE, timings=StageTimings(),
+        ),
+    )  # fmt: skip
+    await until(lambda: rig.answers)
+    assert (wanted, rig.answers[0].ok, rig.commits) == ([True, False], False, [])
+    assert rig.ledger.open_jobs == 0
