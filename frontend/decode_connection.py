@@ -59,7 +59,7 @@ class DecodeConnection:
     trouble: why the connection is still connecting, in words for people.
     far: whether the worker runs on another host, whose clock differs.
     load: what the worker has to do, with the requests of all frontends, as it last said. None: it
-    has said nothing yet. load_at: when that came, in seconds of the loop's clock.
+    has said nothing yet.
     made: tokens of answers that it has sent.
     """
 
@@ -82,7 +82,6 @@ class DecodeConnection:
         self.calls: dict[int, asyncio.Future[Any]] = {}
         self.listed = True
         self.load: front_wire.LoadReport | None = None
-        self.load_at = 0.0
         self.made = 0
         self.far = record.host_id != host_id()
         self._ahead: float | None = None
@@ -210,7 +209,6 @@ class DecodeConnection:
             return
         if kind == front_wire.LOAD and len(frames) == 1:
             self.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
-            self.load_at = self.heard_at
             self._pool.on_load(self)
         elif kind == front_wire.HELO:
             self._on_welcome(frames)
@@ -236,7 +234,7 @@ class DecodeConnection:
             self._pool.on_lost(self, f"its address is now used by {welcome.decode_instance}")
             return
         self.welcome, self.trouble = welcome, ""
-        self.load, self.load_at = welcome.load, self.heard_at
+        self.load = welcome.load
         self.state = ConnectionState.READY
         self._pool.on_ready(self)
 

@@ -130,10 +130,10 @@ class WorkerPool:
         }
         return [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
-    def load_of(self, instance_id: str) -> tuple[front_wire.LoadReport | None, float]:
-        """Return `load` and `load_at` of the worker's connection. None: it has told nothing."""
+    def load_of(self, instance_id: str) -> front_wire.LoadReport | None:
+        """Return what a worker has to do, as it last said. None: it has told nothing."""
         connection = self._connections.get(instance_id)
-        return (connection.load, connection.load_at) if connection is not None else (None, 0.0)
+        return None if connection is None else connection.load
 
     def made(self) -> dict[str, int]:
         """Return how many tokens each worker has sent over its connection."""

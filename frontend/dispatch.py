@@ -332,10 +332,9 @@ class Dispatcher:
     def _hold(self, flight: Flight) -> None:
         """Let a request wait for a worker until its deadline."""
         flight.stop_waiting()
-        flight.timer = self._loop.call_at(flight.deadline, self._expire, flight)
-
-    def _expire(self, flight: Flight) -> None:
-        self._fail(flight, flight.failure)
+        flight.timer = self._loop.call_at(
+            flight.deadline, lambda: self._fail(flight, flight.failure)
+        )
 
     def _soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon, in slices, if they wait."""

@@ -123,14 +123,12 @@ class Admin:
         if row.role != "decode":
             return row
         prefixes, name = self.pool.prefixes, row.instance_id
-        load, load_at = self.pool.load_of(name)
         trouble = prefixes.troubles(now).get(name)
         return msgspec.structs.replace(
             row,
             troubles=(*row.troubles, trouble) if trouble else row.troubles,
             routing={
-                "load": msgspec.to_builtins(load),
-                "load_age_s": now - load_at if load else None,
+                "load": msgspec.to_builtins(self.pool.load_of(name)),
                 "prefix": prefixes.status(name, now),
             },
         )
