@@ -4,64 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pullfill.frontend import admission as gates
 from pullfill.frontend.admission import MOST_COMMAS, MOST_VALUES, Admission, why_too_much
-
-
-class Client:
-    """One ASGI conversation. `say`: messages the server receives; it waits for more after them."""
-
-    def __init__(
-        self,
-        gate: Admission,
-        path: str = "/v1/completions",
-        method: str = "POST",
-        root_path: str = "",
-        headers: Sequence[tuple[bytes, bytes]] = (),
-    ) -> None:
-        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.sent: list[dict[str, Any]] = []
-        self.takes = asyncio.Event()
-        self.takes.set()
-        scope = {
-            "type": "http", "method": method, "path": path, "root_path": root_path,
-            "headers": headers,
-        }  # fmt: skip
-        self.task = asyncio.ensure_future(gate(scope, self._inbox.get, self._send))
-
-    async def _send(self, message: Any) -> None:
-        await self.takes.wait()
-        self.sent.append(message)
-
-    async def ended(self) -> Client:
-        await self.task
-        return self
-
-    def say(self, body: bytes = b"{}", more: bool = False) -> Client:
-        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
-        return self
-
-    def leave(self) -> None:
-        self._inbox.put_nowait({"type": "http.disconnect"})
-
-    @property
-    def status(self) -> int:
-        status: int = self.sent[0]["status"]
-        return status
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = json.loads(self.sent[1]["body"])["error"]
-        return error
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        return dict(self.sent[0]["headers"])
+from tests.support.asgi import Client
 
 
 class App:

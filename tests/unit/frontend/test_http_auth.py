@@ -23,6 +23,7 @@ from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, SERVING_PREFI
 from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity
 from pullfill.runtime.watched_files import WatchedFiles
+from tests.support.asgi import Client
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -42,20 +43,10 @@ async def ask(
     key: str | None = None,
     headers: Sequence[tuple[bytes, bytes]] = (),
     kind: str = "http",
-) -> dict[str, Any]:
-    """Return the first message to the client. Status 200: the request reached the app behind."""
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+) -> Client:
+    """Status 200: the request reached the app behind."""
     keys = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
-    scope = {
-        "type": kind, "method": method, "path": path, "headers": [*headers, *keys],
-        "client": client,
-    }  # fmt: skip
-    await auth(scope, None, send)  # type: ignore[arg-type]
-    return sent[0]
+    return await Client(auth, path, method, [*headers, *keys], type=kind, client=client).ended()
 
 
 def call(
@@ -69,9 +60,7 @@ def call(
     **asked: Any,
 ) -> int:
     """Return the status. asked: see `ask`."""
-    told = asyncio.run(ask(HttpAuth(app, api, admin, root, known), path, method, **asked))
-    status: int = told["code"] if "code" in told else told["status"]
-    return status
+    return asyncio.run(ask(HttpAuth(app, api, admin, root, known), path, method, **asked)).status
 
 
 def proof(key: str, path: str) -> list[tuple[bytes, bytes]]:
@@ -215,7 +204,7 @@ def test_a_path_without_a_route_is_404_once_the_key_is_right() -> None:
 
 async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path) -> None:
     async def shown(key: str) -> bool:
-        return (await ask(auth, "/v1/models", key=key))["status"] == 200
+        return (await ask(auth, "/v1/models", key=key)).status == 200
 
     async def until(key: str, good: bool) -> None:
         async with asyncio.timeout(30.0):
@@ -321,7 +310,7 @@ def test_a_link_may_lead_to_the_page_and_to_nothing_else() -> None:
 
 async def test_a_browser_is_asked_for_a_password_at_the_page_only() -> None:
     auth = HttpAuth(app, (KEY,), (ADMIN,))
-    told = [dict((await ask(auth, path, "GET"))["headers"]) for path in ("/pullfill/ui", RESET)]
+    told = [(await ask(auth, path, "GET")).headers for path in ("/pullfill/ui", RESET)]
     challenges = [headers.get(b"www-authenticate") for headers in told]
     assert challenges == [b'Basic realm="pullfill", charset="UTF-8"', None]
 

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.live.page import FILES, EventStream
+from tests.support.asgi import Client
 
 
 class Live:
@@ -98,35 +99,24 @@ async def test_events_end_with_their_source() -> None:
 
 @pytest.mark.parametrize("taken", [2, 99], ids=["while it sends", "while it waits"])
 async def test_a_viewer_that_disconnects_ends_its_source(taken: int) -> None:
-    live, sent = Live(), list[Any]()
+    live = Live()
     live.bodies.put_nowait(b"{}")
-
-    async def receive() -> Any:
-        while len(sent) < 3:  # noqa: ASYNC110 - the stream has no event to wait for
-            await asyncio.sleep(0)
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) > taken:
-            await asyncio.Event().wait()
-
-    scope = {"type": "http", "method": "GET", "path": "/pullfill/ui/events", "headers": []}
-    await asyncio.wait_for(app(live)(scope, receive, send), 5)
+    viewer = Client(app(live), "/pullfill/ui/events", "GET")
+    while len(viewer.sent) < min(taken, 3):  # noqa: ASYNC110 - nothing tells of a message
+        await asyncio.sleep(0)
+    if taken == 2:
+        viewer.takes.clear()
+    viewer.leave()
+    await asyncio.wait_for(viewer.ended(), 5)
     await asyncio.wait_for(live.over.wait(), 5)
 
 
 async def test_a_viewer_that_reads_nothing_is_disconnected() -> None:
     live = Live()
+    viewer = Client(EventStream(live.watch(), send_s=0.02))
+    while len(viewer.sent) < 2:  # noqa: ASYNC110 - nothing tells of a message
+        await asyncio.sleep(0)
+    viewer.takes.clear()
     live.bodies.put_nowait(b"{}")
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        if message.get("body", b"").startswith(b"data"):
-            await asyncio.Event().wait()
-
-    stream = EventStream(live.watch(), send_s=0.02)
-    await asyncio.wait_for(stream({"type": "http"}, receive, send), 5)
+    await asyncio.wait_for(viewer.ended(), 5)
     assert live.over.is_set()

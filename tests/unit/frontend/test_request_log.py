@@ -18,6 +18,7 @@ from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.runtime import tracing
 from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
+from tests.support.asgi import Client
 from tests.support.fake_vllm import Request, request
 from tests.support.frontend_rig import FakeDecode, Rig, rig, until
 from tests.support.otlp import Receiver
@@ -48,26 +49,15 @@ def finish(requests: RequestLog, key: str) -> None:
     requests.over(one)
 
 
-async def serve(requests: RequestLog, app: App, name: str = "", most: int = 9) -> dict[str, Any]:
-    """Serve an HTTP request. Returns the first message to the client."""
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"{}"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
+async def serve(requests: RequestLog, app: App, name: str = "", most: int = 9) -> Client:
+    """Serve an HTTP request. Returns its client."""
 
     async def ready(_: float) -> bool:
         return True
 
     headers = [(b"x-request-id", name.encode())] if name else []
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     gate = Admission(app, ready, most, requests=requests)
-    # As uvicorn does: a task, with a context of its own.
-    await asyncio.create_task(gate(scope, receive, send))  # type: ignore[arg-type]
-    answer: dict[str, Any] = sent[0] if sent else {}
-    return answer
+    return await Client(gate, headers=headers).say().ended()
 
 
 def answering(
@@ -138,7 +128,7 @@ async def test_a_request_that_is_refused_or_fails_says_why() -> None:
     error = json.dumps({"error": {"message": "no such model", "code": 404}}).encode()
     await serve(requests, answering(requests, "cmpl-a", status=404, body=error), "a")
     refused = await serve(requests, answering(requests, "never"), most=0)
-    (name,) = (value.decode() for key, value in refused["headers"] if key == b"x-request-id")
+    name = refused.headers[b"x-request-id"].decode()
     cut = b'data: {"error": {"message": "bad regex", "code": 400}}\n\n'
     await serve(requests, answering(requests, "cmpl-b", body=cut), "b")
     event = b'event: response.failed\ndata: {"response": {"error": {"message": "lost"}}}\n\n'

@@ -1,0 +1,62 @@
+"""A client of an ASGI app, without a server between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+class Client:
+    """One request. `say`: messages the app receives; it waits for more after them.
+
+    sent: the messages that came. takes: while it is not set, the client takes nothing.
+    more: further fields of the scope."""
+
+    def __init__(
+        self,
+        app: Any,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        **more: Any,
+    ) -> None:
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.sent: list[dict[str, Any]] = []
+        self.takes = asyncio.Event()
+        self.takes.set()
+        scope = {"type": "http", "method": method, "path": path, "headers": list(headers), **more}
+        # As uvicorn does: a task, with a context of its own.
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        await self.takes.wait()
+        self.sent.append(message)
+
+    async def ended(self) -> Client:
+        await self.task
+        return self
+
+    def say(self, body: bytes = b"{}", more: bool = False) -> Client:
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
+        return self
+
+    def leave(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def status(self) -> int:
+        """Of HTTP, or the code that closed a websocket."""
+        first = self.sent[0]
+        status: int = first["status"] if "status" in first else first["code"]
+        return status
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.sent[1]["body"])["error"]
+        return error
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
