@@ -209,8 +209,7 @@ class PeerTransport(Protocol):
     ) -> PeerSession:
         """Map or dial the region.
 
-        part: what the session moves of each block; both sides hold it (`layout.py`). None: whole
-        blocks; both sides hold the same number of layers and heads.
+        part: what the session moves of each block. None: all that we hold.
 
         Raises IncompatibleError (it names the field), PeerUnavailable (the region is gone, or of
         another incarnation: load its descriptor again), BadMessage (the descriptor contradicts

@@ -72,19 +72,6 @@ def check_bounds(layout: KvLayout, nbytes: int) -> None:
         raise BadMessage(f"layout ends at {layout.base_offset + span}, region has {nbytes} bytes")
 
 
-def check_pair(local: KvLayout, remote: KvLayout) -> None:
-    """Raise IncompatibleError, which names the field, unless both sides have as many layers and
-    heads, and pages of the same size."""
-    for field in ("page_bytes", "num_layers", "num_kv_heads"):
-        ours, theirs = getattr(local, field), getattr(remote, field)
-        if ours != theirs:
-            raise IncompatibleError(
-                f"KV memory differs in {field}: ours {ours}, theirs {theirs}; both workers need "
-                "the same model, dtype, KV cache dtype and block size",
-                field=field,
-            )
-
-
 def crop(layout: KvLayout, rect: Rect) -> KvLayout:
     """The layout of some heads and layers of a region.
 
@@ -121,15 +108,21 @@ def both_sides(
 ) -> tuple[LocalMemory, KvLayout]:
     """What a session moves: our memory and the owner's layout, each without what is not in `part`.
 
-    Raises BadMessage when a layout does not fit its memory, IncompatibleError when the two sides
-    do not hold the same."""
+    part: None: all that we hold.
+
+    Raises BadMessage when a layout does not fit its memory, IncompatibleError, which names the
+    field, when the two sides do not hold the same."""
     theirs = layout_of(descriptor)
     check_bounds(local.layout, local.nbytes)
-    if part is not None:
-        local = part_of(local, part)
-        theirs = crop(theirs, part.within(rect_of(descriptor)))
-    check_pair(local.layout, theirs)
-    return local, theirs
+    if local.layout.page_bytes != theirs.page_bytes:
+        raise IncompatibleError(
+            f"KV memory differs in page_bytes: ours {local.layout.page_bytes}, theirs "
+            f"{theirs.page_bytes}; both workers need the same model, dtype, KV cache dtype and "
+            "block size",
+            field="page_bytes",
+        )
+    local = part_of(local, part or local.rect)
+    return local, crop(theirs, local.rect.within(rect_of(descriptor)))
 
 
 @dataclass(frozen=True, slots=True)

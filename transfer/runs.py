@@ -129,7 +129,7 @@ class Planner:
     Any number of threads."""
 
     def __init__(self, source: KvLayout, target: KvLayout) -> None:
-        """Both have as many layers and heads, and pages of the same size (`layout.check_pair`)."""
+        """Both have as many layers and heads, and pages of the same size (`layout.both_sides`)."""
         self._source, self._target = source, target
         self._unit, self._rows = _fold(source, target)
         self._mergeable = source.block_stride == target.block_stride == self._unit

@@ -74,7 +74,7 @@ class StreamTransport:
     ) -> PeerSession:
         """See PeerTransport. Blocks for a few seconds at most. Also raises AuthFailed."""
         ours, _ = both_sides(local, descriptor, part)
-        session = StreamSession(self, ours, descriptor, part)
+        session = StreamSession(self, ours, descriptor)
         session.open()
         return session
 
@@ -83,17 +83,13 @@ class StreamSession(PeerSession):
     """Thread-safe; one operation at a time."""
 
     def __init__(
-        self,
-        over: StreamTransport,
-        local: LocalMemory,
-        descriptor: RegionDescriptor,
-        part: Rect | None,
+        self, over: StreamTransport, local: LocalMemory, descriptor: RegionDescriptor
     ) -> None:
+        """local: what the session moves (`layout.both_sides`)."""
         self._over, self._kind = over, over.kind
         self._local = local
         self._descriptor = descriptor
-        region = rect_of(descriptor)
-        self._theirs = (part or region).within(region)
+        self._theirs = local.rect.within(rect_of(descriptor))
         self._busy = threading.Lock()
         self._closed = False
         self._interrupted = False

@@ -32,7 +32,7 @@ from pullfill.transfer.connect import (
     why_absent,
     why_not_better,
 )
-from pullfill.transfer.contract import KvLayout, LocalMemory, PeerSession, PeerTransport, Rect
+from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
 from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
@@ -44,7 +44,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, encode
 from pullfill.wire import decode as decode_message
 from pullfill.worker.context import WorkerContext
-from tests.support.transfer_rigs import COMPAT, memory_over, shm_rig
+from tests.support.transfer_rigs import COMPAT, memory_over, pages, shm_rig
 
 PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4
 
@@ -74,19 +74,14 @@ class RankedWorker:
                 replace(memory, first_head=rect.first_head, first_layer=rect.first_layer)
             )
 
-    def page(self, rank: int, layer: int, block: int, head: int) -> bytes:
-        at: KvLayout = self.memories[rank].layout
-        first = layer * at.layer_stride + block * at.block_stride + head * at.head_stride
-        return self.data[rank][first : first + PAGE].tobytes()
-
     def block(self, block: int) -> dict[tuple[int, int], set[bytes]]:
         """(layer, head) of the model → what the ranks that have it hold there."""
         found: dict[tuple[int, int], set[bytes]] = {}
-        for rank, rect in enumerate(self.rects):
-            for layer in range(rect.layers):
-                for head in range(rect.heads):
-                    where = (rect.first_layer + layer, rect.first_head + head)
-                    found.setdefault(where, set()).add(self.page(rank, layer, block, head))
+        for rect, data, memory in zip(self.rects, self.data, self.memories, strict=True):
+            held = pages(data, memory.layout)[:, block]
+            for layer, head in product(range(rect.layers), range(rect.heads)):
+                where = (rect.first_layer + layer, rect.first_head + head)
+                found.setdefault(where, set()).add(held[layer, head].tobytes())
         return found
 
 

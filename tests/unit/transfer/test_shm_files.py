@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -124,20 +124,6 @@ def test_sweep_takes_orphans_and_only_those(tmp_path: Path) -> None:
     live.close()
 
 
-def after_next_open(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Do `act` right after the next file was opened, as another process may."""
-    real, done = os.open, []
-
-    def open_(path: str, flags: int, *mode: int) -> int:
-        fd = real(path, flags, *mode)
-        if not done:
-            done.append(path)
-            act()
-        return fd
-
-    patch.setattr(os, "open", open_)
-
-
 def test_a_fence_file_is_locked_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,12 +149,16 @@ def test_a_late_sweeper_does_not_take_the_next_file_of_that_name(
     path = tmp_path / "pullfill-decode-a.fence"
     path.write_bytes(b"x")
     made: list[RegionFiles] = []
+    real = os.open
 
-    def take_the_name() -> None:
+    def open_and_take_the_name(path_: str, flags: int, *mode: int) -> int:
+        fd = real(path_, flags, *mode)
+        monkeypatch.undo()
         path.unlink()
         made.append(RegionFiles("decode-a", tmp_path))
+        return fd
 
-    after_next_open(monkeypatch, take_the_name)
+    monkeypatch.setattr(os, "open", open_and_take_the_name)
     assert sweep(tmp_path) == []
     assert path.exists()
     made[0].close()
