@@ -7,9 +7,9 @@ numpy copy. A run alone is one `memmove`. Both copy as fast as the memory allows
 from __future__ import annotations
 
 import ctypes
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -54,12 +54,7 @@ def _at(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArr
 
 def copies_of(memories: Sequence[LocalMemory]) -> int:
     """How many ranks, at most, hold the same heads of the same layers."""
-    rects = [memory.rect for memory in memories]
-    return max(
-        sum(r.first_head <= s.first_head < r.end_head and r.first_layer == s.first_layer
-            for r in rects)
-        for s in rects
-    )  # fmt: skip
+    return max(Counter(memory.rect for memory in memories).values())
 
 
 def read_pages(
@@ -85,20 +80,12 @@ def read_pages(
         if route.target != copy:
             continue
         here = route.part.within(rects[route.source])
-        with _readable(memories[route.source], block_ids) as (memory, ids):
+        memory, ids = memories[route.source], block_ids
+        with ExitStack() as fetched:
+            if memory.device is not None:
+                lane = lane_of(memory.device)
+                memory, ids = fetched.enter_context(lane.fetched(memory, ids)), range(count)
             planner = Planner(crop(memory.layout, here), crop(rows, route.part))
             for batch in planner.plan(ids, range(count)).batches():
                 copy_batch(memory.address, found.ctypes.data, batch)
     return found
-
-
-@contextmanager
-def _readable(
-    memory: LocalMemory, blocks: Sequence[int]
-) -> Iterator[tuple[LocalMemory, Sequence[int]]]:
-    """Memory of the CPU that holds the blocks, and their ids there."""
-    if memory.device is None:
-        yield memory, blocks
-        return
-    with lane_of(memory.device).fetched(memory, blocks) as copy:
-        yield copy, range(len(blocks))

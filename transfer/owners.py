@@ -146,11 +146,6 @@ def attach_ranks(
     return ranks
 
 
-def total_layers(regions: abc.Mapping[tuple[int, int], RankRegion]) -> int:
-    """Layers of the whole model: the sum over the pipeline stages."""
-    return sum(region.num_layers for (_, tp), region in regions.items() if tp == 0)
-
-
 def _attach(region: RankRegion, memory: LocalMemory) -> MappedRank:
     if region.pid == os.getpid():  # mapped here already, by the engine
         return MappedRank(memory, region.path, None, region.exported)

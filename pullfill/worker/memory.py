@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pullfill.engine.kv import NO_MODEL, Attention, Geometry
 from pullfill.engine.life import Life
 from pullfill.runtime import log
-from pullfill.transfer.owners import RankRegion, attach_ranks, total_layers
+from pullfill.transfer.owners import RankRegion, attach_ranks
 from pullfill.worker.context import WorkerContext
 from pullfill.worker.ports import MemoryLifetime
 
@@ -30,7 +30,7 @@ def attach(
 ) -> RankRegion:
     """Map every rank's memory. Returns what the first one told. Raises IncompatibleError."""
     first = next(iter(told.values()))
-    layers = total_layers(told)
+    layers = sum(rank.num_layers for (_, tp), rank in told.items() if tp == 0)  # of all stages
     context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
     context.ranks = attach_ranks(told, kv_heads)
     return first

@@ -42,20 +42,6 @@ def three(world: World) -> Iterator[Here]:
     made.close()
 
 
-# ---------------------------------------------------------------------- work that goes well
-
-
-def test_several_peers_at_once_and_one_thread_calls_for_all(three: Here) -> None:
-    callers = set(three.world._owners.values())
-    assert len(callers) == 4
-    targets = [np.zeros(100, np.uint8) for _ in range(3)]
-    receiving = [Running(c, False, t) for c, t in zip(three.ours, targets, strict=True)]
-    sending = [Running(c, True, data(5, 100)) for c in three.theirs]
-    assert [running.end() for running in (*receiving, *sending)] == [None] * 6
-    np.testing.assert_array_equal(targets, [data(5, 100)] * 3)
-    assert set(three.world._owners.values()) == callers
-
-
 # ---------------------------------------------------------------------- faults
 
 

@@ -21,7 +21,8 @@ from pullfill.worker.context import WorkerContext
 from tests.support.transfer_rigs import COMPAT
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
-OUT_OF_REACH = {(0, 0): RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)}
+STAGE = RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)
+OUT_OF_REACH = dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], STAGE)
 
 
 def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
@@ -47,7 +48,7 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
     lacks = {rank: replace(one, why_not="no driver") for rank, one in OUT_OF_REACH.items()}
     assert opened(context, lacks) is None
     assert context.memories == []
-    assert context.geometry == Geometry(LAYERS, PAGE, "cuda")
+    assert context.geometry == Geometry(2 * LAYERS, PAGE, "cuda")
     assert "every prompt is prefilled by this worker (no driver)" in caplog.text
     assert describe(None, "i1", COMPAT) == []
     with pytest.raises(OverloadedError):
