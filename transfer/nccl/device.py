@@ -105,9 +105,7 @@ class Communicator:
 
     def _wait(self, event: threading.Event, watch: Callable[[], None]) -> None:
         try:
-            while not event.wait(TICK_S):
-                watch()
-                self._device.check()
+            self._device.wait(event, watch)
         except BaseException:
             self.close()
             raise
@@ -163,9 +161,7 @@ class Device:
             answered.set()
 
         self._ask(ask)
-        while not answered.wait(TICK_S):
-            watch()
-            self.check()
+        self.wait(answered, watch)
         if isinstance(answer[0], Exception):
             raise TransferFailed(f"no NCCL communicator: {answer[0]}") from answer[0]
         return answer[0]
@@ -179,13 +175,17 @@ class Device:
             self._asked.append(do)
             self._changed.notify_all()
 
-    def check(self) -> None:
-        """Raise TransferFailed if the owner thread has died: then nobody does what was asked."""
-        if not self._thread.is_alive():
-            raise TransferFailed(
-                "the thread that makes this GPU's NCCL calls has died (see the log); "
-                "restart this worker"
-            )
+    def wait(self, event: threading.Event, watch: Callable[[], None]) -> None:
+        """Wait for what the owner thread does. Raises TransferFailed if it has died.
+
+        watch: called every TICK_S. It raises to give up."""
+        while not event.wait(TICK_S):
+            watch()
+            if not self._thread.is_alive():
+                raise TransferFailed(
+                    "the thread that makes this GPU's NCCL calls has died (see the log); "
+                    "restart this worker"
+                )
 
     # ------------------------------------------------------------------ the owner thread
 
@@ -193,7 +193,7 @@ class Device:
         try:
             while True:
                 self._serve()
-        except BaseException:  # a bug; `check` tells whoever waits
+        except BaseException:  # a bug; `wait` tells whoever waits
             log.critical("the thread that makes a GPU's NCCL calls has died", exc_info=True)
 
     def _serve(self) -> None:
