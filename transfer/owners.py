@@ -282,11 +282,6 @@ class Owner:
             for rank, memory in enumerate(self._memories)
         ]
 
-    @property
-    def connections(self) -> int:
-        """How many peers are connected to the port."""
-        return len(self._server.peers)
-
     def renew(self, incarnation: str) -> None:
         """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
         old one are refused from now on. Fences stay: each still ends by `try_revoke`."""

@@ -92,8 +92,7 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(region: Region, start: St
     assert writer.process.wait(PATIENCE_S) == -signal.SIGKILL
     # A reaper that polls, or a lock that outlives its holder, would take far longer.
     assert took < 1.0
-    if hasattr(region.owner, "connections"):
-        wait_until(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
+    wait_until(lambda: not region.owner._server.peers)
     assert foreign(region) == 0
 
 

@@ -49,7 +49,7 @@ def connections() -> set[threading.Thread]:
 
 def served(region: Region) -> list[Any]:
     """The peers that the owner's threads serve."""
-    return region.owner._server.peers  # type: ignore[attr-defined]
+    return region.owner._server.peers
 
 
 def revoke(region: Region, token: FenceToken) -> None:
@@ -395,7 +395,7 @@ def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     """Also without a revoke: nothing waits for ever."""
     _, region, _, session, token = start(make, stall_s=0.25)
     held = Held(session, "write", token)
-    eventually(lambda: region.owner.connections == 0)  # type: ignore[attr-defined]
+    eventually(lambda: not served(region))
     assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
     session.move("write", token, [1], [1])
     session.close()
@@ -434,7 +434,7 @@ def test_connections_are_bounded_by_open_files(
     assert refused("open_files") - before == 1
     assert "ulimit -n" in caplog.text
     sessions.pop().close()
-    eventually(lambda: region.owner.connections == 1)  # type: ignore[attr-defined]
+    eventually(lambda: len(served(region)) == 1)
     sessions.append(rig.connect(mine, region))
     for session in sessions:
         session.close()

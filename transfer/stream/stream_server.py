@@ -113,15 +113,12 @@ class ServedPeer:
             self._hold.close()
             raise
 
-    def start(self) -> None:
-        """Welcome the peer. Raises TransferFailed."""
-        self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
-        self._backend.start(self._connection, self._theirs)
-
     def run(self) -> None:
-        """Serve until the peer leaves, or `end`.
+        """Welcome the peer, and serve it until it leaves, or `end`.
 
         Raises TransferFailed (the connection broke), BadMessage, AuthFailed."""
+        self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
+        self._backend.start(self._connection, self._theirs)
         try:
             while self._connection.wait_for_input():
                 self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))
@@ -426,7 +423,6 @@ class StreamServer:
         peer = None
         try:
             peer = self._admit(connection)
-            peer.start()
             peer.run()
         except AuthFailed as exc:
             AUTH_REFUSED.labels("kv").inc()
