@@ -132,8 +132,9 @@ def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
         "x\0",
     ):
         described = msgspec.structs.replace(
-            base, host_id=host_id(), nbytes=4096, base_offset=0, num_layers=1, num_blocks=1,
-            num_kv_heads=1, page_bytes=64, layer_stride=64, block_stride=64, head_stride=64,
+            base, host_id=host_id(), nbytes=4096, base_offset=0, first_head=0, first_layer=0,
+            num_layers=1, num_blocks=1, num_kv_heads=1, page_bytes=64, layer_stride=64,
+            block_stride=64, head_stride=64,
             endpoints={"shm": _endpoint(path, path)},
         )  # fmt: skip
         with pytest.raises((PeerUnavailable, BadMessage)):
