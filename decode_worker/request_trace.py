@@ -86,11 +86,6 @@ class _RequestTrace:
         return self.outcome == Outcome.COMMITTED.value
 
     @property
-    def trace_id(self) -> str:
-        """For exemplars. Empty: the request is not traced."""
-        return "" if self.spans is None else self.spans.request.trace
-
-    @property
     def commit_ms(self) -> float:
         """From the commit until vLLM schedules the request."""
         return (self.ended_at - self.committed_at) * 1e3
@@ -163,7 +158,7 @@ class RequestTraces:
                 return
             trace.claims.append((attempt, instance, self._clock.monotonic()))
             trace.timings["queue"] = queued_s * 1e3
-        metrics.observe_stage("queue", queued_s, trace.trace_id)
+        metrics.HANDOFF_STAGE.labels("queue").observe(queued_s)
 
     def committed(
         self,
@@ -191,7 +186,7 @@ class RequestTraces:
                 "tail": stages.tail_ms,
             }
         for stage, ms in trace.stages.items():
-            metrics.observe_stage(stage, ms / 1e3, trace.trace_id)
+            metrics.HANDOFF_STAGE.labels(stage).observe(ms / 1e3)
 
     def fetched(self, fetch: Fetch) -> None:
         """Note how a fetch has ended that was begun. Engine thread."""
@@ -228,21 +223,17 @@ class RequestTraces:
         if (tell := self.apart.get(request_id)) is not None:
             tell(loaded)
             return
-        trace_id = ""
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
-                trace_id = trace.trace_id
                 trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
                 if loaded:
-                    metrics.observe_stage("commit", trace.commit_ms / 1e3, trace_id)
+                    metrics.HANDOFF_STAGE.labels("commit").observe(trace.commit_ms / 1e3)
                 elif outcome is not Outcome.CANCELLED:
                     trace.told["fallback"] = outcome.value
                     if outcome in _AFTER_OUTAGE:
                         trace.told["outage"] = self._outage() or None
         if not loaded and outcome is not Outcome.CANCELLED:
-            metrics.FALLBACK.labels(outcome.value).inc(
-                1, {"trace_id": trace_id} if trace_id else None
-            )
+            metrics.FALLBACK.labels(outcome.value).inc()
 
     def header(self, request_id: str) -> str:
         """Return the `traceparent` for those who work on its remote prefill. Empty: none."""

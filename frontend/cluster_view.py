@@ -22,7 +22,6 @@ from pullfill.clock import SYSTEM_CLOCK
 from pullfill.net import http_proof
 from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
-from pullfill.runtime import probe
 from pullfill.runtime.health import ServerHealth
 from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
@@ -36,10 +35,7 @@ ASKED_BY = "x-pullfill-asked-by"
 # Label of every series: one Prometheus may scrape several clusters.
 NAMESPACE = "pullfill_namespace"
 
-# OpenMetrics has timestamps with fractions, and exemplars: ` # {trace_id="..."} value timestamp`.
-_SAMPLE = re.compile(
-    r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?[\d.]+)?( # \{.*\} [^ ]+( [\d.]+)?)?\Z"
-)
+_SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?[\d.]+)?\Z")
 _SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
 
 
@@ -119,17 +115,11 @@ class ClusterView:
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_of(fresh, self.etcd.status()).reasons()
 
-    async def metrics(self, own: str, accept: str = "") -> str:
-        """`own` (the page of this process) and every worker's metrics as one text.
-
-        accept: the scraper's header. Workers get one that asks for the same format."""
+    async def metrics(self, own: str) -> str:
+        """`own` (the page of this process) and every worker's metrics as one text."""
         # One process may have two records, one for each role.
         records = list({r.http: r for r in reversed(self.records()) if r.http}.values())[::-1]
-        wanted = probe.wants_openmetrics(accept)
-        headers = {"accept": probe.OPENMETRICS if wanted else "text/plain"}
-        texts = await asyncio.gather(
-            *(self._fetch(record.http + "/metrics", headers) for record in records)
-        )
+        texts = await asyncio.gather(*(self._fetch(f"{record.http}/metrics") for record in records))
         merged = MergedMetrics()
         cluster = {NAMESPACE: self.namespace}
         merged.add(cluster, own)
@@ -138,7 +128,7 @@ class ClusterView:
                 await asyncio.sleep(0)  # streams go on between the pages of two workers
                 labels = {"instance_id": record.instance_id, "role": record.role}
                 merged.add(cluster | labels, body.decode("utf-8", "replace"))
-        return merged.text() + (probe.END if wanted else "")
+        return merged.text()
 
     async def record_elsewhere(self, request_id: str, authorization: str = "") -> bytes | None:
         """Return what another frontend tells of a request, as JSON. None: none knows it.

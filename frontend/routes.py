@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET
+from prometheus_client import REGISTRY, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +24,7 @@ from pullfill.frontend.forward.sources import ROLES
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
-from pullfill.runtime import probe
+from pullfill.runtime.probe import PLAIN
 from pullfill.snapshot import WorkerRow
 from pullfill.wire import WorkerState
 
@@ -149,8 +150,6 @@ class Admin:
         )
         return JSONResponse({"error": error_of(404, message)}, status_code=404)
 
-    async def metrics(self, request: Request) -> Response:
-        accept = request.headers.get("accept", "")
-        own, kind = probe.page(accept)
-        text = await self.view.metrics(own.decode(), accept)
-        return Response(text, headers={"Content-Type": kind})
+    async def metrics(self, _: Request) -> Response:
+        text = await self.view.metrics(generate_latest(REGISTRY).decode())
+        return Response(text, headers={"Content-Type": PLAIN})

@@ -128,10 +128,3 @@ DECODE_PRESSURE = Gauge(
     "pullfill_decode_pressure",
     "How full this decode worker is: ITL, short prompts, KV blocks or number of requests. 1: full",
 )
-
-
-def observe_stage(stage: str, seconds: float, trace_id: str = "") -> None:
-    """Count a stage of a remote prefill. trace_id: of the request, in hex. Empty: not traced."""
-    # Prometheus shows the last trace of each bucket as an exemplar.
-    exemplar = {"trace_id": trace_id} if trace_id else None
-    HANDOFF_STAGE.labels(stage).observe(seconds, exemplar)

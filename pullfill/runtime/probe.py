@@ -12,35 +12,13 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import REGISTRY, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
 
 from pullfill.errors import NotNow
 
-OPENMETRICS = "application/openmetrics-text"
 PLAIN = CONTENT_TYPE_PLAIN_0_0_4
-# The last line of an OpenMetrics page. A page without it was cut off.
-END = "# EOF\n"
 
 # For all metrics of the process, vLLM's too: they would double the number of series for nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
-
-
-def wants_openmetrics(accept: str) -> bool:
-    """Return whether an `Accept` header names OpenMetrics."""
-    return OPENMETRICS in accept
-
-
-def page(accept: str) -> tuple[bytes, str]:
-    """Return all metrics of this process in the format that the scraper asks for, and its type.
-
-    accept: the header of the request. Empty: plain text."""
-    if wants_openmetrics(accept):
-        # Only this format has exemplars: trace ids of single requests beside their buckets.
-        # The default escaping makes `vllm_x` of `vllm:x` here, though not in plain text.
-        generate: Any = openmetrics.generate_latest
-        body: bytes = generate(REGISTRY, escaping=openmetrics.ALLOWUTF8)
-        return body, openmetrics.CONTENT_TYPE_LATEST
-    return generate_latest(REGISTRY), PLAIN
 
 
 class ProbeServer:
@@ -101,10 +79,9 @@ class ProbeServer:
         ok, detail = self._ready()
         return web.json_response({"ready": ok, **detail}, status=200 if ok else 503)
 
-    async def _on_metrics(self, request: web.Request) -> web.Response:
+    async def _on_metrics(self, _: web.Request) -> web.Response:
         self._refresh()
-        body, kind = page(request.headers.get("accept", ""))
-        return web.Response(body=body, headers={"Content-Type": kind})
+        return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": PLAIN})
 
     async def _on_status(self, request: web.Request) -> web.Response:
         jobs = self._jobs() if "jobs" in request.query else {}

@@ -222,7 +222,7 @@ pullfill_queue_depth_jobs 4.0
 
 async def test_every_series_says_of_which_cluster_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vLLM, Python and the workers, too: one Prometheus scrapes several clusters."""
-    monkeypatch.setattr(probe, "page", lambda _: (PAGE.encode(), probe.PLAIN))
+    monkeypatch.setattr(probe, "generate_latest", lambda _: PAGE.encode())
     async with answering(UNTOLD) as (url, _), viewed(url) as view:
         text = await view.metrics(PAGE)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]

@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 
 from pullfill.decode_worker.ledger import JobState
-from pullfill.runtime import probe, tracing
+from pullfill.runtime import tracing
 from tests.support.fakes import FakeClock
 from tests.support.fetch_rig import FetchWorker, without_vllm
 from tests.support.handoff_rig import Make, prompt, settled, until
@@ -128,14 +127,3 @@ async def test_a_prefix_of_another_decode_worker(
         "pullfill.kv_bytes": told.kv_bytes,
     }
     assert told.timings_ms.fetch == pytest.approx((fetch.end_ns - fetch.start_ns) / 1e6, abs=1.0)
-
-
-async def test_exemplars_name_the_trace(make: Make, receiver: Receiver) -> None:
-    async with make() as cluster:
-        decode, _ = await cluster.decode(), await cluster.prefill()
-        await settled(decode.send(prompt(20), headers=HEADERS))
-    text = probe.page(probe.OPENMETRICS)[0].decode()
-    (family,) = [f for f in openmetrics(text) if f.name == "pullfill_handoff_stage_seconds"]
-    traced = {s.labels["stage"] for s in family.samples
-              if s.exemplar and s.exemplar.labels == {"trace_id": TRACE}}  # fmt: skip
-    assert traced == {"queue", "claim", "prefix_read", "prefill", "kv_write", "tail", "commit"}
