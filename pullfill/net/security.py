@@ -191,10 +191,6 @@ class Security(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 # Everything off.
 OPEN = Security()
 
-SECTIONS: dict[str, type[_Section]] = {
-    field.name: field.type for field in msgspec.structs.fields(Security) if field.name != "path"
-}
-
 
 def load(path: str | os.PathLike[str] | None) -> Security:
     """Read and check the file and everything it names. Without a path everything is off.
@@ -204,24 +200,18 @@ def load(path: str | os.PathLike[str] | None) -> Security:
     if not path:
         return OPEN
     file = Path(path).expanduser().absolute()
+    data = _read(file, private=False)
     try:
-        raw = msgspec.toml.decode(_read(file, private=False))
+        found = msgspec.toml.decode(data, type=Security)
+        sections = {
+            name: getattr(found, name)._checked(name, file.parent)
+            for name in found.__struct_fields__
+            if name != "path"
+        }
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{file} is no valid TOML: {exc}") from None
-    sections = {}
-    for name, value in raw.items() if isinstance(raw, dict) else ():
-        if name not in SECTIONS:
-            known = ", ".join(f"[{section}]" for section in SECTIONS)
-            raise ConfigError(f"{file}: there is no section [{name}]; there are {known}")
-        try:
-            section = msgspec.convert(value, type=SECTIONS[name])
-        except msgspec.MsgspecError as exc:
-            known = ", ".join(sorted(SECTIONS[name].__struct_fields__))
-            raise ConfigError(f"{file}: [{name}] {exc}; its keys are {known}") from None
-        try:
-            sections[name] = section._checked(name, file.parent)
-        except ConfigError as exc:
-            raise type(exc)(f"{file}: {exc}") from None
+        raise ConfigError(f"{file}: {exc}; docs/operations.md lists what may stand there") from None
+    except ConfigError as exc:
+        raise type(exc)(f"{file}: {exc}") from None
     return Security(path=str(file), **sections)
 
 
