@@ -212,8 +212,10 @@ class Layer:
 
         answered_ms: how long it took. None: it was cancelled."""
         key = call.response_id or call.request_id
-        done = {stage.stage: stage for stage in call.stages if stage.result == "ok"}
-        prefill, decode = done.get("prefill"), done.get("decode")
+        last = {stage.stage: stage for stage in call.stages}
+        prefill, decode = last.get("prefill"), last.get("decode")
+        if prefill is not None and prefill.result != "ok":
+            prefill = None
         spent = prefill.end_ms - prefill.begin_ms if prefill else None
         told = ExplainRecord(
             request_id=key,

@@ -62,6 +62,21 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
         await rig.idle()
 
 
+async def test_explain_names_the_servers_of_a_stream_whose_client_left() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].stops = True
+        got, leave = Got(), asyncio.Event()
+        asking = asyncio.create_task(rig.ask(headers=ID, stream=True, leave=leave, got=got))
+        await got.first.wait()
+        leave.set()
+        await asking
+        record = rig.requests.get("cmpl-r1")
+        assert record is not None
+        assert record.decode_instance == rig.decode[0].url
+        assert record.prefill_instance == rig.prefill[0].url
+        assert [stage.result for stage in record.stages] == ["ok", "cancelled"]
+
+
 @each_stock
 async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: Any) -> None:
     async with forwarding(*how) as rig:
