@@ -13,9 +13,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -23,7 +23,7 @@ import zmq
 from pullfill import redact
 from pullfill.errors import ConfigError, NotNow
 from pullfill.frontend import counters
-from pullfill.options import Network
+from pullfill.options import Network, check_url
 from pullfill.runtime import log
 from pullfill.runtime.watched_files import WatchedFiles
 
@@ -84,17 +84,12 @@ def make(role: str, url: str, kv: str = "") -> StockEntry:
 
 def _url(url: str) -> str:
     """The URL of a server, without a slash at the end."""
-    url = url.strip().rstrip("/")
-    if "://" not in url:
-        url = f"http://{url}"
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        good, parts = False, urlsplit("")
-    if not good or parts.query or parts.fragment or parts.username or not url.isprintable():
-        raise ConfigError(f"{_shown(url)!r} is no address of a server: give http://HOST:PORT")
-    return url
+    url = url.strip()
+    with suppress(ConfigError):  # its text would repeat a password
+        found = check_url("", url if "://" in url else f"http://{url}")
+        if found and found.isprintable():
+            return found
+    raise ConfigError(f"{_shown(url)!r} is no address of a server: give http://HOST:PORT")
 
 
 def _shown(text: str) -> str:
