@@ -58,14 +58,16 @@ def parse_list(text: str) -> tuple[StockEntry, ...]:
 
 
 def _parse(parts: Iterable[str]) -> tuple[StockEntry, ...]:
-    found = []
+    found: dict[tuple[str, str], StockEntry] = {}
     for part in filter(None, map(str.strip, parts)):
         role, equals, rest = part.partition("=")
         url, _, kv = rest.partition("@")
         if not equals:
             raise ConfigError(f"cannot read the server {_shown(part)!r}: {FORM}")
-        found.append(make(role, url, kv))
-    return tuple(dict.fromkeys(found))
+        entry = make(role, url, kv)
+        if found.setdefault((entry.role, entry.url), entry) != entry:
+            raise ConfigError(f"{entry.url} is named twice, with different KV addresses")
+    return tuple(found.values())
 
 
 def make(role: str, url: str, kv: str = "") -> StockEntry:

@@ -74,6 +74,7 @@ def test_a_list() -> None:
         ("decode=http://a:99999", "give http://HOST:PORT"),
         ("decode=http://a:1/?x", "give http://HOST:PORT"),
         ("decode=http://a:1@k k", "give HOST:PORT"),
+        ("p=a:1@k:2,p=a:1@k:3", "http://a:1 is named twice, with different KV addresses"),
     ],
 )
 def test_what_is_wrong_is_told(text: str, told: str) -> None:
