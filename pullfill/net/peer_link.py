@@ -77,7 +77,6 @@ class PeerLink:
         self._rids = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._heard_at = self._needed_at = self._loop.time()
-        self._up = asyncio.Event()
         # Set while the connection is up, and while a new attempt is not worth waiting for: the last
         # one has failed, or the peer was silent.
         self._known = asyncio.Event()
@@ -125,7 +124,7 @@ class PeerLink:
 
     @property
     def connected(self) -> bool:
-        return self._up.is_set()
+        return self._welcomed and self._channel is not None
 
     async def wait_up(self, within_s: float) -> None:
         """Wait until the peer has welcomed us. Raises PeerUnavailable.
@@ -234,14 +233,12 @@ class PeerLink:
             self._channel = channel
             self.on_welcome(welcome)
             self._welcomed, self._silent = True, False
-            self._up.set()
             self._known.set()
             keeping = asyncio.create_task(self._keep_alive(channel))
             await channel.hear(self.heard, self._on_message)
         finally:
             if keeping is not None:
                 keeping.cancel()
-            self._up.clear()
             if self._welcomed and not (self._silent or self._over):
                 self._known.clear()  # it is dialled again at once, which is worth waiting for
             self._channel = None
