@@ -68,9 +68,4 @@ FORWARDED = Counter(
 FORWARD_FAILED = Counter(
     "pullfill_forward_failed_stages", "Stages that failed at a stock vLLM server", ["stage"]
 )
-HEARTBEATS = Counter(
-    "pullfill_stock_heartbeats",
-    "Heartbeats of stock vLLM servers: heard, refused (a bad value, or too many), unreadable",
-    ["result"],
-)
 STOCK_SERVERS = Gauge("pullfill_stock_servers", "Known stock vLLM servers", ["role", "state"])

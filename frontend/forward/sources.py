@@ -22,7 +22,6 @@ import zmq
 
 from pullfill import redact
 from pullfill.errors import ConfigError, NotNow
-from pullfill.frontend import counters
 from pullfill.options import Network, check_url
 from pullfill.runtime import log
 from pullfill.runtime.watched_files import WatchedFiles
@@ -257,10 +256,9 @@ class Heartbeats:
             await asyncio.sleep(0.05)
 
     def hear(self, sender: str, frames: Sequence[bytes]) -> None:
-        """Note a message. What is not taken is counted, and logged now and then.
+        """Note a message. What is not taken is logged now and then.
 
         sender: its IP address."""
-        why = ""
         try:
             if not self._may_send(sender):
                 raise ConfigError(
@@ -269,15 +267,10 @@ class Heartbeats:
                 )
             beat = _heartbeat.decode(b"".join(frames))
             self._note(make(beat.type, beat.http_address, beat.zmq_address))
-            result = "heard"
-        except ConfigError as exc:
-            result, why = "refused", str(exc)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            form = "send type (P or D), http_address and zmq_address"
-            result, why = "unreadable", f"cannot read a heartbeat: {exc}; {form}"
-        counters.HEARTBEATS.labels(result).inc()
-        if why and (more := self._seldom.due(result)) is not None:
-            _log.warning("%s%s", why, more)
+        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            if (more := self._seldom.due(type(exc).__name__)) is not None:
+                form = "its fields are type (P or D), http_address and zmq_address"
+                _log.warning("a heartbeat is not taken: %s; %s%s", exc, form, more)
 
     def look(self) -> None:
         """Forget the silent ones, and publish what has changed."""

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from pullfill.frontend import counters
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
@@ -363,12 +362,10 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
         heard = heartbeats(rig, bind_heartbeats("tcp://127.0.0.1:*", ()), 1.0)
         dealer.connect(heard.url)
         async with running(heard.run()):
-            bad = counters.HEARTBEATS.labels("unreadable")._value.get()
             for odd in (b"\xc1", b"", b"x" * 4000, msgspec.msgpack.encode(["P"])):
                 await dealer.send(odd)
             async with running(beats()):
                 await rig.states(ready=2)
-                assert counters.HEARTBEATS.labels("unreadable")._value.get() == bad + 4
                 assert (await rig.ask()).status == 200
             await until(lambda: not rig.servers.known)
             assert "no stock decode server is known" in (await rig.ask()).message

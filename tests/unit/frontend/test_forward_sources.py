@@ -14,7 +14,6 @@ import pytest
 
 from pullfill import redact
 from pullfill.errors import ConfigError
-from pullfill.frontend import counters
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.layer import check
 from pullfill.frontend.forward.servers import BLOCK, prompt_of
@@ -201,11 +200,6 @@ def rig() -> Iterator[Rig]:
     made.beats.close()
 
 
-def count(result: str) -> float:
-    found: float = counters.HEARTBEATS.labels(result)._value.get()
-    return found
-
-
 def test_a_server_is_known_until_it_is_silent_for_too_long(rig: Rig) -> None:
     rig.hear("P", "a:1", "k:2")
     rig.hear("D", "b:3")
@@ -236,14 +230,12 @@ def test_a_frontend_that_was_stopped_forgets_nobody(rig: Rig) -> None:
 def test_two_servers_under_one_address_do_not_take_turns(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = count("refused")
     rig.hear("P", "a:1", "k:2")
     for _ in range(3):
         rig.hear("P", "a:1", "other:2")
         rig.passes(1)
         rig.hear("P", "a:1", "k:2")
     assert rig.published == [(PREFILL,)]
-    assert count("refused") == before + 3
     (line,) = [record.message for record in caplog.records]
     assert "two prefill servers say that they are http://a:1" in line, "it is said once"
     rig.passes(6)
@@ -255,9 +247,9 @@ def test_two_servers_under_one_address_do_not_take_turns(
 @pytest.mark.parametrize(
     ("frames", "told"),
     [
-        ([], "cannot read a heartbeat"),
-        ([b"\x80\x04K\x01."], "cannot read a heartbeat"),
-        ([b"\x91" * 4000], "cannot read a heartbeat"),
+        ([], "a heartbeat is not taken"),
+        ([b"\x80\x04K\x01."], "a heartbeat is not taken"),
+        ([b"\x91" * 4000], "a heartbeat is not taken"),
         ([msgspec.msgpack.encode({"type": "P"})], "field `http_address`"),
         ([msgspec.msgpack.encode({"type": "P", "http_address": "a" * 513})], "length <= 512"),
         ([msgspec.msgpack.encode({"type": "X", "http_address": "a:1"})], "no role is called 'X'"),
@@ -266,14 +258,12 @@ def test_two_servers_under_one_address_do_not_take_turns(
 def test_what_is_no_heartbeat_is_told_and_counted(
     rig: Rig, frames: list[bytes], told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = count("unreadable") + count("refused")
     rig.beats.hear("127.0.0.1", frames)
     (line,) = [record.message for record in caplog.records]
     assert told in line
     assert "\n" not in line
     rig.passes(1)
     assert rig.published == []
-    assert count("unreadable") + count("refused") == before + 1
 
 
 def test_only_senders_on_this_machine_and_in_the_named_networks_are_heard(
