@@ -63,14 +63,11 @@ class Ours:
     """What the comparison needs to know about this worker."""
 
     instance_id: str
-    compat_hash: str
+    compat: Compat
     computes: str  # see `WorkerRecord`
-    block_size: int
     blocks: int  # length of the compared prompt
     vocabulary: int
-    layers: int
     kv_dtype: str
-    model_dtype: str
     groups: Groups
 
 
@@ -104,7 +101,7 @@ class Checks:
         self._peers.pop(peer.name, None)
 
     def _pair(self, prefill_computes: str) -> str:
-        return pair_of(self._ours.compat_hash, self._ours.computes, prefill_computes)
+        return pair_of(self._ours.compat.hash(), self._ours.computes, prefill_computes)
 
     # ------------------------------------------------------------------ while this worker joins
 
@@ -149,8 +146,7 @@ class Checks:
         return (
             record.state is not WorkerState.DRAINING
             and record.instance_id != self._ours.instance_id
-            and record.compat is not None
-            and record.compat.hash() == self._ours.compat_hash
+            and record.compat == self._ours.compat
             and bool(pair := self._pair(record.computes))
             and pair not in self._kept.current
         )
@@ -252,11 +248,11 @@ class Checks:
         ours, run = self._ours, self._trials.run
         # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
-        blocks = ours.blocks
+        blocks, size = ours.blocks, ours.compat.block_size
         if longest := peer.hello.max_prompt_tokens:
-            blocks = max(1, min(blocks, longest // ours.block_size))
-        tokens = random.choices(ordinary, k=blocks * ours.block_size)
-        salt, half = new_job_id(), blocks // 2 * ours.block_size
+            blocks = max(1, min(blocks, longest // size))
+        tokens = random.choices(ordinary, k=blocks * size)
+        salt, half = new_job_id(), blocks // 2 * size
         # At the same time, on two workers. If both fail, the second ends by itself.
         both = [run(tokens, salt=new_job_id(), blocks=blocks)]
         if half:
@@ -273,7 +269,7 @@ class Checks:
     def _judged(self, local: Trial, remote: Trial, prefill_instance: str) -> SelfCheck:
         ours = self._ours
         found = [
-            difference.of_groups(a, b, ours.kv_dtype, ours.layers, ours.groups)
+            difference.of_groups(a, b, ours.kv_dtype, ours.compat.num_layers, ours.groups)
             for a, b in zip(local.pages, remote.pages, strict=True)
         ]
         kv = max((value for value in found if value is not None), default=None)
@@ -283,7 +279,7 @@ class Checks:
         if kv is None and logprob is None:
             raise Incomplete(f"neither {ours.kv_dtype} KV nor log probabilities could be compared")
         kv_most = difference.kv_tolerance(ours.kv_dtype)
-        logprob_most = difference.logprob_tolerance(ours.model_dtype)
+        logprob_most = difference.logprob_tolerance(ours.compat.dtype)
         return SelfCheck(
             passed=(kv or 0.0) <= kv_most and (logprob or 0.0) <= logprob_most,
             kv_difference=kv,
@@ -439,14 +435,11 @@ def checks_for(
     )  # fmt: skip
     ours = Ours(
         instance_id=context.instance_id,
-        compat_hash=compat.hash(),
+        compat=compat,
         computes=computes,
-        block_size=block_size,
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
-        layers=compat.num_layers,
         kv_dtype=kv_dtype,
-        model_dtype=compat.dtype,
         groups=context.groups,
     )
     return trials, Checks(ours, trials, kept)

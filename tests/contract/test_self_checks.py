@@ -98,7 +98,7 @@ async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: 
         )
         await client.put(keys.worker("joins", "prefill", known.instance_id), encode(known))
     results = await SelfChecks(client, "joins").start()
-    ours = Ours("d", COMPAT.hash(), "ours", 4, 4, 100, 1, "float32", "float32", ONE_GROUP)
+    ours = Ours("d", COMPAT, "ours", 4, 100, "float32", ONE_GROUP)
     checks, noted = Checks(ours, cast(Any, None), results), asyncio.Event()
     try:
         checks.join(client, "joins", noted.set)

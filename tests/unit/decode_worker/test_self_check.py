@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,10 +29,11 @@ from pullfill.errors import TransferFailed
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.wire import Hello
 from tests.support.fakes import FakeClock
-from tests.support.transfer_rigs import DENSE, extent, memory_over, random_bytes
+from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, random_bytes
 from tests.support.workers import eventually
 
-OURS = Ours("decode-1", "compat", "ours", 4, 4, 100, 1, "float32", "float32", ONE_GROUP)
+COMPAT_4 = msgspec.structs.replace(COMPAT, block_size=4, num_layers=1, dtype="float32")
+OURS = Ours("decode-1", COMPAT_4, "ours", 4, 100, "float32", ONE_GROUP)
 
 
 @dataclass
