@@ -54,7 +54,6 @@ class DecodeConnection:
     pool: is told what happens, on the loop, but never from inside `send`.
     flights: requests that this worker has now, by the ID they have at the worker.
     calls: engine utilities that it has been asked for and has not answered.
-    listed: whether the registry still lists the worker.
     key: the cluster key. The worker must hold the same one.
     trouble: why the connection is still connecting, in words for people.
     far: whether the worker runs on another host, whose clock differs.
@@ -80,7 +79,6 @@ class DecodeConnection:
         self.welcome: front_wire.DecodeWelcome | None = None
         self.flights: dict[str, Flight] = {}
         self.calls: dict[int, asyncio.Future[Any]] = {}
-        self.listed = True
         self.load: front_wire.LoadReport | None = None
         self.made = 0
         self.far = record.host_id != host_id()

@@ -151,8 +151,7 @@ class WorkerPool:
         for name, record in records.items():
             self._follow(name, record)
         for name, connection in list(self._connections.items()):
-            connection.listed = name in records
-            if not connection.listed and connection.state is ConnectionState.CONNECTING:
+            if name not in records and connection.state is ConnectionState.CONNECTING:
                 connection.close()
                 del self._connections[name]
         self._update()
@@ -231,10 +230,11 @@ class WorkerPool:
 
     def _update(self) -> None:
         usable = [connection for connection in self._connections.values() if connection.usable]
+        listed = self._directory.workers(DECODE)
         best = [
             connection
             for connection in usable
-            if connection.listed and connection.record.state is WorkerState.READY
+            if connection.instance_id in listed and connection.record.state is WorkerState.READY
         ]
         draining = sum(
             connection.state is ConnectionState.DRAINING
@@ -242,7 +242,7 @@ class WorkerPool:
         )
         # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
-        self._usable = best or [connection for connection in usable if not connection.listed]
+        self._usable = best or [c for c in usable if c.instance_id not in listed]
         self._dispatcher.on_usable(self._usable)
         if self._usable:
             self._ready.set()
