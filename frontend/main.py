@@ -160,7 +160,7 @@ def _take_keys(args: Any, security: FrontendSecurity) -> Callable[[], Keys]:
     return read
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without its own signal handlers: this process decides when it drains."""
 
     @contextlib.contextmanager
@@ -389,7 +389,7 @@ class _Frontend:
         certificate = WatchedFiles(*files)
         config.load()
         refreshing = asyncio.create_task(_refresh(config, certificate, files), name="certificate")
-        server = _Server(config)
+        server = Server(config)
         serving = asyncio.create_task(server.serve(sockets=self._listeners))
         self._stop.starting = False
         _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import uvicorn
 
 from pullfill.frontend.admission import Admission
+from pullfill.frontend.main import Server
 from tests.support.frontend_rig import until
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -31,14 +32,6 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
 
 async def always(timeout_s: float) -> bool:
     return True
-
-
-class Server(uvicorn.Server):
-    """Signals are the test runner's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @pytest.fixture
