@@ -17,7 +17,7 @@ from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.drafts import FEW, NGRAM, SPECULATE, small_model, terse_model
 from tests.support.oracle import Oracle
-from tests.support.prompts import forget_decode_prefixes, random_prompt
+from tests.support.prompts import forget_decode_prefixes, random_prompt, truth
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,12 +61,9 @@ def ask(cluster: Cluster, prompt: list[int], steps: int = STEPS) -> Heard:
 def check(oracle: Oracle, prompt: list[int], heard: Heard, steps: int = STEPS) -> None:
     assert heard.done.wait(60)
     assert not heard.error
-    (right,) = oracle.generate(
-        [prompt], steps, logprobs=1, ignore_eos=True, allowed_token_ids=ALLOWED
-    )
-    expected = [s[t] for s, t in zip(right.logprobs or [], right.token_ids, strict=True)]
-    assert heard.tokens == right.token_ids, len(prompt)
-    assert heard.logprobs == pytest.approx(expected, abs=TOLERANCE), len(prompt)
+    ((tokens, logprobs),) = truth(oracle, [prompt], steps, allowed_token_ids=ALLOWED)
+    assert heard.tokens == tokens, len(prompt)
+    assert heard.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
 
 
 def counted(read: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -106,7 +106,7 @@ class FetchWorker(DecodeHalf):
     def __init__(self, rig: Rig, name: str) -> None:
         unused: Any = None
         pool = CachePool(NUM_BLOCKS, hash_block_size=BLOCK)
-        super().__init__(rig, unused, name, timeout_s=20.0, host="127.0.0.1", pool=pool)
+        super().__init__(rig, unused, name, timeout_s=20.0, pool=pool)
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
         self.told = {"prefill_workers": 0}
         self.context.ranks = [SimpleNamespace(memory=self.region.memory)]  # type: ignore[list-item]
