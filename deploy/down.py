@@ -19,7 +19,7 @@ import click
 
 from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
-from pullfill.deploy.state import Locked, StateDir, identity, is_alive, send, start_time, tagged
+from pullfill.deploy.state import Locked, StateDir, is_alive, send, start_time, tagged
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import ConfigError, PullfillError
 from pullfill.net.this_host import host_id, shm_dir
@@ -57,7 +57,7 @@ async def down(
             state.clear()
             return 0
         strangers = await _by_hand(state, entries)
-        live = [entry for entry in entries if is_alive(identity(entry))]
+        live = [entry for entry in entries if is_alive(entry)]
         with ProcessView(SteadyConsole(), "stopping pullfill") as view:
             killed = await take_down(state, entries, view, drain_s=timeout_s, force=hurry.is_set)
     gone = len(entries) - len(live)
@@ -160,7 +160,7 @@ async def take_down(
     killed = await stop_in_order(entries, view, drain_s, force)
     if launch is not None:
         await _kill_stragglers(launch.cluster_id)
-    gone = [entry for entry in entries if not is_alive(identity(entry))]
+    gone = [entry for entry in entries if not is_alive(entry)]
     remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
     if len(gone) == len(entries):
         state.clear()
@@ -185,7 +185,7 @@ async def stop_in_order(
     Return the names of those that had to be killed. For `drain_s` and `force` see `take_down`."""
     killed: list[str] = []
     for roles in PHASES:
-        phase = [e for e in entries if e.role in roles and is_alive(identity(e))]
+        phase = [e for e in entries if e.role in roles and is_alive(e)]
         deadline_s = _drain_s(phase, drain_s)
         if roles is SERVERS:
             deadline_s = min(deadline_s, servers_s)  # they have nothing to drain
@@ -213,17 +213,17 @@ async def stop_phase(
 
     def send_all(sig: int) -> None:
         for entry in alive.values():
-            send(identity(entry), sig)
+            send(entry, sig)
 
     for entry in phase:
         view.set(entry.name, "draining" if entry.role in WORKERS else "stopping")
-        send(identity(entry), signal.SIGTERM)
+        send(entry, signal.SIGTERM)
     began = time.monotonic()
     second: float | None = None
     killed: list[str] = []
     while True:
         for name, entry in list(alive.items()):
-            if not is_alive(identity(entry)):
+            if not is_alive(entry):
                 view.set(name, "killed" if name in killed else "stopped")
                 del alive[name]
         if not alive:

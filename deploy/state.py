@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -75,14 +74,14 @@ def identify(pid: int) -> ProcessId | None:
     return None if started is None else ProcessId(pid, started)
 
 
-def is_alive(process: ProcessId) -> bool:
+def is_alive(process: ProcessId | ProcessEntry) -> bool:
     """Whether exactly this process still runs. A stopped process runs.
 
     False for one of another host, boot or pid namespace: see `StateDir.refuse_foreign`."""
     return is_own_space(process.space) and start_time(process.pid) == process.started
 
 
-def send(process: ProcessId, sig: int) -> bool:
+def send(process: ProcessId | ProcessEntry, sig: int) -> bool:
     """Send a signal to exactly this process. False: it is gone."""
     # The pid could be used again between the check and the signal. A pidfd rules that out.
     with suppress(OSError):
@@ -197,11 +196,6 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     restart: bool = True
 
 
-def identity(entry: ProcessEntry) -> ProcessId:
-    """Return the identity of the recorded process."""
-    return ProcessId(entry.pid, entry.started, entry.space)
-
-
 class StateDir:
     """One state directory. `locked` creates it."""
 
@@ -278,7 +272,7 @@ class StateDir:
     def live(self) -> list[ProcessEntry]:
         """Return the recorded processes that still run."""
         cluster = self.cluster()
-        return [e for e in cluster.processes if is_alive(identity(e))] if cluster else []
+        return [e for e in cluster.processes if is_alive(e)] if cluster else []
 
     def refuse_foreign(self) -> None:
         """Raise ConfigError if the record is of another host, boot or container."""
@@ -335,10 +329,6 @@ class StateDir:
         """Remove the records of the cluster. Logs stay."""
         for name in (CLUSTER_FILE, LAUNCH_FILE, STOPPING_FILE):
             (self.path / name).unlink(missing_ok=True)
-
-
-def new_cluster_id() -> str:
-    return secrets.token_hex(12)
 
 
 def _replace(path: Path, content: msgspec.Struct) -> None:

@@ -28,7 +28,7 @@ from pullfill.deploy.members import (
     frontend_urls,
     workers,
 )
-from pullfill.deploy.state import StateDir, full_disk, identity, is_alive
+from pullfill.deploy.state import StateDir, full_disk, is_alive
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.registry import suspect_records
@@ -198,7 +198,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
             "role": entry.role,  # of its command line. `workers` has the role that it has now
             "instance_id": entry.instance_id,
             "pid": entry.pid,
-            "alive": (alive := is_alive(identity(entry))),
+            "alive": (alive := is_alive(entry)),
             "drained": (drained := not alive and state.leaves(entry)),
             "start_another": start_another(state, cluster, entry) if drained else None,
             "restarts": entry.restarts,

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import math
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -38,10 +39,8 @@ from pullfill.deploy.state import (
     exit_words,
     full_disk,
     identify,
-    identity,
     is_alive,
     is_full,
-    new_cluster_id,
     spawn,
     start_time,
     tail,
@@ -276,7 +275,7 @@ class Supervisor:
         self._first_pause_s = first_pause_s
         self._state = state
         self._view = view
-        self._cluster_id = new_cluster_id()
+        self._cluster_id = secrets.token_hex(12)
         self._cluster = ClusterFile(
             namespace=options.namespace,
             nats_url=options.nats_url or "",
@@ -367,7 +366,7 @@ class Supervisor:
                         with view:
                             return await self._take_down()
             except Locked:
-                if not any(is_alive(identity(entry)) for entry in self._cluster.processes):
+                if not any(is_alive(entry) for entry in self._cluster.processes):
                     return
                 await asyncio.sleep(POLL_S)
                 continue

@@ -16,7 +16,7 @@ import nats
 import pytest
 
 from pullfill.deploy import local_servers
-from pullfill.deploy.state import StateDir, identity, is_alive
+from pullfill.deploy.state import StateDir, is_alive
 from pullfill.registry.client import EtcdClient
 from tests.support import web
 from tests.support.cluster import FLAGS, MOCK, MODEL
@@ -51,7 +51,7 @@ def wait_restarted(state: Path, restarts: int, *names: str) -> None:
         file = StateDir(state).cluster()
         assert file is not None
         found = {e.name: e for e in file.processes}
-        return all(found[n].restarts == restarts and is_alive(identity(found[n])) for n in names)
+        return all(found[n].restarts == restarts and is_alive(found[n]) for n in names)
 
     wait_for(back, f"{names} restarted {restarts} times")
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pullfill.deploy.state import Launch, ProcessId, StateDir, identity, is_alive
+from pullfill.config import ProcessEntry
+from pullfill.deploy.state import Launch, StateDir, is_alive
 from tests.support.waiting import until
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
@@ -88,9 +89,9 @@ def entry(state: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def recorded(state: Path) -> list[ProcessId]:
+def recorded(state: Path) -> list[ProcessEntry]:
     file = StateDir(state).cluster()
-    return [identity(entry) for entry in file.processes] if file else []
+    return file.processes if file else []
 
 
 def end_started() -> None:

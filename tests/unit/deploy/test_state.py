@@ -23,9 +23,7 @@ from pullfill.deploy.state import (
     ProcessId,
     StateDir,
     identify,
-    identity,
     is_alive,
-    new_cluster_id,
     send,
     start_time,
     tagged,
@@ -74,7 +72,9 @@ def test_processes_of_another_host_or_container_are_left_alone(
         entry = _entry(child.pid, start_time(child.pid) or 0)
         entry.space = space
         state.write_cluster(_cluster(entry))
-        state.write_launch(Launch(cluster_id="i", model="m", supervisor=identity(entry)))
+        state.write_launch(
+            Launch(cluster_id="i", model="m", supervisor=ProcessId(child.pid, entry.started, space))
+        )
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
         for command in (state.refuse_if_live, lambda: asyncio.run(down.down(state, timeout_s=0))):
@@ -83,7 +83,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
             assert space.partition("/")[0] in str(told.value)
             assert "\n" not in str(told.value)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-        assert not send(identity(entry), signal.SIGKILL)
+        assert not send(entry, signal.SIGKILL)
         assert child.poll() is None
         child.kill()
 
@@ -174,7 +174,7 @@ def test_a_straggler_that_dies_slowly_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process of the cluster that no record names."""
-    cluster_id, state = new_cluster_id(), StateDir(tmp_path / "state")
+    cluster_id, state = f"straggler-{os.getpid()}", StateDir(tmp_path / "state")
 
     def slow(process: ProcessId, sig: int) -> bool:
         threading.Timer(0.3, send, (process, sig)).start()

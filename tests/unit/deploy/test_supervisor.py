@@ -24,7 +24,7 @@ from pullfill import wire
 from pullfill.config import ProcessEntry
 from pullfill.deploy import local_servers, members, plan, supervisor
 from pullfill.deploy.down import SERVERS
-from pullfill.deploy.state import StateDir, identity, is_alive, tagged
+from pullfill.deploy.state import StateDir, is_alive, tagged
 from pullfill.deploy.supervisor import (
     MAX_DEATHS,
     WINDOW_S,
@@ -256,7 +256,7 @@ async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> Non
     async with asyncio.timeout(60.0), rig.up():
         (entry,) = rig.state.live()
         shutil.rmtree(rig.state.path)
-    assert not is_alive(identity(entry))
+    assert not is_alive(entry)
 
 
 async def test_up_waits_for_the_self_checks_and_says_if_they_take_too_long(rig: Rig) -> None:
