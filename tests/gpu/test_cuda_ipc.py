@@ -3,6 +3,7 @@ plain memory (tests/contract/test_cuda_ipc.py)."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -14,22 +15,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from pullfill.errors import (
-    PeerUnavailable,
-    TransferFailed,
-)
+from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import PeerSession
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.gpu.cuda import load
-from tests.gpu.conftest import BLOCKS, LAYOUT, SHAPE
+from pullfill.transfer.layout import dense_layout
+from pullfill.transfer.shm.kv_pool import tell
 from tests.support.gpu_programs import GpuMemory, GpuProgram, digest
 
 pytestmark = pytest.mark.gpu
 
+LAYERS, BLOCKS, HEADS, PAGE = SHAPE = 3, 40, 2, 4096
+LAYOUT = dense_layout(*SHAPE)
 GIB = 4, 4096, 1, 64 << 10
 """Layers, blocks, heads and page bytes of 1 GiB."""
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[GpuProgram]:
+    """A process with a KV cache on the first GPU."""
+    with GpuProgram("owner", tmp_path, *SHAPE) as program:
+        yield program
 
 
 @pytest.fixture
@@ -182,3 +190,18 @@ def test_an_owner_that_is_gone(owner: GpuProgram, mine: GpuMemory) -> None:
     # The fence file is still there (nobody swept it), but the memory's handle opens no more.
     with pytest.raises(PeerUnavailable):
         transport.connect(mine.memory, descriptor)
+
+
+def test_gpu_memory_once_told_is_not_given_to_others() -> None:
+    """It outlives vLLM's tensors, as the CPU's does (unit/engine/test_life.py)."""
+    raw = torch.full((LAYERS * BLOCKS * HEADS * PAGE,), 7, dtype=torch.int8, device="cuda")
+    whole = raw.view(LAYERS, BLOCKS, HEADS, PAGE // 4, 4)
+    told = tell(None, {f"layers.{i}": whole[i] for i in range(LAYERS)}, BLOCKS).memory
+    assert told is not None
+    del raw, whole
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = [torch.empty(told.nbytes, dtype=torch.int8, device="cuda") for _ in range(4)]
+    for other in others:
+        start = other.data_ptr()
+        assert start + told.nbytes <= told.address or told.address + told.nbytes <= start
