@@ -148,7 +148,7 @@ def test_a_reader_that_is_closed_waits_for_nobody(
     rig: Rig, pair: tuple[Region, Local], stuck: Stuck
 ) -> None:
     region, mine = pair
-    reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
+    reader = KvReader("prefill-1", lambda: rig.connect(mine, region), set())
     token = region.owner.fences.open(BLOCKS)
     failure = failure_of(
         lambda: reader._read(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
@@ -159,7 +159,7 @@ def test_a_reader_that_is_closed_waits_for_nobody(
 def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:
     rig = shm_rig(tmp_path)
     region, mine = rig.region(DENSE), rig.local(DENSE)
-    reader = KvReader("prefill-1", lambda: rig.connect(mine, region))
+    reader = KvReader("prefill-1", lambda: rig.connect(mine, region), set())
     reader.close()
     with pytest.raises(HandoffError, match="leaving"):
         reader._read(region.owner.fences.open([1]), [1], [1], lambda: True)
