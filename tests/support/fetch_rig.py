@@ -28,6 +28,7 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
+from tests.support.control_rig import until
 from tests.support.fakes import FakePool, FakeRequest
 from tests.support.handoff_rig import COMPATIBLE, DecodeHalf, Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS, compute, holds
@@ -187,8 +188,7 @@ class FetchWorker(DecodeHalf):
 
     async def end(self, served: Served) -> ExplainRecord:
         """Wait until the KV is there or must be computed. Then the request ends."""
-        while served.loaded is None:  # noqa: ASYNC110 (the engine's reports)
-            await asyncio.sleep(0.001)
+        await until(lambda: served.loaded is not None)
         tokens = served.request.prompt_token_ids or []
         if served.loaded:
             assert holds(self.pages, served.table, tokens[: len(served.table) * BLOCK])
@@ -214,9 +214,7 @@ class FetchWorker(DecodeHalf):
                 lease.timer._run()
 
     async def check_back(self) -> None:
-        async with asyncio.timeout(5.0):
-            while self.leases.open:  # noqa: ASYNC110 (ends on several threads)
-                await asyncio.sleep(0.002)
+        await until(lambda: not self.leases.open)
         assert self.pool.free == set(range(NUM_BLOCKS))
         assert self.region.owner.fences.in_use == 0
         assert not self.fetches._open

@@ -21,6 +21,7 @@ from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
+from tests.support.control_rig import until
 
 SIZE = 4
 ONE = Places({0: 1}, SIZE)
@@ -165,12 +166,6 @@ class Rig:
         self.followers[name] = Follower(self, name)
         self.followers[name].ask()
         return self.followers[name]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
 from pullfill.wire import RouterPolicy
+from tests.support.control_rig import until
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.transfer_rigs import RIGS
@@ -161,9 +162,7 @@ async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -
     second.request_id = "second"
     assert worker.side.decide(first, 0) == (None, False)
     assert worker.side.decide(second, 0) == (None, False)
-    async with asyncio.timeout(10.0):
-        while not worker.holders.away("holder") or worker.fetches._running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: worker.holders.away("holder") and not worker.fetches._running)
     assert worker.side.decide(second, 0) == (0, False)
     for request in (first, second):
         worker.side.request_finished(request.request_id)
