@@ -13,7 +13,6 @@ from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.side import PrefillService
 from pullfill.runtime.health import ServerHealth
-from pullfill.transfer.contract import PeerSession
 from pullfill.wire import KvMode
 from tests.support.handoff_rig import (
     DecodeHalf,
@@ -168,59 +167,39 @@ async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
 # ------------------------------------------------------------------ the reader
 
 
-class Route:
-    """Between a decode worker and one prefill worker's KV port: it can be cut."""
-
-    def __init__(self, decode: DecodeHalf) -> None:
-        self._reach: Any = decode.control._reach
-        self.cut = True
-        self.tries = 0
-        decode.control._reach = self._way
-
-    def _way(self, regions: Any) -> Any:
-        there = self._reach(regions)
-
-        def open_session() -> PeerSession:
-            cut = self.cut  # before the try counts: a test may then mend the route at once
-            self.tries += 1
-            if cut:
-                raise PeerUnavailable("the KV port does not answer")
-            session: PeerSession = there()
-            return session
-
-        return open_session
-
-
-async def transport_of(decode: DecodeHalf, seed: int) -> str | None:
-    served = decode.send(prompt(30, seed=seed))
-    await settled(served)
-    assert served.loaded, "a job was spent on looking"
-    assert decode.right(served)
-    trace = decode.traces.finish(served.request.request_id)
-    assert trace is not None
-    return trace.transport
-
-
 async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_again(
     make: Make,
 ) -> None:
     """No job after the first is spent on finding that out."""
     async with make("tcp", kv_mode=PULL) as cluster:
-        decode = await cluster.decode()
-        route = Route(decode)
+        decode, tries, cut = await cluster.decode(), 0, True
+        reach: Any = decode.control._reach
+
+        def way(regions: Any) -> Any:
+            def open_session() -> Any:
+                nonlocal tries
+                tries += 1
+                if cut:
+                    raise PeerUnavailable("the KV port does not answer")
+                return reach(regions)()
+
+            return open_session
+
+        async def served(seed: int) -> bool | None:
+            one = decode.send(prompt(30, seed=seed))
+            await settled(one)
+            return decode.right(one) if one.loaded else one.loaded
+
+        decode.control._reach = way
         await cluster.prefill(chunk=5)
-        first = decode.send(prompt(30))
-        await settled(first)
-        assert first.loaded is False
-        for seed in (2, 3):
-            assert await transport_of(decode, seed) == "tcp"
-        assert route.tries == 1
-        route.cut = False
+        assert [await served(seed) for seed in (1, 2, 3)] == [False, True, True]
+        assert tries == 1
+        cut = False
         (peer,) = decode.control.peers.values()
         peer.channel.close()
         await until(lambda: peer.name not in decode.control.peers and decode.control.peers)
-        assert await transport_of(decode, 4) == "tcp"
-        assert route.tries == 2
+        assert await served(4)
+        assert tries == 2
         await cluster.check_clean()
 
 
