@@ -210,6 +210,7 @@ class Case:
     chunk: tokens of a step.
     served, decode_served: lengths of prompts that were computed before, here and there.
     lost, decode_lost: which of their cached blocks other requests have taken since.
+    dropped: which ones the decode worker loses when it allocates blocks for the prompt.
     offloaded: tokens of the prompt that vLLM has offloaded here. 0: it offloads nothing.
     others: how many free blocks other requests take after each step.
     late: how many steps a copy takes.
@@ -223,6 +224,7 @@ class Case:
     decode_served: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     decode_lost: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
     offloaded: int = 0
     others: int = 0
     late: int = 0
@@ -268,6 +270,7 @@ class Handoff:
         if self.hit == tokens:
             return None
         decode.start(self.hit, tokens - self.hit)
+        decode.lose(self.case.dropped)
         request = FakeRequest("r", [0] * tokens, block_hashes=decode.hashes(tokens))
         self.hit_blocks = JobBlocks(decode.size)
         self.hit_blocks.pool, self.hit_blocks.kept_from = decode, decode.kept
@@ -405,6 +408,7 @@ def cases(draw: st.DrawFn) -> Case:
         decode_served=draw(prompts),
         lost=draw(LOST),
         decode_lost=draw(LOST),
+        dropped=draw(LOST),
         offloaded=draw(st.integers(0, 50)),
         others=draw(st.sampled_from([0, 1, 5, ALL])),
         late=draw(st.integers(0, 3)),
@@ -424,3 +428,12 @@ def test_a_hit_is_read_from_the_block_on_where_the_window_begins() -> None:
     job = handed_over(handoff)
     assert job is not None
     assert (job.hit_tokens, job.read_from, handoff.external) == (28, (0, 11), 28)
+
+
+def test_a_hit_of_which_a_window_has_dropped_blocks_is_not_read() -> None:
+    served = {"decode_served": [29], "dropped": list(range(30))}
+    handoff = Handoff(Case(size=2, windows=(None, 6), tokens=40, **served))
+    job = handed_over(handoff)
+    assert job is not None
+    assert (job.hit_tokens, handoff.external) == (28, 0)
+    assert job.read_from[1] > 11
