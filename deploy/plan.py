@@ -327,10 +327,18 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     """Return how to start the decode workers, the prefill workers and the frontends."""
     specs: list[ProcessSpec] = []
     names = [f"{role}-{i}" for role in ROLES for i in range(getattr(options, role))]
-    places = placements(options)
-    for name, place, before in zip(names, places, _turns(options, places), strict=True):
-        after = "" if before is None else names[before]
+    # vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two
+    # workers that load on one GPU at once, each would count the other's memory as its own. So they
+    # start in turn, unless all were given a size.
+    roles = {name.partition("-")[0] for name in names}
+    sized = all(KV_BYTES in map(flag_name, worker_arguments(options, role)) for role in roles)
+    last: dict[tuple[int, ...], str] = {}
+    for name, place in zip(names, placements(options), strict=True):
+        # Workers that share GPUs have one each (`_check_gpus`).
+        after = "" if sized else last.get(place.gpus, "")
         specs.append(worker_spec(options, cluster, cluster_id, name, place, after=after))
+        if place.gpus:
+            last[place.gpus] = name
     for index, own_port in enumerate(options.own_ports):
         name, place = f"frontend-{index}", Place()
         specs.append(worker_spec(options, cluster, cluster_id, name, place, own_port=own_port))
@@ -414,22 +422,3 @@ def placements(options: UpOptions) -> list[Place]:
         places.append(Place(cores=tuple(cores[start : start + width])))
         start += width
     return places
-
-
-def _turns(options: UpOptions, places: Sequence[Place]) -> list[int | None]:
-    """Return for each worker the index of the one that must be ready first, or None."""
-    told = [
-        KV_BYTES in map(flag_name, worker_arguments(options, role))
-        for role in ROLES
-        if getattr(options, role)
-    ]
-    if all(told):  # all were given the size of their KV cache
-        return [None] * len(places)
-    # vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two
-    # workers that load on one GPU at the same time, each would count the other's memory as its own.
-    last: dict[int, int] = {}
-    before: list[int | None] = []
-    for index, place in enumerate(places):
-        before.append(max((last[gpu] for gpu in place.gpus if gpu in last), default=None))
-        last.update(dict.fromkeys(place.gpus, index))
-    return before
