@@ -91,13 +91,11 @@ async def forwarding(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
         auto_decompress=False,
         trust_env=False,
+        headers={"authorization": f"Bearer {key}"} if key else None,
     )
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(session)
-        servers = Servers(
-            session, names, options.model, protocol, lambda: settings().decode_policy, headers
-        )
+        servers = Servers(session, names, options.model, protocol, lambda: settings().decode_policy)
         stack.push_async_callback(servers.close)
         for role in ROLES:
             for state in ("new", "ready", "failing", "refused"):
@@ -118,10 +116,7 @@ async def forwarding(
             )
             stack.callback(heartbeats.close)
             stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)
-        yield Stock(
-            options.forwarder, protocol, servers, session,
-            key=key, silence_s=options.stock_silence_s,
-        )  # fmt: skip
+        yield Stock(options.forwarder, servers, options.stock_silence_s)
 
 
 class Layer:

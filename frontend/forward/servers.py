@@ -21,7 +21,7 @@ import random
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -208,7 +208,7 @@ class Servers:
     names: the model names that this frontend serves. model: its model, a path or a name.
     protocol: says what servers must be registered with, and checks their KV addresses.
     policy: returns `router.decode_policy`.
-    headers: of each question, e.g. a key.
+    session: its headers are those of each request to a server, e.g. a key.
     look_s: how often each server is looked at. answer_s: how long it may take to answer."""
 
     def __init__(
@@ -218,19 +218,17 @@ class Servers:
         model: str,
         protocol: KvProtocol,
         policy: Callable[[], DecodePolicy],
-        headers: Mapping[str, str] | None = None,
         *,
         look_s: float = 1.0,
         answer_s: float = ANSWER_S,
     ) -> None:
-        self._session = session
+        self.session = session
         self._names = names
         self._model = model
-        self._protocol = protocol
+        self.protocol = protocol
         self._policy = policy
         # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
         self._placers = {role: Placer(random.Random(), predicted_s=600.0) for role in ROLES}
-        self._headers = headers or {}
         self.look_s, self._answer_s = look_s, answer_s
         self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self.known: dict[StockEntry, Server] = {}
@@ -397,7 +395,7 @@ class Servers:
         if server.load is None or not server.load.bare:
             return ""
         return (
-            f"it has no KV connector, so it neither gives nor gets KV: {self._protocol.start_with}"
+            f"it has no KV connector, so it neither gives nor gets KV: {self.protocol.start_with}"
         )
 
     async def _refusal(self, server: Server) -> str:
@@ -421,14 +419,12 @@ class Servers:
                 "that name: give one of the models another --served-model-name, or, if they are "
                 "the same model, give its folders the same name"
             )
-        return await self._protocol.check(server, self._get)
+        return await self.protocol.check(server, self._get)
 
     async def _get(self, url: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._answer_s)
-        get = self._session.get
-        async with get(
-            url, timeout=timeout, headers=self._headers, allow_redirects=False
-        ) as answer:
+        get = self.session.get
+        async with get(url, timeout=timeout, allow_redirects=False) as answer:
             if answer.status in (401, 403):
                 raise ConfigError(
                     f"{url} answers {answer.status}: start it without an API key, or "

@@ -20,8 +20,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Scope, Send
 from pullfill.frontend.forward.exchange import (
@@ -33,7 +31,7 @@ from pullfill.frontend.forward.exchange import (
     message_of,
     refuse,
 )
-from pullfill.frontend.forward.protocols import KvProtocol, Stages
+from pullfill.frontend.forward.protocols import Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of
 from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import ForwarderName
@@ -209,25 +207,13 @@ class Stock:
        closed.
     6. `ClientCall.stages` says what was tried, in order.
 
-    key: API key of the servers. Empty: they want none.
     silence_s: longest silence of a server during a stage."""
 
-    def __init__(
-        self,
-        name: ForwarderName,
-        protocol: KvProtocol,
-        servers: Servers,
-        session: aiohttp.ClientSession,
-        *,
-        key: str = "",
-        silence_s: float = 120.0,
-    ) -> None:
+    def __init__(self, name: ForwarderName, servers: Servers, silence_s: float) -> None:
         self.name = str(name)
         self.servers = servers
-        self._protocol = protocol
+        self._protocol = servers.protocol
         self._parallel = name is ForwarderName.PARALLEL
-        self._session = session
-        self._key = key
         self._silence_s = silence_s
 
     def trouble(self) -> str:
@@ -406,14 +392,11 @@ class Stock:
             if name in _PASSED_ON
         ]
         headers += [("content-type", "application/json"), ("x-request-id", request_id)]
-        if self._key:
-            headers.append(("authorization", f"Bearer {self._key}"))
         # An answer that is not streamed may be a long one.
         long = server.role == "decode" and not call.stream
         silence_s = WHOLE * self._silence_s if long else self._silence_s
-        async with asked(
-            self._session, server, call.path, headers, body, silence_s, source
-        ) as answer:
+        session = self.servers.session
+        async with asked(session, server, call.path, headers, body, silence_s, source) as answer:
             if answer.status >= 500 or answer.status in _BUSY:
                 status, told = answer.status, answer.first
                 why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"

@@ -791,18 +791,18 @@ async def forwarding(
         fakes = [FakeStock(world, protocol) for _ in range(prefill + decode)]
         for fake in fakes:
             await stack.enter_async_context(fake.running())
-        session = aiohttp.ClientSession(auto_decompress=False)
+        headers = {"authorization": f"Bearer {key}"} if key else None
+        session = aiohttp.ClientSession(auto_decompress=False, headers=headers)
         stack.push_async_callback(session.close)
-        spoken, forwarder = protocol_of(protocol), ForwarderName(name)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        spoken = protocol_of(protocol)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
             servers = Servers(
-                session, ("m",), "/m", spoken, lambda: made.policy, headers,
+                session, ("m",), "/m", spoken, lambda: made.policy,
                 look_s=look_s, answer_s=0.5,
             )  # fmt: skip
         stack.push_async_callback(servers.close)
-        stock = Stock(forwarder, spoken, servers, session, key=key, silence_s=silence_s)
+        stock = Stock(ForwarderName(name), servers, silence_s)
         made = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
         if known:
             found = [sources.make("prefill", f.url, f.kv) for f in made.prefill]
