@@ -99,7 +99,7 @@ def load_of(text: str) -> StockLoad:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One stock server.
+    """One stock server. role, url, kv: see `StockEntry`.
 
     state: `new`, `ready`, `failing`, `refused` or `gone`. why: the reason, for people.
     model: the `root` of the model that it serves under our name.
@@ -109,7 +109,9 @@ class Server:
     streams: number of answers that are being read from it.
     lacking_until: it is left out until then, in seconds of the loop's clock."""
 
-    entry: StockEntry
+    role: str
+    url: str
+    kv: str
     state: str = "new"
     why: str = "not asked yet"
     model: str = ""
@@ -118,18 +120,6 @@ class Server:
     lacking_until: float = 0.0
     waits: dict[asyncio.Timeout, Server | None] = field(default_factory=dict)
     streams: int = 0
-
-    @property
-    def url(self) -> str:
-        return self.entry.url
-
-    @property
-    def role(self) -> str:
-        return self.entry.role
-
-    @property
-    def kv(self) -> str:
-        return self.entry.kv
 
     @property
     def kv_url(self) -> str:
@@ -248,7 +238,7 @@ class Servers:
             self._placers[server.role].drop(server.url)
             _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
         for entry in (one for one in wanted if one not in self.known):
-            server = self.known[entry] = Server(entry)
+            server = self.known[entry] = Server(*entry)
             task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
             self._tasks[task] = server
             task.add_done_callback(self._tasks.pop)

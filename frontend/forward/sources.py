@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -42,8 +42,7 @@ MAX_KV = 256
 _NO_PORT = re.compile(r":(?!//|\d+(?:[/?@]|$)).*", re.S)
 
 
-@dataclass(frozen=True, slots=True)
-class StockEntry:
+class StockEntry(NamedTuple):
     """One named server. kv: its KV address, in the form of its connector. Empty: none is needed."""
 
     role: str

@@ -27,9 +27,9 @@ DECODE_KV = "host:10.0.0.2,handshake:6302,notify:61006"
 
 
 def stages() -> Stages:
-    prefill = Server(make("prefill", "10.0.0.1:8100", PREFILL_KV))
+    prefill = Server(*make("prefill", "10.0.0.1:8100", PREFILL_KV))
     return Stages(
-        "0123456789abcdef" * 2, prefill, Server(make("decode", "10.0.0.2:8200", DECODE_KV))
+        "0123456789abcdef" * 2, prefill, Server(*make("decode", "10.0.0.2:8200", DECODE_KV))
     )
 
 
@@ -65,7 +65,7 @@ def test_mooncake_takes_the_parameters() -> None:
         "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
     )
     protocol = protocol_of("mooncake")
-    prefill = Server(make("prefill", "10.0.0.1:8100", "10.0.0.1:8998"), engine_id="engine-7")
+    prefill = Server(*make("prefill", "10.0.0.1:8100", "10.0.0.1:8998"), engine_id="engine-7")
     now = Stages("ab" * 16, prefill)
     meta = mooncake.MooncakeConnectorMetadata()
     meta.add_new_req("p", [[1]], protocol.prefill(now), load_remote_cache=False)
