@@ -28,6 +28,7 @@ _NOT_BACK = frozenset(
 END = b"\n\n"
 
 
+@dataclass(eq=False)
 class StageFailed(Exception):
     """A server has not answered as it must.
 
@@ -37,20 +38,13 @@ class StageFailed(Exception):
     unsent: it has not got the request.
     status, body: its answer, if it is one of vLLM's errors. status is 504 if it was too slow."""
 
-    def __init__(
-        self,
-        server: Server | None,
-        why: str,
-        *,
-        again: bool = True,
-        lost: bool = False,
-        unsent: bool = False,
-        status: int = 0,
-        body: bytes = b"",
-    ) -> None:
-        super().__init__(why)
-        self.server, self.why, self.again, self.lost = server, why, again, lost
-        self.unsent, self.status, self.body = unsent, status, body
+    server: Server | None
+    why: str
+    again: bool = True
+    lost: bool = False
+    unsent: bool = False
+    status: int = 0
+    body: bytes = b""
 
 
 @dataclass(slots=True)
