@@ -45,10 +45,10 @@ class Worker:
 class Rig:
     """A balancer with workers a, b, c and what it knows of their blocks."""
 
-    def __init__(self, max_blocks: int = 1000) -> None:
+    def __init__(self) -> None:
         self.policy = DecodePolicy.KV
         self.now = 100.0
-        self.prefixes = Prefixes(max_blocks)
+        self.prefixes = Prefixes(1000)
         self.workers: Any = [Worker(name) for name in "abc"]
         self.min_fetch = 0
         self.balancer = Balancer(
@@ -245,15 +245,6 @@ async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> N
         prefixes.tick(rig.now)
         assert value("pullfill_prefix_missing_workers") == 0
     assert (len(worker.asked), prefixes.troubles(rig.now)) == (asked, {})
-
-
-async def test_blocks_beyond_the_bound_are_refused_and_no_trouble() -> None:
-    rig = Rig(max_blocks=3)
-    rig.workers[0].ring.append(Op.STORE, BLOCKS)
-    rig.prefixes.follow(rig.workers[0], rig.now)
-    rig.answer(rig.workers[0])
-    assert rig.known() == ("warm", 3)
-    assert rig.prefixes.status("a", rig.now)["refused"] == 2
 
 
 @pytest.mark.parametrize(
