@@ -269,6 +269,22 @@ def test_ready_read_committed() -> None:
     model.drain()
 
 
+@pytest.mark.parametrize("others_alive", [True, False])
+def test_a_prefill_worker_that_is_lost_while_we_read_takes_nothing_with_it(
+    others_alive: bool,
+) -> None:
+    """Its KV may still be read, and its message, which it can ack no more, is needed no more."""
+    model = HandoffModel()
+    job, grant = granted(model)
+    assert model.ready(grant) is None
+    model.die("a", others_alive=others_alive)
+    assert (told(model), model.naks, job.cancelled_in_queue) == ([], [], True)
+    assert model.end_read(model.reads[0], good=True) is None
+    model.step()
+    assert job.reports == [True]
+    model.drain()
+
+
 @pytest.mark.parametrize("ends", ["abort", "deadline", "incarnation"])
 def test_a_job_that_ends_while_it_is_read_keeps_its_blocks(ends: str) -> None:
     model = HandoffModel()
