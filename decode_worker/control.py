@@ -22,7 +22,7 @@ from pullfill.errors import AuthFailed, BadMessage, NotNow, OtherVersion, Pullfi
 from pullfill.net.channel import Channel, accept, listen
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
-from pullfill.runtime.lifecycle import stop_listening
+from pullfill.runtime.lifecycle import end, stop_listening
 from pullfill.wire import (
     SILENT_S,
     Claim,
@@ -97,9 +97,7 @@ class ControlServer:
         """Close every connection. When this returns, nothing here touches the ledger any more."""
         if self._server is not None:
             await stop_listening(self._server)
-        for task in [*self._serving, *self._timers]:
-            task.cancel()
-        await asyncio.gather(*self._serving, *self._timers, return_exceptions=True)
+        await end(*self._serving, *self._timers)
         await self._handoff.close()
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)

@@ -43,6 +43,7 @@ from pullfill.ids import job_digest
 from pullfill.queue.contract import Urgency
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     MAX_TEXT,
     Adapter,
@@ -125,10 +126,7 @@ class Handoff:
         queue, if it answers within 1 s."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
-        left = [*self._tasks, *([self._watching] if self._watching is not None else [])]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await end(*self._tasks, self._watching)
 
     # ------------------------------------------------------------------ publish, part of step 4
 

@@ -22,6 +22,7 @@ from pullfill.engine.view import View
 from pullfill.prefix import chain
 from pullfill.prefix.events import Ring
 from pullfill.runtime import failpoints, log
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import u32
 from pullfill.wire.prefix import Op, PrefixFollow
 
@@ -155,9 +156,7 @@ class BlockEvents:
 
     async def close(self) -> None:
         """End all answers."""
-        for task in self._answers.values():
-            task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await end(*self._answers.values())
 
     def _arm(self) -> None:
         wait = self._flushed_at + self._flush_s - self._loop.time()
