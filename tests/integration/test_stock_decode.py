@@ -84,8 +84,8 @@ class Stock:
 
 
 @contextmanager
-def stock_decode(cluster: Cluster, log: Path, **how: Any) -> Iterator[Stock]:
-    flags = [*FLAGS, "--shutdown-timeout=10"]
+def stock_decode(cluster: Cluster, log: Path, *more: str) -> Iterator[Stock]:
+    flags = [*FLAGS, "--shutdown-timeout=10", *more]
     server = StockVllm("decode", cluster.model_path, log, transfer=flag(cluster), flags=flags)
     server.launch()
     try:
@@ -133,6 +133,20 @@ def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: O
     longer = [prompt + random_prompt(300, seed=51) for prompt in prompts]
     assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-5)
     assert stock.remote() - before == 2 * len(LENGTHS) - 1
+
+
+@pytest.mark.long
+def test_ranks_in_processes_of_their_own_and_steps_that_overlap(
+    cluster: Cluster, tmp_path: Path, oracle: Oracle
+) -> None:
+    flags = "--tensor-parallel-size=2", "--async-scheduling"
+    with stock_decode(cluster, tmp_path / "decode.log", *flags) as stock:
+        prompts = [random_prompt(length, seed=55) for length in LENGTHS]
+        assert_right(oracle, prompts, stock.ask_all(prompts), STEPS, 1e-4)
+        longer = [prompt + random_prompt(300, seed=56) for prompt in prompts]
+        assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-4)
+        assert stock.remote() == 2 * len(LENGTHS) - 1
+        stock.clean()
 
 
 def test_a_prefill_worker_that_dies_costs_no_request(stock: Stock, oracle: Oracle) -> None:
