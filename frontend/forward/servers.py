@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import re
 from array import array
@@ -163,14 +162,16 @@ def prompt_of(body: dict[str, Any]) -> Prompt:
     what, messages = body.get("prompt"), body.get("messages")
     try:
         tokens = array("I", what or ()).tobytes()
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         tokens = b""
     if not tokens:
         if isinstance(messages, list):
             # A longer conversation begins with the text of a shorter one.
             what = [body.get("tools"), *messages]
-        text = what if isinstance(what, str) else json.dumps(what, ensure_ascii=False)
-        tokens = text.encode("utf-8", "surrogatepass")
+        if isinstance(what, str):
+            tokens = what.encode("utf-8", "surrogatepass")
+        else:
+            tokens = msgspec.json.encode(what)
     count = max(1, len(tokens) // 4)
     salt, model = (
         value if isinstance(value, str) else None

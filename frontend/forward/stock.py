@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Scope, Send
 from pullfill.frontend.forward.exchange import (
@@ -99,7 +101,7 @@ def prefill_body(body: dict[str, Any], kv: dict[str, Any]) -> bytes:
     changed |= {"stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": kv}
     if "max_completion_tokens" in body:
         changed["max_completion_tokens"] = 1
-    return json.dumps(changed).encode()
+    return msgspec.json.encode(changed)
 
 
 def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
@@ -109,7 +111,7 @@ def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
     changed = {key: value for key, value in body.items() if key != "kv_transfer_params"}
     if kv is not None:
         changed["kv_transfer_params"] = kv
-    return json.dumps(changed).encode()
+    return msgspec.json.encode(changed)
 
 
 @dataclass(slots=True)
@@ -151,7 +153,8 @@ class ClientCall:
         asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         good = 0 < len(asked) <= MAX_ID and asked.isascii() and asked.isprintable()
         try:
-            found = json.loads(body)  # as vLLM does: it also reads NaN and UTF-16
+            # As vLLM does: it also reads NaN and UTF-16.
+            found = json.loads(body, parse_constant=lambda name: msgspec.Raw(name.encode()))
         except (ValueError, RecursionError):
             found = None
         read = found if isinstance(found, dict) else None
