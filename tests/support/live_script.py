@@ -60,7 +60,7 @@ class ScriptedLive:
             ),
             workers=tuple(_worker(name) for name in (*DECODE, *PREFILL)),
             flows=tuple(_flow(number) for number in range(26)),
-            ended=tuple(_ended(now, number) for number in range(30)),
+            ended=tuple(_ended(now, number) for number in reversed(range(30))),
         )  # fmt: skip
 
     def record(self, request_id: str) -> ExplainRecord:
