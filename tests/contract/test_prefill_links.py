@@ -118,14 +118,17 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
         (link,) = prefill.links.links.values()
         link._idle_s = 0.05
         faults = hold(decode)
+        prefill.engine.gate.clear()
         served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
+        await until(lambda: prefill.tasks)
         cluster.directory.remove(decode.name)
-        await asyncio.sleep(0.5)
-        assert prefill.links.is_up(decode.name)
+        await asyncio.sleep(0.3)
+        assert prefill.links.is_up(decode.name), "its job is computed"
+        prefill.engine.gate.set()
+        await stuck_in_a_write(decode)
         decode.abort(served)
         await until(lambda: not prefill.puller.in_flight)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
         await until(lambda: not prefill.links.links)

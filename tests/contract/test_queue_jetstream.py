@@ -26,7 +26,7 @@ from pullfill.wire import QueueSettings
 from tests.support.nats import NatsServer, dead_letters, until
 
 HANG_S = 15.0
-NORMAL, TIGHT = consumer_of(Urgency.NORMAL), consumer_of(Urgency.TIGHT)
+NORMAL = consumer_of(Urgency.NORMAL)
 Pair = tuple[JetStreamProducer, JetStreamConsumer]
 
 
@@ -91,36 +91,6 @@ async def pulled(consumer: JetStreamConsumer) -> Delivery:
             with contextlib.suppress(QueueUnavailable):
                 if job := await consumer.pull(1):
                     return job
-
-
-async def reconnected(end: JetStreamConsumer | JetStreamProducer) -> None:
-    """Break a connection, and wait for the next one."""
-    await end.connection.client.close()
-    await until(lambda: not end.connection.up, HANG_S)
-    await until(lambda: end.connection.up, HANG_S)
-
-
-async def waiting(pair: Pair, names: Names) -> None:
-    """Wait until a pull request for a normal job waits at the server."""
-    async with asyncio.timeout(HANG_S):
-        info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
-        while not (await pair[0].connection.api(info))["num_waiting"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def silence(end: Any, monkeypatch: pytest.MonkeyPatch, *about: str) -> list[str]:
-    """JetStream does not answer an end about what has one of these words in its name: a missing
-    leader sends no answer. Returns what it was asked about that."""
-    real, asked = end.connection.api, list[str]()
-
-    async def api(operation: str, *rest: Any, **more: Any) -> Any:
-        if any(word in operation for word in about):
-            asked.append(operation)
-            raise QueueUnavailable("no quorum")
-        return await real(operation, *rest, **more)
-
-    monkeypatch.setattr(end.connection, "api", api)
-    return asked
 
 
 # ------------------------------------------------------------------ a server that comes and goes
@@ -225,13 +195,17 @@ async def test_a_deleted_stream_or_consumer_is_made_again(
 
 
 async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_worker(
-    lasting: Pair, names: Names, hasty: None, monkeypatch: pytest.MonkeyPatch
+    lasting: Pair, hasty: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JetStream without a quorum: its connections stand and answer PINGs."""
     consumer = lasting[1]
+
+    async def api(*_: object) -> object:
+        raise QueueUnavailable("no quorum")
+
     with monkeypatch.context() as lost:
         lost.setattr("pullfill.queue.jetstream.consumer_of", lambda _: "nobody")
-        silence(consumer, lost, names.stream)
+        lost.setattr(consumer.connection, "api", api)
         with contextlib.suppress(QueueUnavailable):
             assert await consumer.pull(0.1) is None
         assert consumer.connection.up
@@ -250,7 +224,10 @@ async def test_a_pull_that_was_withdrawn_has_left_the_server(
     producer, leaving = lasting
     other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     pulling = asyncio.create_task(leaving.pull(HANG_S))
-    await waiting(lasting, names)
+    async with asyncio.timeout(HANG_S):
+        info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
+        while not (await producer.connection.api(info))["num_waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     transport, loop = leaving.connection.client._transport, asyncio.get_running_loop()
     write = transport.writelines
     transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))
@@ -425,7 +402,9 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     changed = await configs(link, names)
     assert changed[0]["metadata"]["team"] == "serving"
     second = await both(nats, config, QueueSettings(max_jobs=5))
-    await reconnected(first[1])
+    await link.client.close()
+    await until(lambda: not link.up, HANG_S)
+    await until(lambda: link.up, HANG_S)
     now = await configs(link, names)
     assert now == (changed[0] | {"max_msgs": 5}, changed[1]), "only what queue.* sets"
     for worker in (first[1], second[1]):
