@@ -101,26 +101,23 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @any_grant
     @rule(pick=PICK, reads=SELDOM)
-    def begin_batch(self, pick: int, reads: bool) -> None:
-        grant = self.grant(pick)
-        if not grant.in_batch:
-            self.model.begin_batch(grant, reads=reads and bool(grant.hits))
-
-    @any_grant
-    @rule(pick=PICK)
-    def end_batch(self, pick: int) -> None:
+    def batch(self, pick: int, reads: bool) -> None:
+        """It begins, or ends if one is under way."""
         grant = self.grant(pick)
         if grant.in_batch:
             self.model.end_batch(grant)
+        else:
+            self.model.begin_batch(grant, reads=reads and bool(grant.hits))
 
     @any_grant
-    @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM)
-    def commit(self, pick: int, wrong_by: int, forged: bool) -> None:
-        grant = self.grant(pick)
+    @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM, pull=st.booleans())
+    def bytes_are_there(self, pick: int, wrong_by: int, forged: bool, pull: bool) -> None:
+        """A ledger takes commit and ready whatever its mode: the two ways mix as they like."""
+        grant, tell = self.grant(pick), self.model.ready if pull else self.model.commit
         if forged:
-            assert self.model.commit(grant, writer="mallory") == "stale"
+            assert tell(grant, writer="mallory") == "stale"
         else:
-            self.model.commit(grant, wrong_by=wrong_by)
+            tell(grant, wrong_by=wrong_by)
 
     @any_grant
     @rule(pick=PICK, forged=SELDOM)
@@ -147,16 +144,6 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.end_batch(grant)
             self.model.commit(grant)
 
-    @any_grant
-    @rule(pick=PICK, wrong_by=st.sampled_from([0, 0, 0, -1, 1]), forged=SELDOM)
-    def ready(self, pick: int, wrong_by: int, forged: bool) -> None:
-        """A ledger takes it whatever its mode: the two ways mix as they like."""
-        grant = self.grant(pick)
-        if forged:
-            assert self.model.ready(grant, writer="mallory") == "stale"
-        else:
-            self.model.ready(grant, wrong_by=wrong_by)
-
     @precondition(lambda self: self.model.reads)
     @rule(pick=PICK, good=st.booleans(), over=MOSTLY)
     def end_read(self, pick: int, good: bool, over: bool) -> None:
@@ -179,16 +166,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.model.gave_up(self.grant(pick), retry=retry)
 
     @any_grant
-    @rule(writer=st.sampled_from(WRITERS), others_alive=MOSTLY)
-    def lose(self, writer: str, others_alive: bool) -> None:
-        self.model.lose(writer, others_alive=others_alive)
-
-    @any_grant
-    @rule(writer=st.sampled_from(WRITERS), others_alive=MOSTLY)
-    def die(self, writer: str, others_alive: bool) -> None:
+    @rule(writer=st.sampled_from(WRITERS), dies=st.booleans(), others_alive=MOSTLY)
+    def lose(self, writer: str, dies: bool, others_alive: bool) -> None:
         writing = [g.writer for g in self.model.grants if g.in_batch]
-        writer = writing[-1] if writing else writer
-        self.model.die(writer, others_alive=others_alive)
+        if dies:
+            self.model.die(writing[-1] if writing else writer, others_alive=others_alive)
+        else:
+            self.model.lose(writer, others_alive=others_alive)
 
     @any_grant
     @rule(pick=PICK, seconds=st.sampled_from([0.05, 0.2]))
