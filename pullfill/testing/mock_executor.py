@@ -11,12 +11,14 @@ Needs no weights. All methods run on the engine thread, where a step sleeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.executor.abstract import Executor
@@ -24,13 +26,80 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from pullfill.engine.kv import device_of
+from pullfill.errors import ConfigError
 from pullfill.runtime import log
-from pullfill.testing.mock_model import MockModel, settings_of
 
 logger = log.get("testing.mock_executor")
 
 _LAYOUT = "LBHNC"
 _KV_BYTES = 16 << 20  # 1 KiB per block of 16 tokens, by default
+
+
+# The token that is always sampled.
+TOKEN = 75
+KEY = "mock"
+_Number = Annotated[float, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class MockSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the mock model."""
+
+    # How fast prompts are computed. 0: in no time.
+    prefill_tokens_per_s: _Number = 0.0
+    # Seconds that each step takes besides, also if it only decodes.
+    step_s: _Number = 0.0
+    # The shape of the KV cache.
+    layers: _Count = 2
+    kv_heads: _Count = 1
+    head_size: _Count = 8
+    # Where the KV cache is. `auto`: where vLLM would put it here.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def settings_of(additional_config: Any) -> MockSettings:
+    """From vLLM's `--additional-config`, key `mock`. Raises ConfigError."""
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    try:
+        return MockSettings() if given is None else msgspec.convert(given, MockSettings)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"additional config {KEY!r}: {exc}") from None
+
+
+class MockModel:
+    """Counts tokens. Knows each scheduled request until vLLM says that it is finished."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        self._settings = settings
+        self._prompts: dict[str, int] = {}
+
+    def step(self, scheduled: Any) -> dict[str, list[int]]:
+        """The tokens sampled for each request of vLLM's SchedulerOutput: one where all tokens known
+        so far are computed, none where a prompt goes on in a later step."""
+        for request in scheduled.finished_req_ids:
+            self._prompts.pop(request, None)
+        counts, one = scheduled.num_scheduled_tokens, [TOKEN]
+        sampled: dict[str, list[int]] = {}
+        for new in scheduled.scheduled_new_reqs:
+            tokens = len(new.prefill_token_ids or new.prompt_token_ids)
+            self._prompts[new.req_id] = len(new.prompt_token_ids)
+            whole = new.num_computed_tokens + counts[new.req_id] >= tokens
+            sampled[new.req_id] = list(one) if whole else []
+        old = scheduled.scheduled_cached_reqs
+        for request, computed, outputs in zip(
+            old.req_ids, old.num_computed_tokens, old.num_output_tokens, strict=True
+        ):
+            whole = computed + counts[request] >= self._prompts[request] + outputs
+            sampled[request] = list(one) if whole else []
+        return sampled
+
+    def seconds(self, scheduled: Any) -> float:
+        """How long this step takes."""
+        settings, tokens = self._settings, scheduled.total_num_scheduled_tokens
+        if not tokens:
+            return 0.0
+        speed = settings.prefill_tokens_per_s
+        return settings.step_s + (tokens / speed if speed else 0.0)
 
 
 class MockExecutor(Executor):  # type: ignore[misc]

@@ -24,8 +24,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from pullfill.testing.mock_executor import MockExecutor
-from pullfill.testing.mock_model import MockModel, MockSettings
+from pullfill.testing.mock_executor import MockExecutor, MockModel, MockSettings
 
 WRONG = 3
 _ORDINARY = range(32, 332)
