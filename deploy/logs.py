@@ -6,7 +6,6 @@ cluster runs no more. A new `up` puts another file in the place of one.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -76,6 +75,4 @@ def chosen(state: StateDir, name: str | None) -> list[Path]:
     ]
     if found:
         return found
-    near = difflib.get_close_matches(str(name), files, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"no process is called {name!r}: there are {', '.join(files)}{hint}")
+    raise ConfigError(f"no process is called {name!r}: there are {', '.join(files)}")

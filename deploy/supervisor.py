@@ -408,12 +408,13 @@ class Supervisor:
             code = await wait_exit(self._children.running[name])
             if self._stopped():
                 return
-            if name not in SERVERS and (
-                code == 0 or self._state.leaves(self._children.entry(name))
-            ):
+            instance_id = self._children.entry(name).instance_id  # None: a server
+            if instance_id and (code == 0 or self._state.leaves(self._children.entry(name))):
                 how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
                 self._say(f"{name} finished ({how})", "yellow")
-                self._tidy(name)
+                remove_shared_memory([instance_id])
+                with suppress(OSError):  # for `pullfill status` and `doctor`
+                    self._state.leaving_of(instance_id).touch()
                 return
             log = self._state.log_of(name)
             self._say(f"{name} died ({exit_words(code)}), log: {log}", "bold red")
@@ -421,23 +422,15 @@ class Supervisor:
                 self._tell_loss(name)
                 return
             # A frontend refuses a request after two deaths. Giving up would punish the worker.
-            blameless = self._disk_full() or (code == STEP_FAILED and name not in SERVERS)
+            blameless = is_full(self._state.path) or (code == STEP_FAILED and name not in SERVERS)
             if not await self._revive(name, deaths, blameless=blameless):
                 return
-
-    def _tidy(self, name: str) -> None:
-        """Remove what a process has left that is not started again. Keep the mark that it left, for
-        `pullfill status` and `doctor`."""
-        if instance_id := self._children.entry(name).instance_id:
-            remove_shared_memory([instance_id])
-            with suppress(OSError):
-                self._state.leaving_of(instance_id).touch()
 
     async def _revive(self, name: str, deaths: Deaths, *, blameless: bool) -> bool:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
-            while name in SERVERS and self._disk_full() and not self._stopped():
+            while name in SERVERS and is_full(self._state.path) and not self._stopped():
                 await self._sleep(1.0)
             try:
                 return await self._locked(lambda: self._start_again(name))
@@ -472,9 +465,6 @@ class Supervisor:
             self._say(
                 f"  serving goes on, but without {name} no {lost} until the next `pullfill up`"
             )
-
-    def _disk_full(self) -> bool:
-        return is_full(self._state.path)
 
     async def _locked(self, work: Callable[[], None]) -> bool:
         """Do `work` under the lock of the state directory. False: not done, the cluster stops."""
