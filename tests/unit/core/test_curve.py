@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from pullfill.net import curve
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
+from tests.support.frontend_rig import until
 from tests.support.request_server_rig import own_loop
 from tests.support.workers import record
 
@@ -33,37 +35,37 @@ class _Codec:
         return []
 
 
-class _Decode:
-    """A request server whose engine loop is a task of the test's loop."""
+@asynccontextmanager
+async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
+    """The address of a request server whose engine loop is a task of the test's loop."""
+    handlers: dict[Any, Any] = {}
+    core = SimpleNamespace(vllm_config=None)
+    welcome = front_wire.DecodeWelcome(
+        decode_instance="decode-1", vllm_version=check.require_version(),
+        max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
+    )  # fmt: skip
+    server = RequestServer(
+        own_loop(core, lambda *_: None, handlers.__setitem__), RequestTraces("decode-1"),
+        welcome=lambda _: welcome, models=["m"], key=key,
+    )  # fmt: skip
+    server.bind("127.0.0.1")
+    poller = zmq.Poller()
+    for socket in handlers:
+        poller.register(socket, zmq.POLLIN)
 
-    def __init__(self, key: ClusterKey | None) -> None:
-        self.handlers: dict[Any, Any] = {}
-        loop = own_loop(
-            SimpleNamespace(vllm_config=None), lambda *_: None, self.handlers.__setitem__
-        )
-        welcome = front_wire.DecodeWelcome(
-            decode_instance="decode-1", vllm_version=check.require_version(),
-            max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
-        )  # fmt: skip
-        self.request_server = RequestServer(
-            loop, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"], key=key
-        )
-        self.request_server.bind("127.0.0.1")
-        self._task = asyncio.create_task(self._loop())
-
-    async def _loop(self) -> None:
-        poller = zmq.Poller()
-        for socket in self.handlers:
-            poller.register(socket, zmq.POLLIN)
+    async def loop() -> None:
         while True:
             for socket, _ in poller.poll(0):
-                self.handlers[socket]()
+                handlers[socket]()
             await asyncio.sleep(0.002)
 
-    async def stop(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self.request_server.close()
+    task = asyncio.create_task(loop())
+    try:
+        yield server.address
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        server.close()
 
 
 async def _meet(
@@ -73,23 +75,21 @@ async def _meet(
 ) -> tuple[ConnectionState, str, list[str]]:
     """How the link ended up, its trouble, and what its owner was told, when that is known and
     `heard` says that the decode worker noticed too."""
-    decode, context, owner = _Decode(decode_key), zmq.Context(), mock.Mock()
-    at = record("decode-1", data=decode.request_server.address)
+    context, owner = zmq.Context(), mock.Mock()
     hello = front_wire.FrontendHello(
         frontend_instance="f", vllm_version=check.require_version(), model="m"
     )
-    link = DecodeConnection(context, at, hello, owner, frontend_key)
-    try:
-        async with asyncio.timeout(15):
-            while (  # noqa: ASYNC110
-                link.state is ConnectionState.CONNECTING and not link.trouble
-            ) or not heard():
-                await asyncio.sleep(0.005)
-        return link.state, link.trouble, [told.args[1] for told in owner.on_refused.mock_calls]
-    finally:
-        link.close()
-        await decode.stop()
-        context.destroy(0)
+    async with decoding(decode_key) as address:
+        at = record("decode-1", data=address)
+        link = DecodeConnection(context, at, hello, owner, frontend_key)
+        try:
+            await until(lambda: link.state is not ConnectionState.CONNECTING or link.trouble)
+            await until(heard)
+            refused = [told.args[1] for told in owner.on_refused.mock_calls]
+            return link.state, link.trouble, refused
+        finally:
+            link.close()
+            context.destroy(0)
 
 
 @pytest.fixture(autouse=True)
@@ -138,37 +138,25 @@ async def test_a_port_scan_is_no_frontend_with_a_wrong_key(
     caplog.set_level(logging.INFO)
     counter = metrics.AUTH_REFUSED.labels("frontend")
     before = counter._value.get()
-    decode = _Decode(KEY)
-    address = split_address(decode.request_server.address)
-    try:
+    async with decoding(KEY) as address:
         for _ in range(3):
-            (await asyncio.open_connection(*address))[1].close()
-        async with asyncio.timeout(15):
-            while "perhaps" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        assert counter._value.get() == before
-        (record,) = [r for r in caplog.records if "perhaps" in r.getMessage()]
-        assert record.levelno == logging.INFO
-    finally:
-        await decode.stop()
+            (await asyncio.open_connection(*split_address(address)))[1].close()
+        await until(lambda: "perhaps" in caplog.text)
+    assert counter._value.get() == before
+    (line,) = [r for r in caplog.records if "perhaps" in r.getMessage()]
+    assert line.levelno == logging.INFO
 
 
 async def test_who_knows_the_servers_public_key_alone_is_turned_away() -> None:
     """The key that only a holder of the cluster key can compute is not enough to get in."""
-    decode, context = _Decode(KEY), zmq.Context()
+    context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.curve_serverkey = curve.pair(KEY, "decode")[0]
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    socket.connect(decode.request_server.address)
-    try:
-        async with asyncio.timeout(15):
-            while not monitor.poll(0):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-    finally:
-        socket.disable_monitor()
-        monitor.close(0)
-        socket.close(0)
-        await decode.stop()
-        context.destroy(0)
+    async with decoding(KEY) as address:
+        socket.connect(address)
+        await until(lambda: monitor.poll(0))
+    socket.disable_monitor()
+    context.destroy(0)
