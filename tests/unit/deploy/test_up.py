@@ -71,6 +71,14 @@ def test_it_names_a_state_directory_that_is_not_the_default_one(
         assert told == "  stop: pullfill down" + flag
 
 
+def test_it_says_why_a_frontend_of_stock_servers_cannot_serve_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up.members, "why_not_ready", lambda *_, **__: ["no server is ready"])
+    up._say_ready(UpOptions(decode=0, prefill=0, port=9), StateDir(tmp_path), False)
+    assert "  but not yet: no server is ready" in capsys.readouterr().out
+
+
 def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) -> None:
     """As of `pullfill up --detach | head -1`."""
     done = _up(tmp_path, "r, w = os.pipe(); os.close(r); os.dup2(w, 1)")
