@@ -93,6 +93,7 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
         async with asyncio.timeout(10):
             with pytest.raises(PeerUnavailable, match="does not answer"):
                 await links.find("decode-1")
+            assert not links.is_up("decode-1")
             directory.remove("decode-1")
             await until(lambda: not links.links)
             links._unknown_s = 0.01
@@ -101,8 +102,11 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
             assert not links.knows("decode-1")
             directory.reachable = False
             assert links.knows("decode-1")
+            directory.reachable = True
             directory.put(decode.record())
             assert (await links.find("decode-1")).connected
+            directory.put(replace(decode.record(), compat=None))
+            assert not links.knows("decode-1"), "it does not fit any more"
 
 
 # ------------------------------------------------------------------ a decode worker that leaves

@@ -109,8 +109,9 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
 
 
 async def test_deliveries_that_wait_are_bounded_by_their_number() -> None:
-    """A decode worker answers no claim. Its jobs use no budget, but no worker pulls all of them."""
-    worker = Worker(Budget(10, claim_s=0.0))
+    """A decode worker is not connected. Its jobs use no budget, but no worker pulls all of them."""
+    worker = Worker()
+    worker.known = False
     for number in range(MAX_WAITING + 10):
         worker.publish(f"j{number}")
     worker.puller.start()
