@@ -83,6 +83,10 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> No
         await until(lambda: not decode.server.peers and not links.links)
         directory.put(replace(record, incarnation="i1"))
         await until(lambda: links.connected == ["decode-1"])
+        before = links.links["decode-1"]
+        directory.put(replace(record, incarnation="i2"))
+        await until(lambda: links.connected == ["decode-1"])
+        assert links.links["decode-1"] is not before, "it would write into what is no more"
 
 
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
