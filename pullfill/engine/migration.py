@@ -39,16 +39,19 @@ _ADJUSTED = {
     "max_tokens", "min_tokens", *release.this.prompt_logprobs, "skip_reading_prefix_cache",
 }  # fmt: skip
 _CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids", "extra_args"}
-_WITHOUT_HISTORY = {
+# What vLLM's frontend does with the tokens, seeing one uninterrupted answer. And about the object.
+_OF_THE_FRONTEND = {
+    "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
+    "skip_clone",
+}  # fmt: skip
+_WITHOUT_HISTORY = _OF_THE_FRONTEND | {
     # The same for each token, or a function of prompt and output together.
     "repetition_penalty", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids",
     "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids", "logprobs",
     "logprob_token_ids", "flat_logprobs",
-    # What the frontend's own output processor does, which sees one uninterrupted answer.
-    "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
-    # About the object itself, or reported only.
-    "skip_clone", "_watermarking_skipped", "routed_experts_prompt_start",
+    # Reported only.
+    "_watermarking_skipped", "routed_experts_prompt_start",
 }  # fmt: skip
 # Every field of SamplingParams that this module was written for. If the installed vLLM has more, no
 # request migrates, because a new one may matter (`why_never`). A migration is not exact if the
@@ -142,13 +145,6 @@ def _begun(word: Sequence[int], tokens: Sequence[int]) -> bool:
     return any(list(tokens[-n:]) == list(word[:n]) for n in range(1, len(word)))
 
 
-_NOT_OF_THE_ENGINE = frozenset({
-    # What vLLM's frontend does with the tokens.
-    "stop", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "output_kind", "output_text_buffer_length", "stream_interval",
-    # About the object itself, and how many choices there are besides this one.
-    "skip_clone", "n",
-})  # fmt: skip
 # Bytes. Short, because people type the fingerprint.
 _SIZE = 8
 
@@ -193,7 +189,7 @@ def _tokens(tokens: Any) -> bytes:
 
 def _sampling(request: Any) -> dict[str, Any]:
     values = msgspec.structs.asdict(request.sampling_params)
-    for name in _NOT_OF_THE_ENGINE:
+    for name in (*_OF_THE_FRONTEND, "n"):  # n: how many choices there are besides this one
         values.pop(name, None)
     choice = choice_of(request.request_id, request.external_req_id)
     if choice and values.get("seed") is not None:
