@@ -49,13 +49,13 @@ def identify(instance_id: str) -> None:
     _process["instance_id"] = instance_id
 
 
-def setup(role: str, level: str | None = None, *, as_json: bool = False) -> None:
+def setup(role: str, *, as_json: bool = False) -> None:
     """Configure the `pullfill` logger of this process. Idempotent. In the text format vLLM's
     logging stays as it is.
 
     Raises ConfigError for an unknown level."""
     logger = logging.getLogger("pullfill")
-    wanted = level or os.environ.get(LEVEL_ENV) or "INFO"
+    wanted = os.environ.get(LEVEL_ENV) or "INFO"
     try:
         logger.setLevel(wanted.upper())
     except ValueError:

@@ -21,8 +21,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(sys, "stderr", stream)
-    log.setup("decode", "INFO")
-    log.setup("decode", "INFO")
+    log.setup("decode")
+    log.setup("decode")
     yield stream
     logger.setLevel(level)
 

@@ -9,7 +9,7 @@ import sys
 PROGRAM = """
 import asyncio, logging, warnings
 from pullfill.runtime import log
-log.setup("prefill", "INFO", as_json=True)
+log.setup("prefill", as_json=True)
 log.identify("prefill-1")
 logger = log.get("room.part")
 async def work(job):
