@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.errors import TransferFailed
 from pullfill.prefill_worker.scheduler import Meter, PrefillScheduler
 from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
 
@@ -59,9 +58,7 @@ class Engine:
                 self.running.remove(name)
                 self.side.finished(name)
         self.steps.append(scheduled)
-        for name in report.failed:
-            self.requests[name].num_computed_tokens = 0
-        self.reading -= report.loaded | report.failed
+        self.reading -= report.loaded
 
     def _begins(self, name: str) -> bool:
         """Whether a prompt that waits is computed from now on. Else its prefix may be read."""
@@ -87,11 +84,11 @@ class Engine:
             scheduled[name] = min(scheduled[name], self.most)
         return scheduled[name]
 
-    def end_read(self, failure: BaseException | None = None) -> None:
+    def end_read(self) -> None:
         """End the oldest read, before any write."""
         queue = self.transfer_worker.queue
         queue.insert(0, queue.pop(next(at for at, copy in enumerate(queue) if copy.read)))
-        self.transfer_worker.finish(failure)
+        self.transfer_worker.finish()
 
 
 def test_a_step_computes_one_prompt() -> None:
@@ -184,14 +181,3 @@ def test_a_preempted_prompt_gives_its_turn_back() -> None:
     engine.side.scheduled(step({}, ["a"]))
     engine.step()
     assert engine.steps == [{"a": 7}, {"b": STEP}]
-
-
-def test_a_prefix_that_could_not_be_read_is_computed_in_its_turn() -> None:
-    engine = Engine(1)
-    engine.add("a", 2 * STEP)
-    engine.add("b", STEP, hit=BLOCK)
-    engine.step()
-    engine.end_read(TransferFailed("no"))
-    for _ in range(3):
-        engine.step()
-    assert engine.steps == [{"a": 7}, {"a": 7}, {"a": 2}, {"b": STEP}]
