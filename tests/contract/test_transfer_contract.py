@@ -61,17 +61,8 @@ def held(session: PeerSession, verb: Direction, token: FenceToken) -> tuple[Faul
 @pytest.fixture(params=sorted(RIGS.keys() - {"loopback"}))
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     made = RIGS[request.param](tmp_path)
-    regions: list[Region] = []
-    build = made.region
-
-    def remember(*args: Any, **options: Any) -> Region:
-        regions.append(build(*args, **options))
-        return regions[-1]
-
-    made.region = remember  # type: ignore[method-assign]
     yield made
-    for region in regions:
-        region.owner.close()
+    made.close()
     assert os.listdir(tmp_path) == []
 
 

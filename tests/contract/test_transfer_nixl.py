@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
 from pullfill.transfer.nixl.nixl_backend import NixlKind, NixlRuns, _checked
-from tests.support.transfer_rigs import DENSE, Local, Region, Rig, stream_rig
+from tests.support.transfer_rigs import DENSE, Region, Rig, stream_rig
 from tests.support.transfer_writer import FOREIGN, OURS, Writer
 from tests.support.waiting import eventually
 
@@ -32,22 +32,14 @@ needs_nixl = pytest.mark.skipif(
     util.find_spec("nixl") is None, reason="nixl is not installed (make install-nixl)"
 )
 
-Make = Callable[..., tuple[Rig, Region, Local]]
-
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def rig(tmp_path: Path) -> Iterator[Rig]:
     before = set(threading.enumerate())
-    regions: list[Region] = []
-
-    def build(*, stall_s: float = 20.0) -> tuple[Rig, Region, Local]:
-        rig = stream_rig(tmp_path, NixlKind(), stall_s=stall_s)
-        regions.append(rig.region(DENSE))
-        return rig, regions[-1], rig.local(DENSE)
-
-    yield build
-    for region in regions:
-        region.owner.close()
+    (tmp_path / "shm").mkdir()
+    made = stream_rig(tmp_path / "shm", NixlKind())
+    yield made
+    made.close()
     eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
 
 
@@ -59,8 +51,8 @@ def agents(region: Region, session: object) -> list[Agent]:
 
 
 @needs_nixl
-def test_a_refused_batch_keeps_the_connection(make: Make) -> None:
-    rig, region, mine = make()
+def test_a_refused_batch_keeps_the_connection(rig: Rig) -> None:
+    region, mine = rig.region(DENSE), rig.local(DENSE)
     session, fences = rig.connect(mine, region), region.owner.fences
     token, dead = fences.open(range(40)), fences.open([])
     assert fences.try_revoke(dead)
@@ -116,15 +108,6 @@ print("fine")
 # ---------------------------------------------------------------------- writers that stop or die
 
 
-@pytest.fixture
-def big(tmp_path: Path) -> Iterator[Region]:
-    (tmp_path / "shm").mkdir()
-    region = stream_rig(tmp_path / "shm", NixlKind()).region(dense_layout(4, 64, 1, 128 << 10))
-    region.data[:] = 0
-    yield region
-    region.owner.close()
-
-
 def foreign(region: Region) -> int:
     return int((region.data == FOREIGN).sum())
 
@@ -133,8 +116,10 @@ def foreign(region: Region) -> int:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.essential
 def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof(
-    big: Region, tmp_path: Path, number: signal.Signals
+    rig: Rig, tmp_path: Path, number: signal.Signals
 ) -> None:
+    big = rig.region(dense_layout(4, 64, 1, 128 << 10))
+    big.data[:] = 0
     fences = big.owner.fences
     chance = random.Random(5)
     for _ in range(2):
@@ -185,9 +170,8 @@ def test_run_lists_that_do_not_fit_the_batch_are_refused(iovec: bytes | np.ndarr
 
 
 @needs_nixl
-def test_bad_metadata_is_a_failure_like_any_other(make: Make) -> None:
-    _, region, _ = make()
-    agent = Agent(region.memory)
+def test_bad_metadata_is_a_failure_like_any_other(rig: Rig) -> None:
+    agent = Agent(rig.region(DENSE).memory)
     with pytest.raises(TransferFailed):
         agent.connect(b"not NIXL's")
     agent.close()

@@ -90,22 +90,15 @@ class SmallBatches(TcpKind):
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Rigs whose owners are closed; at the end no thread of theirs is left."""
     before = set(threading.enumerate())
-    regions: list[Region] = []
+    rigs: list[Rig] = []
 
     def build(**options: Any) -> Rig:
-        rig = stream_rig(tmp_path, SmallBatches(), **options)
-        real = rig.region
-
-        def remember(*args: Any, **kwargs: Any) -> Region:
-            regions.append(real(*args, **kwargs))
-            return regions[-1]
-
-        rig.region = remember  # type: ignore[method-assign]
-        return rig
+        rigs.append(stream_rig(tmp_path, SmallBatches(), **options))
+        return rigs[-1]
 
     yield build
-    for region in regions:
-        region.owner.close()
+    for rig in rigs:
+        rig.close()
     eventually(lambda: not [t for t in set(threading.enumerate()) - before if t.is_alive()])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,7 @@ class Rig:
     transport: PeerTransport
     make_owner: Callable[..., tuple[Owner, Bytes]]
     """Of a layout, an instance id, and options of `Owner`."""
+    regions: list[Region] = field(default_factory=list)
 
     def region(
         self,
@@ -163,7 +164,12 @@ class Rig:
         data[:] = random_bytes(data.nbytes, seed)
         memory = memory_over(data, layout)
         (descriptor, *_) = owner.describe(COMPAT)
-        return Region(owner, data, memory, descriptor)
+        self.regions.append(Region(owner, data, memory, descriptor))
+        return self.regions[-1]
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.owner.close()
 
     def local(self, layout: KvLayout, seed: int = 2) -> Local:
         data = random_bytes(extent(layout), seed)
