@@ -95,13 +95,13 @@ async def raw(decode: Decode) -> Raw:
 
 
 @pytest.fixture
-def gpu_rig(tmp_path: Path) -> Rig:
+def gpu_rig(tmp_path: Path) -> Iterator[Rig]:
     """cuda_ipc over GPUs of plain memory."""
-    return ipc_rig(tmp_path)
+    made = ipc_rig(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def gpu_region(gpu_rig: Rig) -> Iterator[Region]:
-    made = gpu_rig.region(DENSE)
-    yield made
-    made.owner.close()
+def gpu_region(gpu_rig: Rig) -> Region:
+    return gpu_rig.region(DENSE)

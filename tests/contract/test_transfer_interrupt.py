@@ -55,18 +55,16 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 
 
 @pytest.fixture(params=["tcp", "nccl"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Rig:
-    if request.param == "tcp":
-        return stream_rig(tmp_path, TcpKind(), stall_s=FOREVER_S)
-    return stream_rig(tmp_path, PairKind(World()), stall_s=FOREVER_S)
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    kind = TcpKind() if request.param == "tcp" else PairKind(World())
+    made = stream_rig(tmp_path, kind, stall_s=FOREVER_S)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def pair(rig: Rig, stuck: Stuck) -> Iterator[tuple[Region, Local]]:
-    region = rig.region(LONG)
-    yield region, rig.local(LONG)
-    stuck.go_on.set()
-    region.owner.close()
+def pair(rig: Rig, stuck: Stuck) -> tuple[Region, Local]:
+    return rig.region(LONG), rig.local(LONG)
 
 
 def failure_of(move: Callable[[], object], reached: threading.Event, end: Callable[[], None]):  # type: ignore[no-untyped-def]
@@ -115,7 +113,6 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
         session.interrupt()
         assert isinstance(moving.exception(20), TransferFailed)
         session.close()
-    region.owner.close()
 
 
 def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
@@ -164,4 +161,4 @@ def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:
     with pytest.raises(HandoffError, match="leaving"):
         reader._read(region.owner.fences.open([1]), [1], [1], lambda: True)
     reader.close()
-    region.owner.close()
+    rig.close()
