@@ -103,12 +103,11 @@ def test_row_5_zombie_writer(leaves: str, hit: int, paired: Cluster, oracle: Ora
         # Refill the pool: prompts of which each must keep its own KV through many steps.
         cluster.set_router(policy="always_local")
         with check.load(threads=4, lengths=(1000, 1500), max_tokens=24, seed=8200) as load:
-            until(lambda: len(load.done) > 3, 60, "the pool is used")
+            load.more(4)
             assert cluster.counter("pullfill_quarantined_blocks") > 0, "time is no proof"
             zombie.signal(signal.SIGCONT)
             until(lambda: cluster.counter("pullfill_quarantined_blocks") == 0, 10, "proved quiet")
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 6, 60, "load goes on")
+            load.more(7)
         check.ask(prompt)
 
 

@@ -25,10 +25,9 @@ def test_row_14_nats_killed_and_restarted(paired: Cluster, oracle: Oracle) -> No
     failed: dict[str, Bound] = {"publish_failed": (0, 2), "timeout": (0, 2), "prefill_lost": (0, 2)}
     with checked(paired, oracle, fallbacks=failed, stale={"claim": (0, 4)}) as check:
         with check.load(threads=2, seed=9400) as load:
-            until(lambda: len(load.done) > 3, 30, "load runs")
+            load.more(4)
             paired.nats.kill()
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 6, 60, "served without NATS")
+            load.more(7)
             paired.nats.start()
 
 
@@ -38,10 +37,9 @@ def test_row_15_nats_hangs(paired: Cluster, oracle: Oracle) -> None:
     failed: dict[str, Bound] = {"publish_failed": (0, 2), "timeout": (0, 2), "prefill_lost": (0, 2)}
     with checked(paired, oracle, fallbacks=failed, stale={"claim": (0, 4)}) as check:
         with check.load(threads=2, seed=9600) as load:
-            until(lambda: len(load.done) > 3, 30, "load runs")
+            load.more(4)
             paired.nats.pause()
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 6, 60, "served while NATS hangs")
+            load.more(7)
             paired.nats.resume()
 
 
@@ -51,7 +49,7 @@ def test_row_17_etcd_killed_and_back_empty(paired: Cluster, oracle: Oracle) -> N
     with checked(paired, oracle, fallbacks=LOST, stale=VOID) as check:
         before = paired.incarnations()
         with check.load(threads=2, seed=9200) as load:
-            until(lambda: len(load.done) > 3, 30, "load runs")
+            load.more(4)
             writer.hold(WRITE)
             paired.etcd.restart(empty=True)
             until(lambda: len(paired.incarnations()) == 2, 30, "registered again")

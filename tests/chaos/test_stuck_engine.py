@@ -40,11 +40,6 @@ def state_of(cluster: Cluster, worker: Worker) -> str | None:
     return states.get(worker.instance_id)
 
 
-def goes_on(load: Load, more: int = 4) -> None:
-    done = len(load.done)
-    until(lambda: len(load.done) >= done + more, 60, "load goes on")
-
-
 def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
     """Once until it recovers, once for good."""
     url = cluster.records(victim.role)[victim.instance_id].http
@@ -56,7 +51,7 @@ def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
     until(lambda: state_of(cluster, victim) == "draining", 2, "nobody sends it work")
     until(lambda: unready(url) is None, 20, "it is ready again")
     until(lambda: state_of(cluster, victim) == "ready", 5, "it gets work again")
-    goes_on(load)
+    load.more(4)
     victim.arm(LONGER)
     until(lambda: unready(url), 20, "/ready fails")
     stuck_at = time.monotonic()
@@ -65,7 +60,7 @@ def stall_twice(cluster: Cluster, victim: Worker, load: Load) -> None:
     assert time.monotonic() - stuck_at < patience(STALL_S + 6)
     assert "the engine is stuck in a step" in victim.tail(60)
     assert state_of(cluster, victim) in (None, "lost"), "its lease is revoked"
-    goes_on(load)
+    load.more(4)
 
 
 @pytest.mark.long

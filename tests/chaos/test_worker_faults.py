@@ -68,8 +68,7 @@ def test_row_8_decode_dies_with_jobs_outstanding(paired: Cluster, oracle: Oracle
         with check.load(threads=6, lengths=(1500, 1900), seed=12_000) as load:
             until(lambda: paired.load_of(victim)["open_jobs"], 30, "it has work")
             victim.kill()
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 4, 60, "load goes on")
+            load.more(5)
 
 
 @pytest.mark.long
@@ -116,8 +115,7 @@ def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: 
             victim.arm("engine.step=error:the engine broke@30")
             assert victim.process.wait(60) == STEP_FAILED
             assert victim.instance_id not in paired.records(role)
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 4, 60, "load goes on")
+            load.more(5)
         assert "the engine broke" in victim.log.read_text()
 
 
@@ -133,8 +131,7 @@ def test_row_16_etcd_down_shorter_than_the_ttl(paired: Cluster, oracle: Oracle) 
             paused = time.monotonic()
             until(lambda: time.monotonic() > paused + paired.lease_ttl_s * 0.4, 30, "a pause")
             paired.etcd.resume()
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 6, 60, "served after it")
+            load.more(7)
         assert paired.incarnations() == before
 
 
@@ -147,11 +144,10 @@ def test_row_19_no_prefill_worker_then_one_again(paired: Cluster, oracle: Oracle
     lost, late = {"prefill_lost": (0, 2)}, {"claim": (0, 2)}
     with checked(paired, oracle, fallbacks=lost, stale=late) as check:
         with check.load(threads=2, seed=13_100) as load:
-            until(lambda: len(load.done) > 3, 30, "load runs")
+            load.more(4)
             paired.of("prefill")[0].kill()
             until(lambda: web.ready(paired.frontend_url)["degraded"], 10, "told")
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 6, 60, "all local")
+            done = load.more(7)
         assert {check.told(a)["path"] for _, a in load.done[done + 2 :]} == {"local"}
         paired.add("prefill")
 
@@ -221,8 +217,7 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
         for old in [*paired.of("prefill"), *paired.of("decode")]:
             paired.add(old.role)
             assert old.stop() == 0
-            done = len(load.done)
-            until(lambda: len(load.done) > done + 3, 60, "load goes on")  # noqa: B023
+            load.more(4)
     assert len(load.decode_instances()) == 2
 
 
@@ -277,5 +272,5 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
     with checked(small, oracle, fallbacks={"prefill_failed": (0, MANY)}) as check:
         options = {"threads": 8, "lengths": (500, 900, 1300), "max_tokens": 150, "seed": 15_000}
         with check.load(**options) as load:
-            until(lambda: len(load.done) > 10, 120, "requests are answered")
+            load.more(11, 120)
         assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"

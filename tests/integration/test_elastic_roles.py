@@ -98,8 +98,7 @@ def test_a_worker_that_dies_in_the_middle_harms_nobody(
         worker.arm("elastic.left=kill")
         assert order(elastic, worker, "prefill").returncode == 0
         worker.process.wait(60)
-        done = len(load.done)
-        until(lambda: len(load.done) > done + 6, 60, "load goes on")
+        load.more(7)
     load.check(oracle)
     until(lambda: len(elastic.incarnations()) == 2, 20, "its lease is gone")
     elastic.assert_clean()
@@ -186,8 +185,7 @@ def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Or
     with Load(elastic, seed=3500) as load:
         until(lambda: decoded_by(load, worker), 60, "it decodes")
         assert worker.stop() == 0
-        done = len(load.done)
-        until(lambda: len(load.done) > done + 3, 60, "load goes on")
+        load.more(4)
     load.check(oracle)
     until(lambda: len(elastic.incarnations()) == 2, 20, "the others are registered")
     elastic.assert_clean()

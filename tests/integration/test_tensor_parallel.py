@@ -158,14 +158,13 @@ def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(
         cluster.wait_ready(spare)
         with Load(cluster, threads=4, lengths=(40, 900, 1400), max_tokens=40, seed=34) as load:
             for worker in workers.split:
-                until(lambda: len(load.done) >= 4, 60, "load")
+                load.more(4)
                 worker.arm("engine.step=sleep:0.01")
                 until(lambda worker=worker: busy(cluster, worker), 30, "it has work")
                 os.kill(ranks_of(worker)[1], signal.SIGKILL)
                 assert worker.process.wait(30) != 0, worker.tail()
                 assert kv_files(worker) == []
-                done = len(load.done)
-                until(lambda done=done: len(load.done) > done + 4, 60, "load goes on")
+                load.more(5)
         load.check(oracle)
         workers.decode.kill()
         until(lambda: not any(Path(f"/proc/{p}").exists() for p in processes), 20, "no rank left")

@@ -71,7 +71,7 @@ def test_a_cut_wire_fails_no_request(
     forth, back = (here, there), (there, here)
     ways = {"both": [forth, back], "there": [forth], "back": [back]}
     with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
-        until(lambda: len(load.done) >= 3, 30, "load before the cut")
+        load.more(3)
         cut = {hosts: cluster.hosts.wire(*hosts) for hosts in ways[way]}
         for wire in cut.values():
             wire.cut = True
@@ -101,7 +101,7 @@ def test_poor_wires_fail_no_request(
     for wire in wires:
         setattr(wire, fault, value)
     with Load(cluster, threads=3, lengths=(40, 700, 1400), seed=next(_seeds)) as load:
-        until(lambda: len(load.done) >= 20, 120, "twenty answers")
+        load.more(20, 120)
     assert sum(wire.stopped + wire.delayed for wire in wires) > 0, "the wires did nothing"
     assert "remote" in load.paths()
     assert cluster.counter("pullfill_kv_write_bytes_total", transport="tcp") > 0

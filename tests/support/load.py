@@ -10,6 +10,7 @@ from typing import Any, Self
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, assert_right, random_prompt
+from tests.support.waiting import until
 
 
 class Load:
@@ -71,6 +72,12 @@ class Load:
             else:
                 self.done.append((prompt, answer))
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+
+    def more(self, count: int, within_s: float = 60.0) -> int:
+        """Wait for `count` more answers. Returns how many there were before."""
+        before = len(self.done)
+        until(lambda: len(self.done) >= before + count, within_s, f"{count} more answers")
+        return before
 
     def check(self, oracle: Oracle, *, at_least: int = 5) -> None:
         """No failure, and every token the oracle's."""
