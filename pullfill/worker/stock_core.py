@@ -263,8 +263,12 @@ class StockCore:
         life = StockLife()
         self._made.set_result(life)
         async with AsyncExitStack() as parts:
-            await self._worker.build(life, parts)
-            await self._worker.register(parts)
+            try:
+                await self._worker.build(life, parts)
+                await self._worker.register(parts)
+            except BaseException:
+                life.dead.set()  # `begin` raises this, so the engine never takes a step
+                raise
             self._serves.set_result(None)
             await until(self._worker.revoked, life.dead)
             await self._worker.stop_taking()

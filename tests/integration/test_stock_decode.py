@@ -221,19 +221,20 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "flags", "told"),
     [
-        ({"kv_role": "kv_both"}, "kv_role is 'kv_both'"),
-        ({"kv_connector_extra_config": {"nat": "x"}}, "has no setting 'nat'"),
-        ({"engine_id": "a b"}, "leave it out"),
+        ({"kv_role": "kv_both"}, [], "kv_role is 'kv_both'"),
+        ({"kv_connector_extra_config": {"nat": "x"}}, [], "has no setting 'nat'"),
+        ({"engine_id": "a b"}, [], "leave it out"),
+        ({}, ["--dtype=bfloat16"], "its dtype is 'bfloat16', but that of"),
     ],
 )
 def test_what_cannot_work_is_told_and_the_server_does_not_start(
-    cluster: Cluster, tmp_path: Path, config: dict[str, Any], told: str
+    cluster: Cluster, tmp_path: Path, config: dict[str, Any], flags: list[str], told: str
 ) -> None:
     server = StockVllm(
         "decode", cluster.model_path, tmp_path / "decode.log",
-        transfer=flag(cluster) | config, flags=FLAGS,
+        transfer=flag(cluster) | config, flags=[*FLAGS, *flags],
     )  # fmt: skip
     server.launch()
     try:
