@@ -1,0 +1,216 @@
+"""`router.policy = cost` against every static threshold, in simulated time: `make sim`.
+
+Each workload is run with the production router (sim_engine.py). A request is good if its first
+token and each of its later ones come within their targets. Goodput is the share of good requests,
+because every system is asked the same at the same times.
+
+    chat        short prompts, many streams
+    documents   long prompts, short answers
+    bursts      chat, and four long prompts at once every few seconds
+    changing    chat, then documents, and a prefill worker that slows to a third
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.report import Row, finish, percentile, row, versus
+from benchmarks.sim_engine import (
+    DecodeEngine,
+    Pool,
+    PrefillWorker,
+    Request,
+    Setup,
+    Speed,
+    World,
+)
+from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
+from pullfill.rate import FORGET_S
+from pullfill.wire import RouterPolicy
+
+NAME = "sim-local-or-remote"
+THRESHOLDS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
+CHUNKS = (0, 64, 128, 256)
+"""`--long-prefill-token-threshold` of the plain servers. 0: vLLM's default."""
+SECONDS = 120.0
+ITL_S = 0.05
+SPEED = Speed()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """asks: makes the requests from a seed. slow: how many times longer a prefill worker takes from
+    the middle on."""
+
+    name: str
+    asks: Callable[[random.Random], list[Request]]
+    slow: float = 1.0
+
+
+def chat(rng: random.Random, since: float, until: float, rate: float) -> list[Request]:
+    found, at = [], since
+    while (at := at + rng.expovariate(rate)) < until:
+        tokens = int(min(1200, max(16, rng.lognormvariate(4.6, 0.8))))
+        found.append(_ask(at, tokens, rng.randint(32, 160), 0.5))
+    return found
+
+
+def documents(rng: random.Random, since: float, until: float, rate: float) -> list[Request]:
+    found, at = [], since
+    while (at := at + rng.expovariate(rate)) < until:
+        found.append(_ask(at, rng.randint(800, 3500), rng.randint(8, 48), 3.0))
+    return found
+
+
+def bursts(rng: random.Random, since: float, until: float, every_s: float) -> list[Request]:
+    found, at = [], since + 1.0
+    while at < until:
+        found += [_ask(at, rng.randint(1200, 2400), rng.randint(8, 32), 3.0) for _ in range(4)]
+        at += every_s
+    return found
+
+
+def _ask(at: float, tokens: int, output: int, ttft_s: float) -> Request:
+    return Request("", at, tokens, output, ttft_s, ITL_S)
+
+
+def _changing(rng: random.Random) -> list[Request]:
+    half = SECONDS / 2
+    return (
+        chat(rng, 0, half, 4.0) + chat(rng, half, SECONDS, 0.5) + documents(rng, half, SECONDS, 0.8)
+    )
+
+
+WORKLOADS = (
+    Workload("chat", lambda rng: chat(rng, 0, SECONDS, 4.5)),
+    Workload("documents", lambda rng: documents(rng, 0, SECONDS, 1.0)),
+    Workload("bursts", lambda rng: chat(rng, 0, SECONDS, 2.0) + bursts(rng, 0, SECONDS, 6.0)),
+    Workload("changing", _changing, slow=3.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one run.
+
+    good: share of good requests. ttft_p90: seconds.
+    errors: time and |prediction / outcome - 1| of each prediction."""
+
+    good: float
+    ttft_p90: float
+    errors: Sequence[tuple[float, float]]
+
+
+def run(workload: Workload, setup: Setup, seed: int, *, prefill: int = 1) -> Result:
+    """One decode worker and `prefill` prefill workers. 0: two plain servers in turn."""
+    world = World(seed)
+    asks = sorted(workload.asks(random.Random(seed)), key=lambda ask: ask.at)
+    middle = SECONDS / 2
+
+    def slowed(now: float) -> Speed:
+        by = workload.slow if now >= middle else 1.0
+        return Speed(token_s=SPEED.token_s * by, pair_s=SPEED.pair_s * by)
+
+    workers = [PrefillWorker(world, f"prefill-{n}", slowed) for n in range(prefill)]
+    # Of the plain servers, one runs on the machine that becomes slow.
+    speeds = [lambda _now: SPEED] if prefill else [lambda _now: SPEED, slowed]
+    engines = [DecodeEngine(world, setup, Pool(world, workers), speed) for speed in speeds]
+    for number, ask in enumerate(asks):
+        ask.name = f"r{number}"
+        engine = engines[number % len(engines)]
+        world.at(ask.at, lambda engine=engine, ask=ask: engine.add(ask))  # type: ignore[misc]
+    world.run()
+    errors = [error for engine in engines for error in engine.errors]
+    good = sum(ask.good for ask in asks) / len(asks)
+    p90 = percentile([ask.first - ask.at for ask in asks], 0.9)
+    return Result(good, p90, errors)
+
+
+def measure(seeds: int) -> list[Row]:
+    """Return the rows of all workloads."""
+    rows: list[Row] = []
+    errors: list[float] = []
+    learned: list[float] = []
+    for workload in WORKLOADS:
+
+        def mean(setup: Setup, prefill: int = 1, workload: Workload = workload) -> float:
+            found = [run(workload, setup, s, prefill=prefill) for s in range(seeds)]
+            return statistics.mean(r.good for r in found)
+
+        costs = [run(workload, Setup(RouterPolicy.COST), s) for s in range(seeds)]
+        cost = statistics.mean(r.good for r in costs)
+        errors += [error for r in costs for _, error in r.errors]
+        if workload.slow > 1:
+            late = SECONDS / 2 + FORGET_S
+            learned += [error for r in costs for at, error in r.errors if at > late]
+        swept = {t: mean(Setup(RouterPolicy.CONDITIONAL, t)) for t in THRESHOLDS}
+        plain = {c: mean(Setup(None, chunk=c), 0) for c in CHUNKS}
+        best = max(swept, key=lambda t: swept[t])
+        changes = workload.name == "changing"
+        rows.append(
+            versus(
+                f"{workload.name}: goodput",
+                100 * cost,
+                "%",
+                f"best threshold, {best} tokens",
+                100 * swept[best],
+                at_least=1.10 if changes else 0.98,
+            )
+        )
+        chunk = max(plain, key=lambda c: plain[c])
+        rows += [
+            versus(
+                f"{workload.name}: goodput", 100 * cost, "%", "two vLLM servers in turn",
+                100 * plain[0], at_least=1.10 if changes else 0.98,
+            ),
+            versus(
+                f"{workload.name}: goodput", 100 * cost, "%",
+                f"two vLLM servers in turn, best chunk, {chunk or 1024} tokens", 100 * plain[chunk],
+            ),
+        ]  # fmt: skip
+    rows.append(row("error of predictions, median", 100 * percentile(errors, 0.5), "%", 20))
+    rows.append(row("error of predictions, p90", 100 * percentile(errors, 0.9), "%", 60))
+    what = f"the same from {FORGET_S:g} s after the prefill worker slowed down on, median"
+    rows.append(row(what, 100 * percentile(learned, 0.5), "%", 20))
+    rows.append(row("one decision, p50", decision_us(), "us", 100))
+    return rows
+
+
+def decision_us() -> float:
+    """Median time of one decision at a busy worker: 32 streams, and 16 prompts under way."""
+    world = World(0)
+    model = CostModel(1024, clock=world)
+    queue, targets, took = Queue(1, 8, 8000), Targets(1.0, ITL_S), list[float]()
+    for number in range(2000):
+        name, tokens = f"r{number}", 500 + number
+        begin = time.perf_counter()
+        costs = model.predict(queue, targets, 0, tokens)
+        cheapest = costs.cheapest()
+        took.append(time.perf_counter() - begin)
+        if number >= 48:
+            continue
+        model.admitted(name, costs, number < 8 or (number < 16 and cheapest is Choice.REMOTE))
+        if number >= 16:
+            model.stepped(model.scheduled({name: tokens}, tokens), 0.1)
+    return statistics.median(took[48:]) * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each workload")
+    parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.md")
+    options = parser.parse_args()
+    title = "The policy cost against static thresholds, simulated"
+    # Simulated figures do not depend on what else the machine does.
+    return finish(NAME, measure(options.seeds), quiet=True, save=options.save, title=title)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
