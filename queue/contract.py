@@ -3,7 +3,8 @@
 Life of a job: `publish` → pending → `pull` → in flight, kept alive by `in_progress` → settled by
 `ack` (done), `term` (poison, leaves a dead letter) or `nak` (back to pending). If its worker is
 silent for `ack_wait_s`, the job is pending again. After `max_deliver` deliveries it becomes a dead
-letter. The most urgent job comes first, and of one urgency the one that was published first.
+letter. Jobs of one urgency are delivered in the order in which they were published. `Turns` says
+which urgency is next.
 
 Both ends are in `jetstream.py`.
 """
@@ -108,3 +109,38 @@ class Delivery(Protocol):
 
     async def in_progress(self) -> None:
         """Reset the `ack_wait_s` timer. Never raises. Does nothing while the server is away."""
+
+
+class Turns:
+    """Which urgency one prefill worker takes a job of next. It does no I/O and reads no clock.
+
+    Deficit round robin, charged in uncached tokens. Each urgency has a credit, and the most urgent
+    one that has any left is served first. When only urgencies without credit have jobs, each one
+    gets `weight * quantum` again, until one of them has credit. So urgent jobs come first as long
+    as they ask for no more than their share, and no urgency is left without its share. An urgency
+    without jobs saves one round at most.
+
+    Each prefill worker counts for itself. The shares of all workers are those of each.
+
+    quantum: tokens per round and unit of weight."""
+
+    def __init__(self, quantum: int = 2048) -> None:
+        weights = {Urgency.TIGHT: 4, Urgency.NORMAL: 2, Urgency.LOOSE: 1}
+        self._share = {urgency: weight * quantum for urgency, weight in weights.items()}
+        self._credit = dict(self._share)
+
+    def order(self) -> list[Urgency]:
+        """Return all urgencies. Take the next job from the first one that has a job."""
+        return sorted(Urgency, key=lambda one: (self._rounds(one), one))
+
+    def took(self, urgency: Urgency, tokens: int) -> None:
+        """Charge a job that this worker has taken, in the order of `order`."""
+        if rounds := self._rounds(urgency):  # no urgency that has a job had credit
+            for each, share in self._share.items():
+                self._credit[each] = min(share, self._credit[each] + rounds * share)
+        self._credit[urgency] -= tokens
+
+    def _rounds(self, urgency: Urgency) -> int:
+        """Rounds until it has credit. After a long job these are many."""
+        credit = self._credit[urgency]
+        return 0 if credit > 0 else 1 + -credit // self._share[urgency]

@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Urgency
+from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
 from pullfill.queue.dead_letters import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, ask_depth
 from pullfill.queue.nats_connection import (
@@ -355,7 +355,7 @@ _FOUND_NOTHING = frozenset({"404", "408"})
 class JetStreamConsumer(QueueEnd):
     """The prefill worker's end.
 
-    A pull first asks for a job that is there now, the most urgent one first. If there is none, it
+    A pull first asks for a job that is there now, one urgency after another. If there is none, it
     asks the consumers of all urgencies at once. Requests that still wait when a job has come are
     for the next pull, or are taken back if none follows at once.
 
@@ -366,6 +366,7 @@ class JetStreamConsumer(QueueEnd):
     def __init__(self, streams: Streams) -> None:
         super().__init__(streams)
         self.letters = DeadLetters(self.connection, self._names)
+        self._turns = Turns()
         self._subscription: Subscription | None = None
         self._inbox = ""
         self._arrived: deque[JetStreamDelivery] = deque()
@@ -429,6 +430,7 @@ class JetStreamConsumer(QueueEnd):
                 if self._live:
                     await asyncio.shield(self._withdraw())
         if job is not None:
+            self._turns.took(job.urgency, job.tokens)
             # An owner that pulls again at once does so before this runs.
             asyncio.get_running_loop().call_soon(self._rest)
         return job
@@ -450,6 +452,7 @@ class JetStreamConsumer(QueueEnd):
         until = asyncio.get_running_loop().time() + wait_s
         if not await self.connection.wait_up(wait_s):
             raise QueueUnavailable(f"NATS at {self.connection.shown_url} is not connected")
+        order = self._turns.order()
         if wait_s <= 0:
             self._give_back()
             if self._live:
@@ -457,14 +460,14 @@ class JetStreamConsumer(QueueEnd):
         elif self._arrived:  # together with the last one
             return self._arrived.popleft()
         if not self._live:  # else nothing is there now: a request that waits would have brought it
-            for urgency in Urgency:
+            for urgency in order:
                 await self._request(urgency, 0.0)
                 while urgency in self._live and not self._arrived:
                     await self._changed(math.inf)
                 if self._arrived:
                     return self._arrived.popleft()
         while wait_s > 0 and not self._draining:
-            for urgency in Urgency:
+            for urgency in order:
                 await self._request(urgency, REQUEST_S)
             if not await self._changed(until):
                 break

@@ -291,6 +291,15 @@ async def test_urgent_jobs_come_first(bench: Bench) -> None:
     assert await handed_out(bench, 5) == ["t", "t2", "n", "n2", "l"]
 
 
+@pytest.mark.essential
+async def test_a_stream_of_urgent_jobs_leaves_the_others_their_share(bench: Bench) -> None:
+    tight = [f"t{i}" for i in range(12)]
+    await publish(
+        bench, *((name, 1024, TIGHT) for name in tight), ("n", 4096, NORMAL), ("l", 2048, LOOSE)
+    )
+    assert await handed_out(bench, 14) == [*tight[:8], "n", "l", *tight[8:]]
+
+
 async def test_a_worker_that_waits_at_all_takes_one_job_and_leaves_the_others(bench: Bench) -> None:
     """Its requests at the other consumers are withdrawn: who has no room gets no job."""
     waits = asyncio.create_task(bench.consumer.pull(SOON_S))
