@@ -89,7 +89,7 @@ class Links:
         loads: the reports of the prefill workers that pull, by instance id. Decisions count no
         other links: a slow one may be of a worker that is gone.
         depth_tokens: tokens of all jobs in the queue, including those in work.
-        own_tokens: tokens of our own jobs that are not computed yet. The queue may not know them.
+        own_tokens: tokens of our own jobs that nobody has claimed. The queue may not know them.
         own_unwritten: blocks of claimed jobs of ours that are not written yet.
         """
         rates = [load.tokens_per_s for load in loads.values() if load.tokens_per_s > 0]

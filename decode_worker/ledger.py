@@ -93,6 +93,7 @@ class Sums:
     """Of all open jobs."""
 
     jobs: Counter[JobState] = field(default_factory=Counter)  # number of jobs in each state
+    queued_tokens: int = 0  # tokens to compute for the jobs that nobody has claimed
     uncomputed: int = 0  # tokens that prefill workers have still to compute
     unwritten: int = 0  # blocks that prefill workers have still to write for jobs that they hold
     targets: int = 0  # blocks that jobs bind: prefill workers write to them, or they are held
@@ -750,6 +751,7 @@ class Ledger:
         Before a change of a job, subtract it. After the change, add it again."""
         sums = self._sums
         sums.jobs[entry.state] += sign
+        sums.queued_tokens += sign * entry.tokens if entry.state is JobState.QUEUED else 0
         sums.uncomputed += sign * entry.uncomputed
         sums.unwritten += sign * entry.unwritten
         sums.targets += sign * entry.targets

@@ -76,7 +76,9 @@ class Outlook:
             more * kv_bytes / self.num_blocks,
             loads={peer.instance_id: peer.load for peer in pulling},
             depth_tokens=depth.depth_tokens,
-            own_tokens=ours.uncomputed,
+            # Not those of claimed jobs: the queue knows these, and `uncomputed` is judged by what
+            # is written. In pull mode nothing is.
+            own_tokens=ours.queued_tokens,
             own_unwritten=ours.unwritten,
         )
         own_jobs = ours.jobs[JobState.QUEUED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.wire import Load
+from tests.support import said
 from tests.support.fakes import FakeRequest
 from tests.support.handoff_rig import DecodeHalf, Make, PrefillHalf, prompt, settled, until
 from tests.support.kv_engine import BLOCK
@@ -92,6 +93,28 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         assert all(request.loaded and decode.right(request) for request in served)
         await until(lambda: large.budget.completed == len(served))  # a moment after the commit
         assert small.budget.failed == 0
+        await cluster.check_clean()
+
+
+async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: Make) -> None:
+    """In pull mode nothing is ever written, and in the others it comes later."""
+    async with make() as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=7)
+        decode.look()
+        prefill.puller.pause("check", "paused")
+        served = decode.send(prompt(TOKENS + 1, seed=1))
+        await until(lambda: decode.producer.depth().depth_jobs == 1)
+        (entry,) = decode.ledger._jobs.values()
+        await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
+        assert not remote(decode, 2), "12 s"
+        (writer,) = decode.control.peers
+        grant = said.grant(decode.ledger, entry.job_id, "i0", writer).grant
+        assert grant is not None
+        await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
+        assert remote(decode, 3), "6 s"
+        said.gave_up(decode.ledger, entry.job_id, grant.attempt, "i0", writer, retry=False)
+        await settled(served)
+        prefill.puller.pause("check", "")
         await cluster.check_clean()
 
 

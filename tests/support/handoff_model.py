@@ -405,6 +405,7 @@ def _check_sums(ledger: Ledger, jobs: Iterable[str]) -> None:
     open_jobs = [entry for job_id in jobs if (entry := ledger.find(job_id)) is not None]
     assert ledger.sums() == Sums(
         Counter(entry.state for entry in open_jobs),
+        queued_tokens=sum(e.tokens for e in open_jobs if e.state is JobState.QUEUED),
         uncomputed=sum(entry.uncomputed for entry in open_jobs),
         unwritten=sum(entry.unwritten for entry in open_jobs),
         targets=sum(entry.targets for entry in open_jobs),

@@ -5,6 +5,7 @@ What holds in any order of events is checked by `test_ledger_model.py`."""
 from __future__ import annotations
 
 import errno
+import timeit
 from collections import Counter
 from typing import Any
 
@@ -369,10 +370,21 @@ def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
     said.grant(ledger, "j0", "i", "w")
     said.progress(ledger, "j0", 1, "i", "w", 1)
     jobs = {JobState.GRANTED: 1, JobState.QUEUED: 1}
-    assert ledger.sums() == Sums(Counter(jobs), uncomputed=4 + 8, unwritten=1, targets=4)
+    assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=4 + 8, unwritten=1, targets=4)
     said.gave_up(ledger, "j0", 1, "i", "w")
     assert said.grant(ledger, "j0", "i", "other").grant is not None
-    assert ledger.sums() == Sums(Counter(jobs), uncomputed=8 + 8, unwritten=2, targets=4)
+    assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=8 + 8, unwritten=2, targets=4)
+
+
+def test_the_sums_take_no_longer_of_many_jobs() -> None:
+    """Each decision asks for them, on the engine thread: streams wait meanwhile."""
+
+    def seconds(jobs: int) -> float:
+        ledger = Ledger(LoopbackFences(1), incarnation="i")
+        fill(ledger, jobs)
+        return min(timeit.repeat(ledger.sums, number=1, repeat=50))
+
+    assert seconds(2000) < 10 * seconds(2)
 
 
 def test_an_overdue_tick_is_made_by_another_thread_and_tried_again(
@@ -419,6 +431,15 @@ def test_the_timer_is_woken_where_it_would_sleep_too_long(
     clock.advance(10.0)
     ledger.tick()
     assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
+
+
+def test_the_timer_looks_at_no_job_before_the_first_is_due(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs at each claim, and thousands of jobs may be open."""
+    fill(ledger, 1)
+    monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
+    assert ledger.tick() == pytest.approx(30.0)
 
 
 # ------------------------------------------------------------------ no proof can be asked for
