@@ -306,7 +306,7 @@ class CostModel:
         ahead = queue.ahead(away.span if away.all else own)
         one.work = ahead[0] + own[0], ahead[1] + own[1]
         one.probe = not away.all and not remote.fresh(now)
-        if remote.count:
+        if remote.count and queue.workers:
             base = self.rates.base(sum(streams.values()))
             raw_s = remote.of(*one.work) + base
             options[Choice.REMOTE] = self._option(Choice.REMOTE, one, raw_s, base, streams, now)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import timeit
 from collections.abc import Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -141,6 +143,14 @@ def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
         assert (costs.options[Choice.REMOTE].cost > 0.9) is late
 
 
+def test_nothing_is_remote_while_no_prefill_worker_pulls(rig: Rig) -> None:
+    costs = rig.model.predict(Queue(workers=0), Targets(2.0, 0.05), 0, 2000)
+    assert Choice.REMOTE not in costs.options
+    predicted = rig.model.admitted("r", costs, False)
+    assert predicted is not None
+    assert predicted.remote is None
+
+
 # ------------------------------------------------------------------ chunks
 
 
@@ -252,3 +262,17 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     told = [made.model.predict(Queue(), Targets(1, 1), 0, 500).work for made in (rig, fresh)]
     assert told == [span(0, 499)] * 2
     assert rig.model.chunk() == (0, 0)
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_prediction_takes_no_longer_beside_many_prompts(remote: bool) -> None:
+    """It is made on the engine thread, for each prompt: streams wait meanwhile."""
+
+    def seconds(prompts: int) -> float:
+        model, targets = CostModel(), Targets(1, 1)
+        for n in range(prompts):
+            model.admitted(f"r{n}", model.predict(Queue(), targets, 0, 500), remote)
+        ask = partial(model.predict, Queue(), targets, 0, 500)
+        return min(timeit.repeat(ask, number=1, repeat=50))
+
+    assert seconds(2000) < 10 * seconds(2)
