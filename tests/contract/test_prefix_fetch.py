@@ -15,7 +15,7 @@ import pytest
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, holders, read_leases
 from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
-from pullfill.errors import TransferFailed
+from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Adapter, ExplainRecord, FenceToken, Lease, LeaseAsk, u32
 from tests.support.control_rig import until
@@ -287,6 +287,18 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.ask(seed=3))[1].fetch == "busy"
     pair.holder.leases.reopen()
     assert (await pair.ask(seed=3, cached=False))[1].fetch == "fetched"
+
+
+async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
+    at, known = pair.holder.holds(PREFIX), pair.asker.holders
+    first, second = await asyncio.gather(known.use(at), known.use(at))
+    assert first is second
+    known.failed("holder")
+    assert first.over
+    with pytest.raises(PeerUnavailable, match="just now"):
+        await known.use(at)
+    known.worked("holder")
+    assert await known.use(at) is not first
 
 
 async def test_an_address_where_nobody_answers(pair: Pair) -> None:
