@@ -187,7 +187,7 @@ class SuspectRecord(Message, frozen=True, kw_only=True):
     fingerprint: Id
     deaths: Count
     prompt_tokens: Count
-    until: float = 0.0
+    until: Finite = 0.0
 
 
 # --------------------------------------------------------------------------- explain
