@@ -7,6 +7,7 @@ sleeps for a minute, which fails a test. Stock vLLM turns while a request waits,
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -52,6 +53,8 @@ from tests.support.workers import compat
 pytestmark = pytest.mark.engine
 
 MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
+# Files in shared memory have it, and other test runs may be under way.
+NAME = f"ports-{os.getpid()}"
 PROMPT, BROUGHT = 5 * BLOCK, 4 * BLOCK
 Sides = Callable[[Callable[[], None], RegionFiles], tuple[Any, SchedulerHalf]]
 
@@ -127,7 +130,7 @@ class Made:
 @asynccontextmanager
 async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
     """Our own loop (worker/own_loop.py)."""
-    name = "ports-1"
+    name = NAME
     files = RegionFiles(name)
     kept: list[Memory] = []
 
@@ -271,7 +274,7 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
     place = {"etcd": etcd.url, "nats": "nats://unused", "namespace": ns}
     args.kv_transfer_config = KVTransferConfig(
         kv_connector="ProbedConnector", kv_connector_module_path="tests.support.probed_connector",
-        kv_role="kv_consumer", engine_id="ports-1", kv_connector_extra_config=place,
+        kv_role="kv_consumer", engine_id=NAME, kv_connector_extra_config=place,
     )  # fmt: skip
     config = args.create_engine_config()
     loop = StockLoop(lambda: EngineCore(config, Executor.get_class(config), log_stats=False))
@@ -295,7 +298,7 @@ def adapter(request: pytest.FixtureRequest) -> Any:
 async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]:
     """An engine with a `Probe` as its side. Each step must be told as done in the end."""
     probe = Probe()
-    async with adapter(model, lambda _, files: (WorkerContext("ports-1", files), probe)) as made:
+    async with adapter(model, lambda _, files: (WorkerContext(NAME, files), probe)) as made:
         yield made, probe
     assert len(probe.running) == len(probe.steps)
     assert not any(probe.running)
@@ -405,7 +408,7 @@ async def decode_role(
     adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
 ) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[None]]]]:
     """A decode role, its engine, and what builds its side around an engine."""
-    options = WorkerOptions(model=str(model), instance_id="ports-1")
+    options = WorkerOptions(model=str(model), instance_id=NAME)
     role = DecodeRole(ClusterRef(ns, etcd.url, nats.url), options)
 
     def sides(wake: Callable[[], None], files: RegionFiles) -> tuple[Any, SchedulerHalf]:
@@ -434,7 +437,7 @@ async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
         assert len(output.new_token_ids) == 1
         record, descriptors = service.describe(
             WorkerRecord(
-                instance_id="ports-1", incarnation="i1", role="decode", state=WorkerState.READY,
+                instance_id=NAME, incarnation="i1", role="decode", state=WorkerState.READY,
                 model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
             )
         )  # fmt: skip
