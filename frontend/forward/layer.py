@@ -1,6 +1,6 @@
 """The stock vLLM servers of a frontend, and the layer that picks who gets each request.
 
-    check → forwarding(options, …) at start → Forwarding.layer(app) in front of vLLM's app
+    check → forwarding(options, …) at start → Layer(app, …) in front of vLLM's app
 
 `router.stock_share` says which share of the requests the stock servers get: 0 none, 1 all. A side
 that can take no request leaves all to the other one. So a fleet is moved over in steps, and back.

@@ -35,7 +35,7 @@ ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
 FORM = (
     "give ROLE=URL[@KV], e.g. prefill=10.0.0.1:8100@10.0.0.1:8998. KV addresses with commas need "
-    "--servers-file"
+    "--servers-file, which is no YAML or JSON, but has one such line for each server"
 )
 MAX_KV = 256
 # After a colon comes a port. Anything else may be a password: "http://user:secret@host".
