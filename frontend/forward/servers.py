@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import random
 import re
 from array import array
@@ -147,6 +149,9 @@ class Server:
 
 # Tokens of a hashed block.
 BLOCK = 64
+# Of a prompt, so many bytes are looked at. To hash an image of 10 MB takes 80 ms and more, while
+# all streams wait, and its blocks would push those of other prompts out.
+LOOKED_AT = 1 << 20
 # /metrics counts requests, not their tokens. Each one that waits counts as so many tokens, and each
 # one that runs as so many blocks of KV.
 _WAITS_TOKENS = 512
@@ -171,7 +176,8 @@ def prompt_of(body: dict[str, Any]) -> Prompt:
         if isinstance(what, str):
             tokens = what.encode("utf-8", "surrogatepass")
         else:
-            tokens = msgspec.json.encode(what)
+            tokens = to_json(what)
+    tokens = tokens[:LOOKED_AT]
     count = max(1, len(tokens) // 4)
     salt, model = (
         value if isinstance(value, str) else None
@@ -179,6 +185,15 @@ def prompt_of(body: dict[str, Any]) -> Prompt:
     )
     root = chain.root(salt, model, BLOCK)
     return Prompt(count, BLOCK, chain.extend(root, tokens[: count * 4], BLOCK))
+
+
+def to_json(value: Any) -> bytes:
+    """Return a value that came in a request as JSON."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        # Half a surrogate pair. JSON may have it as an escape, and vLLM has words for it.
+        return json.dumps(value, default=lambda raw: float(bytes(raw))).encode()
 
 
 @dataclass(slots=True)
@@ -231,8 +246,13 @@ class Servers:
     def set(self, source: str, entries: Iterable[StockEntry]) -> None:
         """A source knows exactly these servers now."""
         self._sources[source] = tuple(entries)
-        wanted = dict.fromkeys(entry for found in self._sources.values() for entry in found)
-        for entry in self.known.keys() - wanted.keys():
+        # A server has one place here. Of two sources, the one that knows its KV address counts.
+        places: dict[tuple[str, str], StockEntry] = {}
+        for entry in itertools.chain.from_iterable(self._sources.values()):
+            if entry.kv or entry[:2] not in places:
+                places[entry[:2]] = entry
+        wanted = places.values()
+        for entry in self.known.keys() - set(wanted):
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"

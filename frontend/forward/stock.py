@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 import uuid
 from collections import Counter
@@ -34,7 +35,7 @@ from pullfill.frontend.forward.exchange import (
     refuse,
 )
 from pullfill.frontend.forward.protocols import Stages
-from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of
+from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of, to_json
 from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import ForwarderName
 from pullfill.wire import ForwardStage
@@ -101,7 +102,7 @@ def prefill_body(body: dict[str, Any], kv: dict[str, Any]) -> bytes:
     changed |= {"stream": False, "max_tokens": 1, "ignore_eos": True, "kv_transfer_params": kv}
     if "max_completion_tokens" in body:
         changed["max_completion_tokens"] = 1
-    return msgspec.json.encode(changed)
+    return to_json(changed)
 
 
 def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
@@ -111,7 +112,7 @@ def decode_body(body: dict[str, Any], kv: dict[str, Any] | None) -> bytes:
     changed = {key: value for key, value in body.items() if key != "kv_transfer_params"}
     if kv is not None:
         changed["kv_transfer_params"] = kv
-    return msgspec.json.encode(changed)
+    return to_json(changed)
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ class ClientCall:
         good = 0 < len(asked) <= MAX_ID and asked.isascii() and asked.isprintable()
         try:
             # As vLLM does: it also reads NaN and UTF-16.
-            found = json.loads(body, parse_constant=lambda name: msgspec.Raw(name.encode()))
+            found = json.loads(body, parse_constant=_as_it_came, parse_float=_number)
         except (ValueError, RecursionError):
             found = None
         read = found if isinstance(found, dict) else None
@@ -460,6 +461,16 @@ class Stock:
 
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+
+
+def _as_it_came(text: str) -> msgspec.Raw:
+    return msgspec.Raw(text.encode())
+
+
+def _number(text: str) -> float | msgspec.Raw:
+    # msgspec writes `null` for infinity, which 1e999 is.
+    number = float(text)
+    return number if math.isfinite(number) else _as_it_came(text)
 
 
 async def _disconnected(receive: Receive) -> None:

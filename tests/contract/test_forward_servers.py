@@ -92,6 +92,16 @@ async def test_a_server_that_does_not_fit_is_refused_until_it_does(
         await rig.states(ready=1)
 
 
+async def test_a_server_that_two_sources_name_has_the_kv_address_that_one_of_them_knows() -> None:
+    async with forwarding("staged", "p2p") as rig:
+        bare = [entry._replace(kv="") for entry in rig.servers.known]
+        rig.servers.set("other", bare)
+        assert (await rig.ask()).status == 200
+        assert rig.servers.troubles() == []
+        rig.servers.set("test", [])
+        assert [*rig.servers.known] == bare
+
+
 async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -> None:
     async with forwarding(decode=2) as rig:
         first, second = rig.decode

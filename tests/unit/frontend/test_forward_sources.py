@@ -16,7 +16,7 @@ from pullfill import redact
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.layer import check
-from pullfill.frontend.forward.servers import BLOCK, prompt_of
+from pullfill.frontend.forward.servers import BLOCK, LOOKED_AT, prompt_of
 from pullfill.frontend.forward.sources import (
     Heartbeats,
     StockEntry,
@@ -122,6 +122,7 @@ def test_a_file(tmp_path: Path) -> None:
     [
         (b"", "f is empty: give a line #"),
         (b"decode=a:1\nb:1", "f: cannot read the server 'b:1': give ROLE=URL"),
+        (b"- {role: decode, url: b:1}", "f: cannot read the server .* is no YAML or JSON"),
         (b"\xff", "f is no text"),
         (b"#" * (sources.FILE_BYTES + 1), "more than 131072 bytes"),
     ],
@@ -326,6 +327,7 @@ def test_token_ids_are_counted_and_an_odd_prompt_has_no_blocks_but_a_length() ->
         {},
         {"prompt": 3},
         {"prompt": "\ud800"},
+        {"messages": ["\ud800"]},
         {"prompt": msgspec.Raw(b"Infinity")},
         {"prompt": [-1]},
         {"prompt": []},
@@ -333,3 +335,8 @@ def test_token_ids_are_counted_and_an_odd_prompt_has_no_blocks_but_a_length() ->
     ):
         found = prompt_of(body)
         assert (found.tokens >= 1, len(found.hashes)) == (True, 0)
+
+
+def test_of_a_large_prompt_the_beginning_is_looked_at() -> None:
+    found = prompt_of({"messages": ["x" * 2 * LOOKED_AT]})
+    assert (found.tokens, len(found.hashes)) == (LOOKED_AT // 4, LOOKED_AT // 4 // BLOCK)
