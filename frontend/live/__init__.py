@@ -1,1 +1,1 @@
-"""The live page: its routes and snapshots, its history, its rows."""
+"""The live page: its routes and snapshots, its rows."""

@@ -52,6 +52,10 @@ from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
 QUIET_S = 5.0
 # With more workers the snapshots are made less often, so that the cost stays the same.
 WORKERS_A_SECOND = 16
+# All viewers get a snapshot at once, which keeps streams waiting for 0.25 ms each.
+MAX_VIEWERS = 32
+# So many records of the past are read before other callbacks of the event loop run.
+_SLICE = 256
 FILES = Path(__file__).parent.parent / "ui"
 HEADERS = {
     "content-security-policy": (
@@ -123,9 +127,10 @@ class LiveView:
         seen = self._body
         try:
             while not self._closed:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self.quiet_s):
-                        await self._next.wait()
+                if seen is self._body:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self.quiet_s):
+                            await self._next.wait()
                 if seen is not self._body:
                     seen = self._body
                     yield seen
@@ -166,7 +171,7 @@ class LiveView:
     async def _look(self) -> None:
         """Make one snapshot and give it to all viewers."""
         reports = await self.view.reports(jobs=True)
-        self._take_ended()
+        await self._take_ended()
         now, flights, rates = time.time(), list(self.flights()), self._rates()
         cluster = self.view.cluster(reports, rates)
         flows, hidden = flows_of(flights, reports, time.monotonic())
@@ -203,15 +208,21 @@ class LiveView:
         new = {name: max(0, count - before.get(name, 0)) for name, count in made.items()}
         return {name: count / seconds for name, count in new.items()}
 
-    def _take_ended(self) -> None:
+    async def _take_ended(self) -> None:
         """Take the requests that have ended since the last look."""
         targets, oldest, rows = self.targets_ms(), time.time() - 60.0, list[Ended]()
-        for record in self.requests.since(self._serial):  # the newest first
-            self._serial = max(self._serial, record.serial)
+        found = list(self.requests.since(self._serial))  # the newest first
+        # Before the first pause: a request that goes on elsewhere gets a new serial.
+        serial = found[0].serial if found else self._serial
+        for number, record in enumerate(found, 1):
             row = ended_of(record, targets)
             if len(rows) >= RECENT and row.at is not None and row.at < oldest:
                 break
             rows.append(row)
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)  # streams go on
+        # After the last pause: if the last viewer goes meanwhile, the next one gets all of them.
+        self._serial = serial
         rows.reverse()
         self._ended = [*self._ended, *rows][-RECENT:]
         self._minute = [
@@ -270,6 +281,9 @@ def routes(live: LiveView, request: Callable[[Request], Awaitable[Response]]) ->
     async def events(asked: Request) -> Response:
         if asked.method == "HEAD":
             return Response(media_type="text/event-stream")
+        if live.viewers >= MAX_VIEWERS:
+            error = f"{MAX_VIEWERS} viewers look already: close another page"
+            return JSONResponse({"error": error}, status_code=503, headers={"retry-after": "5"})
         return EventStream(live.watch())
 
     return [

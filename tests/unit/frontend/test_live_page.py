@@ -24,6 +24,7 @@ class Live:
     def __init__(self) -> None:
         self.bodies: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.over = asyncio.Event()
+        self.viewers = 0
 
     async def watch(self) -> AsyncIterator[bytes]:
         try:
@@ -95,6 +96,10 @@ async def test_events_end_with_their_source() -> None:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert "content-length" not in answer.headers
         assert answer.text == 'retry: 1000\n\ndata: {"a":1}\n\ndata: {"b":2}\n\n'
+        live.viewers = live_page.MAX_VIEWERS
+        refused = await http.get("/pullfill/ui/events")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert "close another page" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("taken", [2, 99], ids=["while it sends", "while it waits"])

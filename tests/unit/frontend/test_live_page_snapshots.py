@@ -60,7 +60,7 @@ def live_of(
     )  # fmt: skip
 
 
-def finish(requests: RequestLog, name: str, ago_s: float = 1.0) -> None:
+def finish(requests: RequestLog, name: str, ago_s: float = 1.0) -> RequestRecord:
     record = RequestRecord(name, first_token_ms=5.0, arrived_at=time.time() - ago_s)
     record.answer_ms, record.answer_tokens = 900.0, 3
     requests.begin(record)
@@ -69,6 +69,7 @@ def finish(requests: RequestLog, name: str, ago_s: float = 1.0) -> None:
         remote_tokens=0, decode_instance="d",
     )  # fmt: skip
     requests.tell(record, told)
+    return record
 
 
 async def next_of(stream: AsyncIterator[bytes]) -> LiveSnapshot:
@@ -141,6 +142,12 @@ async def test_viewers_share_the_work_and_a_slow_one_gets_the_newest(view: View)
     assert (await next_of(slow)).at >= found[-1].at
     await slow.aclose()
     await quick.aclose()
+    late = live_of(view, period_s=60.0, quiet_s=60.0)
+    stream: Any = late.watch()
+    first = await next_of(stream)
+    await late._look()
+    assert (await next_of(stream)).at > first.at, "at once, not with the next one"
+    await stream.aclose()
 
 
 async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fail(
@@ -162,3 +169,26 @@ async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fai
     live.close()
     assert [body async for body in stream] == [body async for body in live.watch()] == []
     assert live.viewers == 0
+
+
+async def test_streams_go_on_while_the_past_is_read_and_nothing_of_it_is_lost(view: View) -> None:
+    """A request that is told again has a new serial. Those before it are still to be read."""
+    requests = RequestLog()
+    moved = finish(requests, "moved")
+    for number in range(600):
+        finish(requests, f"r{number}")
+    live = live_of(view, requests)
+    reading = asyncio.create_task(live._take_ended())
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait((reading,))
+    reading = asyncio.create_task(live._take_ended())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    finish(requests, "new")
+    assert moved.told is not None
+    requests.tell(moved, moved.told)
+    await reading
+    assert len(live._minute) == 601
+    await live._take_ended()
+    assert {row.id for row in live._ended} >= {"new", "r599"}
