@@ -209,7 +209,8 @@ def _use_bearer(scope: Scope, page: bool) -> None:
     headers, bearer, api = [], list[bytes](), list[bytes]()
     for name, value in scope["headers"]:
         if name == b"authorization":
-            bearer.append(_of_password(value) if page else value)
+            if (shown := _of_password(value) if page else value) is not None:
+                bearer.append(shown)
         elif name == b"x-api-key":
             api.append(b"Bearer " + value)
         else:
@@ -217,14 +218,15 @@ def _use_bearer(scope: Scope, page: bool) -> None:
     scope["headers"] = headers + [(b"authorization", value) for value in bearer or api]
 
 
-def _of_password(value: bytes) -> bytes:
+def _of_password(value: bytes) -> bytes | None:
+    """Return the Bearer key for HTTP Basic, and other schemes as they are. None: unreadable."""
     scheme, _, coded = value.partition(b" ")
     if scheme.lower() != b"basic":
         return value
     try:
         return b"Bearer " + base64.b64decode(coded, validate=True).partition(b":")[2]
     except binascii.Error:
-        return b""
+        return None
 
 
 def _from_here(scope: Scope, page: bool) -> bool:

@@ -267,6 +267,8 @@ def test_a_browser_shows_a_key_as_a_password_for_the_page_only() -> None:
         assert call(path, admin=(ADMIN,), headers=basic(ADMIN)) == 403
         assert call(path, "GET", admin=(ADMIN,), headers=basic(ADMIN)) == 403
     broken = [(b"authorization", b"Basic %%%")]
+    beside = [*broken, (b"x-api-key", ADMIN.encode())]
+    assert call(PAGE_PATHS[0], "GET", admin=(ADMIN,), headers=beside) == 200
     assert call(PAGE_PATHS[0], "GET", admin=(ADMIN,), headers=broken) == 401
 
 
