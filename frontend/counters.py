@@ -37,7 +37,7 @@ DECODE_WORKERS = Gauge(
 )
 DECODE_CHOICE = Counter(
     "pullfill_decode_choice",
-    "Requests sent to a decode worker, by policy and by why that worker was chosen",
+    "Choices of a decode worker for a request, by policy and by why that worker was chosen",
     ["policy", "reason"],
 )
 BAD_MESSAGES = Counter(
