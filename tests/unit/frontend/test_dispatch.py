@@ -356,11 +356,12 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed(fault: Fault) 
 
 async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
     desk = Desk(request("a"))
-    view = desk.dispatcher.balancer._placer.views["A"]
-    before = view.own_tokens, view.own_blocks
+    share = desk.dispatcher.flights["a"].share
+    assert share is not None
+    before = share.view.own_tokens, share.view.own_blocks
     odd = request("b")
     odd.sampling_params.seed = 10**30
     desk.dispatcher.submit(odd)
     assert desk.refused == {"b"}
     assert desk.dispatcher.in_flight == 1
-    assert (view.own_tokens, view.own_blocks) == before, "it is no load"
+    assert (share.view.own_tokens, share.view.own_blocks) == before, "it is no load"
