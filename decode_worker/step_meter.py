@@ -45,7 +45,8 @@ class StepMeter:
 
     def before_step(self) -> None:
         """Called before each step or sleep: size the chunks of the next step."""
-        self._began = self._clock.monotonic()
+        if not self._steps:
+            self._began = self._clock.monotonic()
         on = self._context.router_config().policy is RouterPolicy.COST
         if on:
             self._chunks.limit(*self.model.chunk())
@@ -55,6 +56,9 @@ class StepMeter:
 
     def scheduled(self, output: Any) -> None:
         """Note what a step will compute. output: vLLM's SchedulerOutput."""
+        if not self._steps and self._began <= self._ended:
+            # Nobody has called `before_step` since the last one: stock vLLM does so within a step.
+            self._began = self._clock.monotonic()
         self._steps.append(
             self.model.scheduled(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
         )

@@ -71,6 +71,19 @@ def test_idle_time_is_no_part_of_a_step() -> None:
     assert rig.meter.model.rates.base(1) == pytest.approx(0.01)
 
 
+def test_a_step_is_timed_alike_where_before_step_comes_within_it() -> None:
+    """Stock vLLM does that."""
+    rig = Rig()
+    plan = SimpleNamespace(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1)
+    for _ in range(10):
+        rig.clock.advance(5.0)
+        rig.meter.scheduled(plan)
+        rig.clock.advance(0.01)
+        rig.meter.before_step()
+        rig.meter.after_step(0)
+    assert rig.meter.model.rates.base(1) == pytest.approx(0.01)
+
+
 def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> None:
     """Streams wait for it too: outputs are sent then."""
     rig = Rig()
