@@ -524,19 +524,10 @@ class EtcdClient:
         answer = await self.call("/kv/range", {"key": as_key(key)}, _Range)
         return answer.kvs[0] if answer.kvs else None
 
-    async def get_prefix(
-        self, prefix: str | bytes, *, revision: int = 0
-    ) -> tuple[list[KeyValue], int]:
-        """Return all keys with `prefix`, in their order, and the revision of the store.
-
-        revision: read the past, if it is not 0. Raises RevisionLost if it is compacted or not of
-        this store."""
+    async def get_prefix(self, prefix: str | bytes) -> tuple[list[KeyValue], int]:
+        """Return all keys with `prefix`, in their order, and the revision of the store."""
         start = as_key(prefix)
-        request = {
-            "key": start or b"\0",
-            "range_end": prefix_end(start),
-            "revision": revision,
-        }
+        request = {"key": start or b"\0", "range_end": prefix_end(start)}
         answer = await self.call("/kv/range", request, _Range)
         return answer.kvs or [], answer.header.revision
 

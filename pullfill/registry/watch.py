@@ -138,6 +138,7 @@ async def watch_prefix(
                 continue
             except RevisionLost as exc:
                 _log.info("watch of %s: %s; reading it again", shown, exc)
+                await asyncio.sleep(backoff.next())
             except (RegistryUnavailable, ConfigError) as exc:
                 if isinstance(exc, ConfigError):
                     if known is None:
