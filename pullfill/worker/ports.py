@@ -2,9 +2,9 @@
 
     vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
 
-An adapter gives the ports: own_loop.py over our own loop. What an adapter lacks is None in
-`sides.Engine`, and what needs it switches off by name. tests/contract/test_ports.py judges all
-adapters alike.
+An adapter gives the ports: own_loop.py over our own loop, stock_core.py in stock `vllm serve`. What
+an adapter lacks is None in `sides.Engine`, and what needs it switches off by name.
+tests/contract/test_ports.py judges all adapters alike.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Steps(ABC):
     @abstractmethod
     def before_step(self) -> StepReport:
         """Called between two steps, and before the loop sleeps. Returns what vLLM must be told now.
+        Stock vLLM calls it at the end of each step, before `step_done`.
 
         Nothing of it may be `failed`: vLLM takes that only with a step."""
 

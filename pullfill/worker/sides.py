@@ -1,4 +1,4 @@
-"""What the rooms of the two sides bring to a worker process (process.py)."""
+"""What the rooms of the two sides bring to a worker process (worker.py)."""
 
 from __future__ import annotations
 

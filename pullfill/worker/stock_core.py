@@ -13,14 +13,16 @@ vLLM's own server.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -28,10 +30,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+)
 from vllm.v1.request import RequestStatus
 
 from pullfill.config import ClusterRef
-from pullfill.engine import args, check, compat, speculation
+from pullfill.engine import args, check, compat, kv, speculation
 from pullfill.engine.host import Pulse
 from pullfill.engine.view import View
 from pullfill.errors import ConfigError
@@ -41,12 +47,14 @@ from pullfill.runtime import log
 from pullfill.runtime.lifecycle import until
 from pullfill.transfer.shm.files import RegionFiles, shm_dir
 from pullfill.worker import context as contexts
+from pullfill.worker import memory
 from pullfill.worker.connector import RankTold, StepMetadata, WorkerConnector
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import Worker
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -111,6 +119,14 @@ def check_config(config: VllmConfig) -> None:
         raise ConfigError(
             f"kv_role is {transfer.kv_role!r}, but PullfillDecode is one side only: use kv_consumer"
         )
+    model, parallel = config.model_config, config.parallel_config
+    flags = SimpleNamespace(
+        enable_sleep_mode=model.enable_sleep_mode,
+        enable_cumem_allocator=model.enable_cumem_allocator,
+        enable_expert_parallel=parallel.enable_expert_parallel,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+    )
+    args.check_flags(flags, kv.device_of(config), os.environ)
     args.check_config(config)
     speculation.check_config(config)
 
@@ -229,7 +245,7 @@ class StockCore:
             view, None, None, None, served, described, self.context, self._life.dead,
             self._life.fail,
         )  # fmt: skip
-        self._life.loop.call_soon_threadsafe(self._life.ready.set_result, [engine])
+        self._tell(self._life.ready.set_result, [engine])
         self._serves.result()
 
     def scheduled(self) -> None:
@@ -244,9 +260,14 @@ class StockCore:
         self.half.step_done(self.core.batch_queue)
 
     def close(self) -> None:
-        """vLLM ends: the engine takes no more steps. Leave the cluster."""
-        self._life.loop.call_soon_threadsafe(self._life.dead.set)
+        """vLLM ends: the engine takes no more steps. Leave the cluster. May be called again."""
+        self._tell(self._life.dead.set)
         self._thread.join(_CLOSE_S)
+
+    def _tell(self, function: Callable[..., object], *given: object) -> None:
+        """Call this on the worker's loop, unless the worker has ended, well or not."""
+        with suppress(RuntimeError):  # its loop is closed
+            self._life.loop.call_soon_threadsafe(function, *given)
 
     # ------------------------------------------------------------------ the worker's thread
 
@@ -263,6 +284,8 @@ class StockCore:
         life = StockLife()
         self._made.set_result(life)
         async with AsyncExitStack() as parts:
+            # `build` does this, too, but not if it fails early. No exit of ours removes the files.
+            parts.callback(memory.close, self.context)
             try:
                 await self._worker.build(life, parts)
                 await self._worker.register(parts)
@@ -356,6 +379,13 @@ class PullfillDecode(WorkerConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     # ------------------------------------------------------------------ worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            # Another connector may still copy from a block that a prefill worker writes. Our own
+            # loop knows of such copies (engine/tier.py).
+            raise ConfigError("PullfillDecode cannot be one of several connectors: use it alone")
+        super().register_kv_caches(kv_caches)
 
     def build_connector_worker_meta(self) -> Present:
         return Present()

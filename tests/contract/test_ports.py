@@ -31,7 +31,7 @@ from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import own_request
 from pullfill.engine.view import View
-from pullfill.errors import BadMessage, NotNow
+from pullfill.errors import BadMessage, ConfigError, NotNow
 from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
@@ -285,6 +285,36 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
         yield Made(engine, Memory(engine.context), loop, loop)
     finally:
         await asyncio.to_thread(loop.end)
+
+
+async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
+    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that has ended the worker's loop already. No file stays."""
+    from pullfill.worker.stock_core import PullfillDecode
+
+    async def refuse(self: Any, etcd: EtcdClient, parts: AsyncExitStack) -> None:
+        raise ConfigError("not in this cluster")
+
+    files: list[RegionFiles] = []
+    bind = PullfillDecode.bind_kv_cache_manager
+
+    def bind_late(connector: PullfillDecode, manager: Any) -> None:
+        connector._core._thread.join(20)
+        bind(connector, manager)
+        connector.shutdown()
+        connector.shutdown()
+
+    def sides(_: Any, own: RegionFiles) -> tuple[Any, SchedulerHalf]:
+        files.append(own)
+        return WorkerContext("ports-1", own), Probe()
+
+    monkeypatch.setattr(ProbeRole, "watch", refuse)
+    monkeypatch.setattr(PullfillDecode, "bind_kv_cache_manager", bind_late)
+    with pytest.raises(ConfigError, match="not in this cluster"):
+        async with stock_core(etcd, ns, model_path, sides):
+            pass
+    assert not files[0].fence_path.exists()
 
 
 @pytest.fixture(params=["own_loop", "stock_core"])

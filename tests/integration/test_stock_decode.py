@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -218,6 +219,26 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             settings_of({**place, **given}, "m", "d-1")
+
+
+def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    from pullfill.worker import stock_core
+
+    model = SimpleNamespace(enable_sleep_mode=True, enable_cumem_allocator=True)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"), model_config=model,
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, tensor_parallel_size=1),
+    )  # fmt: skip
+    monkeypatch.setattr(stock_core.kv, "device_of", lambda _: "cuda")
+    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
+        stock_core.check_config(config)
+    # Beside another connector, for example one that offloads KV.
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    child = object.__new__(stock_core.PullfillDecode)
+    with pytest.raises(ConfigError, match="use it alone"):
+        child.register_kv_caches({})
 
 
 @pytest.mark.parametrize(
