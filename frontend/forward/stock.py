@@ -257,7 +257,9 @@ class Stock:
                 return
             except StageFailed as exc:
                 # That no server is left, or that one is lost after its error, tells less.
-                failed = failed or exc
+                lost = failed is not None and exc.lost and exc.server is failed.server
+                if failed is None or not (lost or exc.server is None):
+                    failed = exc
                 self._failed(call, exc)
                 if call.first_byte_ms is not None:
                     counters.FORWARDED.labels(self.name, "broken").inc()

@@ -298,6 +298,33 @@ async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: 
     assert "at 127.0.0.1:5600; if it has another connector, start it with --kv" in got.message
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+async def test_a_lost_server_does_not_hide_that_the_next_one_is_too_slow(slow: int) -> None:
+    async with forwarding(decode=2, silence_s=0.2) as rig:
+        rig.decode[slow].stalls = asyncio.Event()
+        rig.decode[1 - slow].breaks = 0
+        got = await rig.ask(stream=True)
+    assert (got.status, "sent nothing for 0.2 s" in got.message) == (504, True)
+
+
+async def test_the_error_of_a_server_that_then_ends_is_the_one_that_is_told() -> None:
+    async with forwarding() as rig:
+        decode = rig.decode[0]
+        decode.refuse, decode.breaks = (500, "EngineCore encountered an issue."), 0
+        answer = decode._answer
+
+        async def ends(*request: Any) -> Any:
+            if len(decode.requests) == 2:
+                decode.refuse = None
+            return await answer(*request)
+
+        decode._answer = ends  # type: ignore[method-assign]
+        got = await rig.ask()
+        assert len(decode.requests) == 2
+    assert got.status == 500
+    assert "EngineCore encountered an issue. If its log tells of KV" in got.message
+
+
 async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_fault() -> None:
     """So a prefill server ends: the KV that it has made is lost, then it answers nobody."""
     async with forwarding(prefill=2, decode=2, look_s=1.0) as rig:
