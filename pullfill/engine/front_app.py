@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _log = log.get("engine.front_app")
 # vLLM's routes, in its development mode, that put an engine to sleep, pause it, change its weights
-# or call into it. They fail where there are many engines, so they are not served.
+# or call into it. They fail where there are many engines, so they are not served. One beside them,
+# which aborts the requests of this frontend, works.
 _OF_ONE_ENGINE = tuple(
     f"vllm.entrypoints.{name}." for name in ("rl", "serve.dev.rpc", "serve.dev.sleep")
 )
@@ -185,7 +186,7 @@ class FrontApp:
         app.router.routes[:] = [
             route
             for route, module in zip(app.router.routes, modules, strict=True)
-            if not module.startswith(_OF_ONE_ENGINE)
+            if not module.startswith(_OF_ONE_ENGINE) or route.path == "/abort_requests"
         ]
         await init_app_state(engine, app.state, args, tasks)
         front_patches.settle_errors(app.state)

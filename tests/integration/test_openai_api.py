@@ -337,6 +337,8 @@ def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
 def test_live_ready_status(cluster: Cluster) -> None:
     assert web.get(f"{cluster.frontend_url}/live").status_code == 200
     assert web.get(f"{cluster.frontend_url}/is_paused").status_code == 404, "vLLM's, of one engine"
+    aborted = web.post(f"{cluster.frontend_url}/abort_requests", json={"request_ids": ["none"]})
+    assert aborted.json() == {"status": "aborted", "aborted": 1}
     ready = web.get(f"{cluster.frontend_url}/ready").json()
     assert ready["ready"] is True
 
