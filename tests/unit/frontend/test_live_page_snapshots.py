@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.snapshot import RECENT, Cluster, LiveSnapshot, Report, cluster_of
+from pullfill.snapshot import FAILED, RECENT, Cluster, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
 
@@ -107,6 +107,10 @@ async def test_a_snapshot_has_the_last_requests_and_the_figures_of_a_minute(view
         pass
     assert len(later.ended) == len({row.id for row in later.ended}) == RECENT
     assert later.now.done_per_s == (RECENT + 3) / 60
+    requests.over(RequestRecord("bad"), error="no worker")
+    while (later := await next_of(stream)).ended[-1].id != "bad":
+        pass
+    assert (later.ended[-1].path, later.now.done_per_s) == (FAILED, (RECENT + 3) / 60)
     await stream.aclose()
 
 
