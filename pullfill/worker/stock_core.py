@@ -263,6 +263,8 @@ class StockCore:
         """vLLM ends: the engine takes no more steps. Leave the cluster. May be called again."""
         self._tell(self._life.dead.set)
         self._thread.join(_CLOSE_S)
+        if self.context.files is not None:
+            self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
     def _tell(self, function: Callable[..., object], *given: object) -> None:
         """Call this on the worker's loop, unless the worker has ended, well or not."""

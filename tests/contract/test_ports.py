@@ -287,6 +287,24 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
         await asyncio.to_thread(loop.end)
 
 
+async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
+    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pullfill.worker import stock_core as stock
+
+    async def slow(self: Any) -> None:
+        await asyncio.sleep(1.0)
+
+    monkeypatch.setattr(ProbeRole, "close", slow)
+    monkeypatch.setattr(stock, "_CLOSE_S", 0.1)
+    adapter = partial(stock_core, etcd, ns)
+    async with probed(adapter, model_path) as (made, _):
+        files = made.engine.context.files
+        assert files is not None
+        assert files.fence_path.exists()
+    assert not files.fence_path.exists()
+
+
 async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
     model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
