@@ -117,12 +117,15 @@ def connect(
     writes = [(r.source, r.target, r.part) for r in plan_routes(ours, theirs)]
     reads = [(r.target, r.source, r.part) for r in plan_routes(theirs, ours)]
     sessions: dict[tuple[int, int, Rect], PeerSession] = {}
-    with contextlib.ExitStack() as undo:
+    try:
         for key in dict.fromkeys([*writes, *reads]):
             here, there, part = key
             sessions[key] = chosen[there].connect(memories[here], descriptors[there], part)
-            undo.callback(sessions[key].close)
-        undo.pop_all()
+    except BaseException:
+        for session in sessions.values():
+            with contextlib.suppress(Exception):  # the caller must hear why there is no session
+                session.close()
+        raise
     if len(sessions) == 1:
         return sessions[writes[0]]
     return GroupSession([sessions[key] for key in writes], [sessions[key] for key in reads])

@@ -38,6 +38,7 @@ from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent, nixl_backend
 from pullfill.transfer.owners import MappedRank, Owner
+from pullfill.transfer.session import MappedSession
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.transfer.stream.stream_peer import StreamTransport
@@ -172,10 +173,22 @@ class BreaksAtRank1(ShmTransport):
         return super().connect(local, descriptor, part)
 
 
-def test_a_rank_out_of_reach_leaves_nothing_connected(tmp_path: Path) -> None:
+def test_a_rank_out_of_reach_leaves_nothing_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
     with pytest.raises(PeerUnavailable):
         connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+    close = MappedSession.close
+
+    def close_badly(session: MappedSession) -> None:
+        close(session)
+        raise OSError("no memory for a lock")
+
+    monkeypatch.setattr(MappedSession, "close", close_badly)
+    with pytest.raises(PeerUnavailable):  # why there is no session, and not what came of it
+        connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+    monkeypatch.undo()
     first, second = decode.descriptors
     renewed = msgspec.structs.replace(second, incarnation="i2")
     for wrong in ([first], [second, first], [first, renewed]):
