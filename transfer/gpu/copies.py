@@ -178,10 +178,12 @@ class Lane:
                 self._stage = self._driver.allocate_host(self._device, size)
                 self._staged = size
             todo = Planner(layout, dense).plan(blocks, range(len(blocks)))
-            for batch in todo.batches(*SAME.limits):
-                runs = _absolute(self._stage, memory.address, batch)
-                self._stream.copy_batch(*runs, engines=True)
-            self.wait()
+            try:
+                for batch in todo.batches(*SAME.limits):
+                    runs = _absolute(self._stage, memory.address, batch)
+                    self._stream.copy_batch(*runs, engines=True)
+            finally:  # also when it could queue a part only
+                self.wait()
             yield replace(memory, address=self._stage, nbytes=nbytes, layout=dense, device=None)
 
 
