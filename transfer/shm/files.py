@@ -123,16 +123,30 @@ def create_kv(directory: Path, instance_id: str, rank: int, nbytes: int) -> Path
             f"smaller (kv_cache_memory_bytes), or set {DIR_ENV}"
         )
     path = kv_path(directory, instance_id, rank)
-    fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+    # This process keeps the descriptor, and so the lock, until it ends. In stock vLLM the ranks
+    # make their files before the fence file is there, and a sweeper must not take them.
+    fd = _create_locked(path)
     try:
-        # This process keeps the descriptor, and so the lock, until it ends. In stock vLLM the ranks
-        # make their files before the fence file is there, and a sweeper must not take them.
-        lock.try_exclusive(fd, 0, 1)
         os.ftruncate(fd, nbytes)
     except BaseException:
         os.close(fd)
         raise
     return path
+
+
+def _create_locked(path: Path) -> int:
+    """Make an empty file whose first byte this process has locked. Returns its descriptor, which
+    holds the lock. Raises FileExistsError and other OSErrors."""
+    # It is locked before it has its name, or a sweeper could take it for an orphan.
+    fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        lock.try_exclusive(fd, 0, 1)
+        # With a folder's descriptor, which is not used, Python makes the call that follows it.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 class RegionFiles:
@@ -148,7 +162,7 @@ class RegionFiles:
         self.fence_path = self.directory / f"{PREFIX}{instance_id}.fence"
         try:
             sweep(self.directory)
-            self.fence_fd = self._create_locked()
+            self.fence_fd = _create_locked(self.fence_path)
         except FileExistsError:
             raise NotNow(
                 f"{self.fence_path} belongs to a running worker: give this one another instance id"
@@ -159,19 +173,6 @@ class RegionFiles:
                 "writable directory on a tmpfs"
             ) from exc
         self._forget = at_leave(self.close)
-
-    def _create_locked(self) -> int:
-        # It is locked before it has its name, or a sweeper could take it for an orphan.
-        fd = os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            lock.try_exclusive(fd, 0, 1)
-            link = f"/proc/self/fd/{fd}"
-            # With a folder's descriptor, which is not used, Python makes the call that follows it.
-            os.link(link, self.fence_path, src_dir_fd=fd, follow_symlinks=True)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     def close(self) -> None:
         """Delete all files of this worker, and release the lock that says that it lives.
@@ -233,7 +234,7 @@ def sweep(directory: Path) -> list[str]:
                 continue
             fd = open_same(str(directory / name))
             try:
-                if lock.try_exclusive(fd, 0, 1):
+                if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
                     removed += _unlink(directory, name)
             finally:
                 os.close(fd)

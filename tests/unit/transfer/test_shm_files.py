@@ -124,10 +124,10 @@ def test_sweep_takes_orphans_and_only_those(tmp_path: Path) -> None:
     live.close()
 
 
-def test_a_fence_file_is_locked_before_it_has_its_name(
+def test_files_are_locked_before_they_have_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a sweeper that comes in between removes it."""
+    """Or a sweeper that comes in between removes them. Ranks may make theirs before the fence."""
     swept: list[list[str]] = []
     link = os.link
 
@@ -136,10 +136,12 @@ def test_a_fence_file_is_locked_before_it_has_its_name(
         swept.append(sweep(tmp_path))
 
     monkeypatch.setattr(os, "link", link_and_sweep)
+    kv = create_kv(tmp_path, "decode-a", 0, 4096)
     made = RegionFiles("decode-a", tmp_path)
-    assert swept == [[]]
-    assert os.listdir(tmp_path) == ["pullfill-decode-a.fence"]
+    assert swept == [[], []]
+    assert sorted(os.listdir(tmp_path)) == [kv.name, "pullfill-decode-a.fence"]
     made.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_late_sweeper_does_not_take_the_next_file_of_that_name(
