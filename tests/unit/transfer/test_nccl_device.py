@@ -159,6 +159,16 @@ def test_the_dead_do_not_pile_up_on_a_busy_gpu(world: World) -> None:
     here.close()
 
 
+def test_one_that_cannot_be_made_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL gives no communicator that could be aborted."""
+    monkeypatch.setattr(world, "ncclCommInitRankConfig", lambda *_: 1)
+    here = Here(world)
+    for comm in (here.ours[0], here.theirs[0]):
+        with pytest.raises(TransferFailed, match="unhandled cuda error"):
+            comm.wait_ready(patient)
+        assert not comm.usable
+
+
 # ---------------------------------------------------------------------- the rules are kept by force
 
 

@@ -127,6 +127,16 @@ def test_plan_moves_exactly_the_oracles_bytes(
         assert nbytes.sum() == batch.total <= max_bytes
 
 
+def test_long_runs_are_cut_at_pages() -> None:
+    """The GPU's kernel moves only what 16 divides."""
+    todo = Copies([64], [128], [1 << 20], Rows((3,), (1 << 21,), (1 << 22,)))
+    cut = list(todo.batches(100_000, 32))
+    assert len(cut) > 1
+    for batch in cut:
+        assert not np.any(np.concatenate(batch.flat()) % 16)
+        assert batch.total <= 100_000
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda p: p[1]))
 def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> None:
