@@ -203,6 +203,8 @@ def load(path: str | os.PathLike[str] | None) -> Security:
     data = _read(file, private=False)
     try:
         found = msgspec.toml.decode(data, type=Security)
+        if found.path:  # ours, not the file's
+            raise msgspec.ValidationError("Object contains unknown field `path`")
         sections = {
             name: getattr(found, name)._checked(name, file.parent)
             for name in found.__struct_fields__

@@ -80,6 +80,7 @@ def test_nothing_printed_holds_a_secret(file: Path) -> None:
         ("[etcd]\ncert = 'tls/cert.pem'", "both cert and key"),
         ("[nats]\nusr = 'u'", "unknown field `usr` - at `$.nats`; docs/operations.md lists"),
         ("[nat]\nuser = 'u'", "unknown field `nat`"),
+        ("path = 'x'", "unknown field `path`"),
         ("[nats", "Expected ']'"),
         ("[nats]\nca = 'gone'", "[nats] ca: cannot read"),
         ("[nats]\nca = 'password'", "no usable PEM file"),
