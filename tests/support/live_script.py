@@ -37,7 +37,7 @@ EVIL = "cmpl-<img src=x onerror=window.hacked=1>"
 class ScriptedLive:
     """Has the methods of `LiveView` that the page needs. `closed` ends all streams."""
 
-    closed = False
+    closed, viewers = False, 0
 
     async def watch(self) -> AsyncIterator[bytes]:
         while not self.closed:
