@@ -597,12 +597,25 @@ class Supervisor:
         """Start a server, unless the user has one, and wait for it. Raises StartFailed."""
         if getattr(self._options, f"{name}_url"):
             return
-        port = local_servers.free_port()
-        url = f"{scheme}://127.0.0.1:{port}"
-        setattr(self._cluster, f"{name}_url", url)
-        argv = command(self._state.path / name, port)
-        env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-        self._children.launch(ProcessSpec(name=name, role=name, argv=argv, env=env), note=url)
+        # A port that was free a moment ago may be taken by now. Then another one is tried.
+        for left in (2, 1, 0):
+            port = local_servers.free_port()
+            url = f"{scheme}://127.0.0.1:{port}"
+            setattr(self._cluster, f"{name}_url", url)
+            argv = command(self._state.path / name, port)
+            env = {**os.environ, CLUSTER_ENV: self._cluster_id}
+            spec = ProcessSpec(name=name, role=name, argv=argv, env=env)
+            self._children.launch(spec, note=url)
+            try:
+                return await self._server_ready(name, url, problem)
+            except StartFailed:
+                log = "\n".join(tail(self._state.log_of(name), 50))
+                if not left or "address already in use" not in log:
+                    raise
+
+    async def _server_ready(
+        self, name: str, url: str, problem: Callable[[str], str | None]
+    ) -> None:
         deadline = time.monotonic() + SERVER_S
         while True:
             self._children.raise_if_dead(name)  # first: another's server may answer there

@@ -172,6 +172,30 @@ async def test_a_worker_starts_when_the_one_before_it_on_its_gpu_is_ready(rig: R
         assert {shown == login for shown in rig.registry.logins} == {True}
 
 
+async def test_a_server_whose_port_is_taken_gets_another(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports: list[int] = []
+
+    def command(directory: Path, port: int) -> list[str]:
+        ports.append(port)
+        taken = "sleep 0.3; echo listen: address already in use; exit 1"
+        return ["sh", "-c", taken if len(ports) == 1 else SLEEP]
+
+    def problem(url: str) -> str | None:
+        return "no answer" if url.endswith(f":{ports[0]}") else None
+
+    monkeypatch.setattr(local_servers, "nats_command", command)
+    monkeypatch.setattr(local_servers, "nats_ready", problem)
+    async with rig.up(nats_url=None):
+        first, second = ports
+        cluster = rig.state.cluster()
+        assert cluster is not None
+        assert first != second
+        assert cluster.nats_url == f"nats://127.0.0.1:{second}"
+        assert [entry.name for entry in rig.state.live()] == ["nats"]
+
+
 @pytest.mark.parametrize("model", ["org/m", "demo"])
 async def test_an_interrupted_start_leaves_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
@@ -365,6 +389,8 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
             else:
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(0.05)
+        if how == "down":  # it ends without the signal that `rig.up` sends
+            await until(lambda: rig.state.launch() is None)
     assert "restarts: 1" not in rig.said()
 
 
