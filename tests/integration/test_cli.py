@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,18 @@ def test_a_second_up_is_refused_and_harms_nothing(servers: Path) -> None:
     assert all(f"pid {process.pid}" in second.stderr for process in running)
     assert recorded(servers) == running
     assert all(is_alive(process) for process in running)
+
+
+def test_ctrl_c_ends_up_in_order(state: Path) -> None:
+    up = start(state, "up", *SERVERS_ONLY)
+    read_until(up, "ready (no frontend)")
+    running = recorded(state)
+    up.send_signal(signal.SIGINT)
+    output, _ = up.communicate(timeout=30)
+    assert up.returncode == 0, output
+    assert output.rstrip().endswith("stopped")
+    assert not any(is_alive(process) for process in running)
+    assert not (state / "cluster.json").exists()
 
 
 @pytest.mark.essential
