@@ -154,7 +154,9 @@ def screen(snapshot: LiveSnapshot, trouble: str = "", height: int = 40) -> Group
 
 
 def ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f} ms"
+    if value is None:
+        return "–"
+    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
 
 
 def seconds(value: float | None) -> str:
