@@ -89,6 +89,19 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> No
         assert links.links["decode-1"] is not before, "it would write into what is no more"
 
 
+async def test_a_decode_worker_that_comes_back_to_the_directory_stays() -> None:
+    """As it was, after its key was lost for a while. Its connection may break later."""
+    async with following() as (links, directory, decode):
+        directory.put(decode.record())
+        await until(lambda: links.connected == ["decode-1"])
+        directory.remove("decode-1")
+        directory.put(decode.record())
+        (peer,) = decode.server.peers.values()
+        peer.channel.close()
+        await until(lambda: peer.name not in decode.server.peers)
+        await until(lambda: links.connected == ["decode-1"])
+
+
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
     """In doubt, when etcd does not answer, it may still be there; back again, it is found."""
     async with following(appear_s=3600.0, unknown_s=3600.0) as (links, directory, decode):

@@ -153,6 +153,19 @@ def test_abort_while_reading() -> None:
     assert engine.run(0) == StepReport()
 
 
+def test_abort_while_writing() -> None:
+    engine = Engine(4 * BLOCK)
+    engine.admit()
+    engine.run(2 * BLOCK)
+    engine.task.cancel()
+    assert engine.side.finished("j.1") is True
+    engine.side.tasks.pop("j.1")
+    assert engine.run(0).sent == set()
+    engine.transfer_worker.finish(Fenced("revoked"))
+    assert engine.run(0).sent == {"j.1"}
+    assert len(engine.ends) == 1
+
+
 def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     """The transfer worker reports on its own thread: what `finished` answers must be what it
     decided, or vLLM frees the blocks at once and is told once more."""
