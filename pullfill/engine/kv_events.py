@@ -140,9 +140,9 @@ class KvEvents:
         os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
     def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
-        """Get the events from now on. If this is called again, the newest `take` gets them.
+        """Get the events from now on.
 
-        core: vLLM's EngineCore, between steps.
+        core: vLLM's EngineCore, before its first step.
         take: called with the changes of each step, on the engine thread. It must not block or
         raise."""
         from vllm.distributed import kv_events
@@ -151,9 +151,8 @@ class KvEvents:
         if not scheduler.kv_cache_manager.block_pool.enable_caching:
             return
         theirs = scheduler.kv_event_publisher
-        if theirs is not self:
-            self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
-            self.get_publisher_config = theirs.get_publisher_config
+        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
+        self.get_publisher_config = theirs.get_publisher_config
         self._vllm = kv_events
         self._take = take
         self.places = places_of(scheduler.kv_cache_config)

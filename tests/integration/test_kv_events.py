@@ -198,8 +198,6 @@ def test_a_publisher_of_the_user_gets_every_event(
     theirs = Recorder()
     cache = Cache(20, windows=1, theirs=theirs)
     assert cache.config.kv_events_config.publisher == "zmq"
-    # The side of an elastic worker begins again.
-    cache.events.attach(SimpleNamespace(scheduler=cache.scheduler), cache.take)
     request = cache.request(list(range(3 * BLOCK)))
     assert cache.run(request)
     cache.step_ends()
