@@ -17,6 +17,7 @@ import pytest
 
 from pullfill.engine.adapters import AdapterFiles, Adapters, content, identity, lora_request
 from pullfill.errors import BadMessage
+from pullfill.prefill_worker.engine import CannotCompute, PrefillEngine
 from pullfill.wire import MAX_TEXT, Adapter
 from tests.support.late import Late
 
@@ -306,6 +307,36 @@ async def test_a_drive_that_hangs_holds_one_thread_and_none_of_others() -> None:
     assert await waiting == "digest"
     assert reads == ["/hangs"]
     assert await AdapterFiles().content("/none") == ""
+
+
+async def test_a_prefill_worker_takes_a_job_only_with_the_files_that_the_job_names(
+    tmp_path: Path,
+) -> None:
+    """Of one adapter it may have a copy, whatever is at its path now."""
+    path, worker = an_adapter(tmp_path / "x", b"old"), Worker(most=1)
+    parts: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(tasks={}), adapters=worker.adapters,
+        groups=SimpleNamespace(layers=()),
+    )  # fmt: skip
+    none: Any = None
+    engine = PrefillEngine(none, parts, block_size=1, compat_hash="", limit=lambda _: 0)
+    old = Adapter(name="x", path=str(path), content=content(str(path)))
+    await engine.check_adapter(old)
+    worker.adapters.load(worker.core, worker.adapters.named(lora_request(old)))
+    (path / "adapter_model.safetensors").write_bytes(b"new")
+    new = msgspec.structs.replace(old, content=content(str(path)))
+    for job in (old, new):
+        await engine.check_adapter(job)
+    own = worker.adapters.load(worker.core, worker.adapters.named(lora_request(old)))
+    assert worker.core.step(own) == b"old"
+
+    own = worker.adapters.load(worker.core, worker.adapters.named(lora_request(new)))
+    assert worker.core.step(own) == b"new"  # there is room for one copy
+    with pytest.raises(CannotCompute, match="has other files"):
+        await engine.check_adapter(old)
+    # The copy may also go between that look and the request.
+    with pytest.raises(BadMessage, match="has other files"):
+        worker.adapters.load(worker.core, worker.adapters.named(lora_request(old)))
 
 
 def test_an_adapter_that_fails_in_one_rank_is_in_no_rank(tmp_path: Path) -> None:
