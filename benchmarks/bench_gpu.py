@@ -235,7 +235,7 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
         took = on_the_gpu(
             device,
             {
-                "gather": lambda: run(rows, WIDE=True, **steps),  # noqa: B023
+                "gather": lambda: run(rows, **steps),  # noqa: B023
                 "once": lambda: device.queue_once(here, there, count * page),  # noqa: B023
             },
             rounds,
