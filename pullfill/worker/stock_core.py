@@ -37,7 +37,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import (
 from vllm.v1.request import RequestStatus
 
 from pullfill.config import ClusterRef
-from pullfill.engine import args, check, compat, kv, speculation
+from pullfill.engine import args, check, compat, kv, request_limits, speculation
 from pullfill.engine.host import Pulse
 from pullfill.engine.view import View
 from pullfill.errors import ConfigError
@@ -354,6 +354,19 @@ class PullfillDecode(WorkerConnector):
 
     def on_new_request(self, request: Any) -> None:
         self._core.core.requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # Clients come past our frontends. These drop what a client says about KV transfer, and
+        # refuse targets that are no numbers. Here either would end the engine, so both are dropped.
+        request.kv_transfer_params = None
+        params = request.sampling_params
+        extra = (params.extra_args if params is not None else None) or {}
+        if request_limits.why_bad_targets(extra):
+            targets = request_limits.TARGET_HEADERS.values()
+            params.extra_args = {key: value for key, value in extra.items() if key not in targets}
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         self._core.scheduled()

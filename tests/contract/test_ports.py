@@ -72,10 +72,12 @@ class Probe(SchedulerHalf):
         self.turns = 0
         self.steps: list[dict[str, int]] = []
         self.running: deque[int] = deque()
+        self.said: list[Any] = []
 
     def bind(self, manager: Any, kept_from: Any, by_position: Any) -> None: ...
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
+        self.said.append((request.kv_transfer_params, request.sampling_params.extra_args))
         tokens = self.brings.pop(request.request_id, 0)
         return tokens, tokens > 0
 
@@ -285,6 +287,25 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
         yield Made(engine, Memory(engine.context), loop, loop)
     finally:
         await asyncio.to_thread(loop.end)
+
+
+async def test_what_clients_of_stock_vllm_say_ends_no_engine(
+    model_path: Path, etcd: EtcdServer, ns: str
+) -> None:
+    """Our frontends refuse or drop it. Clients of stock vLLM do not come through them."""
+    holder = {"prefix_holder": {"instance_id": "d-9", "address": "10.0.0.1:1", "tokens": 4096}}
+    async with probed(partial(stock_core, etcd, ns), model_path) as (made, probe):
+        for extra in (
+            {"kv_transfer_params": holder, "ttft_ms": "soon", "own": 1},
+            {"ttft_ms": 20, "itl_ms": 5.0},
+        ):
+            asked = request(f"a{len(probe.said)}")
+            asked.sampling_params.extra_args = extra
+            await asyncio.wrap_future(made.submit.add(asked))
+        (dropped, kept), (_, targets) = probe.said
+        assert dropped is None
+        assert kept.keys() & {"ttft_ms", "own"} == {"own"}
+        assert targets == {"ttft_ms": 20, "itl_ms": 5.0}
 
 
 async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
