@@ -388,8 +388,9 @@ class Servers:
     async def _look(self, server: Server) -> None:
         """Ask for the health, for the load, and for the models if that matters."""
         await self._get(server.url + "/health")
+        load = None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, ConfigError):
-            server.load = load_of((await self._get(server.url + "/metrics")).decode())
+            server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
         if server.state != "gone":
             why = self._bare(server)
             if not why and server.state != "ready":
@@ -397,7 +398,8 @@ class Servers:
                 if not why and _now() < server.lacking_until:
                     why = server.why
             self._turn(server, "refused" if why else "ready", why)
-        if server.state == "ready" and (load := server.load) is not None:
+        # An old load would count requests of this frontend that have ended, as those of others.
+        if server.state == "ready" and load is not None:
             tokens, blocks = load.waiting * _WAITS_TOKENS, load.running * _RUNS_BLOCKS
             self._placers[server.role].report(server.url, tokens, blocks, None)
 
