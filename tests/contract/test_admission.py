@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from pullfill.decode_worker.cost import Queue
+from pullfill.queue.streams import round_up_tokens
 from pullfill.wire import Load
 from tests.support import said
 from tests.support.fakes import FakeRequest
@@ -108,10 +113,15 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
         assert not remote(decode, 2), "12 s"
         (writer,) = decode.control.peers
+        asked: list[Queue] = []
+        meter: Any = SimpleNamespace(predict=lambda _, hit, queue, config: asked.append(queue))
+        assert decode.outlook is not None
+        decode.outlook.meter = meter
         grant = said.grant(decode.ledger, entry.job_id, "i0", writer).grant
         assert grant is not None
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
+        assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2)]
         said.gave_up(decode.ledger, entry.job_id, grant.attempt, "i0", writer, retry=False)
         await settled(served)
         prefill.puller.pause("check", "")

@@ -236,6 +236,30 @@ async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair)
     await until(lambda: not pair.asker.fetches._running)
 
 
+@pytest.mark.parametrize("found", [False, True])
+async def test_an_asker_that_is_gone_before_its_answer_pins_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, found: bool
+) -> None:
+    """found: its blocks are pinned, but it is not told yet."""
+    monkeypatch.setattr(read_leases, "LEASE_S", 60.0)
+    leases, host = pair.holder.leases, pair.holder.host
+    host.held = True
+    request = pair.request()
+    assert pair.asker.side.decide(request, 0) == (None, False)
+    await until(lambda: host._todo)
+    (asker,) = leases._askers
+    host.held = False
+    if not found:
+        asker.gone = True
+    host.run()
+    assert bool(leases._pinned) is found
+    asker.gone = True
+    asker.channel.abort()
+    await until(lambda: not leases.open)
+    await until(lambda: not pair.asker.fetches._running)
+    pair.asker.side.request_finished(request.request_id)
+
+
 async def test_a_holder_in_a_long_step_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
