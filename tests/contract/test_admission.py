@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.cost import Queue
+from pullfill.decode_worker.load import jobs_of
 from pullfill.queue.streams import round_up_tokens
 from pullfill.wire import Load
 from tests.support import said
@@ -109,7 +110,7 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         prefill.puller.pause("check", "paused")
         served = decode.send(prompt(TOKENS + 1, seed=1))
         await until(lambda: decode.producer.depth().depth_jobs == 1)
-        (entry,) = decode.ledger._jobs.values()
+        (job,) = jobs_of(decode.ledger)
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
         assert not remote(decode, 2), "12 s"
         (writer,) = decode.control.peers
@@ -117,12 +118,12 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         meter: Any = SimpleNamespace(predict=lambda _, hit, queue, config: asked.append(queue))
         assert decode.outlook is not None
         decode.outlook.meter = meter
-        grant = said.grant(decode.ledger, entry.job_id, "i0", writer).grant
+        grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
         assert grant is not None
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
         assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2)]
-        said.gave_up(decode.ledger, entry.job_id, grant.attempt, "i0", writer, retry=False)
+        said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
         await settled(served)
         prefill.puller.pause("check", "")
         await cluster.check_clean()

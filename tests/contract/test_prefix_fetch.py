@@ -242,21 +242,23 @@ async def test_an_asker_that_is_gone_before_its_answer_pins_nothing(
 ) -> None:
     """found: its blocks are pinned, but it is not told yet."""
     monkeypatch.setattr(read_leases, "LEASE_S", 60.0)
-    leases, host = pair.holder.leases, pair.holder.host
-    host.held = True
+    host, asked, gone = pair.holder.host, asyncio.Event(), asyncio.Event()
+    real = host.call
+
+    async def call(work: Any) -> Any:
+        answer = await real(work) if found else None
+        asked.set()
+        await gone.wait()
+        return answer if found else await real(work)
+
+    monkeypatch.setattr(host, "call", call)
     request = pair.request()
     assert pair.asker.side.decide(request, 0) == (None, False)
-    await until(lambda: host._todo)
-    (asker,) = leases._askers
-    host.held = False
-    if not found:
-        asker.gone = True
-    host.run()
-    assert bool(leases._pinned) is found
-    asker.gone = True
-    asker.channel.abort()
-    await until(lambda: not leases.open)
+    await asyncio.wait_for(asked.wait(), 10)
+    pair.holder.leases.renew()
     await until(lambda: not pair.asker.fetches._running)
+    gone.set()
+    await until(lambda: not pair.holder.leases.open)
     pair.asker.side.request_finished(request.request_id)
 
 

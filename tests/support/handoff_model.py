@@ -238,10 +238,13 @@ class HandoffModel:
         try:
             grant.let_go = self.fences.hold(grant.token)
         except Fenced:
-            self.seen.add("write fenced")
+            self.seen.add("read fenced" if reads else "write fenced")
             return False
         grant.in_batch, grant.reads = True, reads
         assert self._newest(grant), "an old attempt still moves bytes"
+        if reads:
+            self.seen.add("prefix read")
+        self.seen.add(f"{sum(g.in_batch for g in self.grants)} batches at once")
         self.check()
         return True
 
@@ -323,6 +326,7 @@ class HandoffModel:
         """The writer's process is gone, wherever it was: the kernel lets go of its locks."""
         for grant in self.grants:
             if grant.writer == writer and grant.in_batch:
+                self.seen.add("died in a batch")
                 self.end_batch(grant)
         self.lose(writer, others_alive=others_alive)
 
