@@ -1,4 +1,4 @@
-"""Each example runs as its first lines say, and prints what it should. One cluster for most."""
+"""Each example runs as its first lines say, and prints what it should. One cluster for all."""
 
 from __future__ import annotations
 
