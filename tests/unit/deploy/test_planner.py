@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pullfill.config import ClusterRef
@@ -194,6 +195,9 @@ def look(monkeypatch: pytest.MonkeyPatch, told: dict[str, Any]) -> planner.Plan:
 
 def test_json() -> None:
     observation = seen(0, 2, long=0.5, backlog_s=4.0, streams=0.6)
+    one = observation.demands["d0"]
+    demands = {**observation.demands, "d0": msgspec.structs.replace(one, prompts=8, missed=2)}
+    observation = replace(observation, demands=demands)
     told = planner.told(plan(observation, PlanState(), NOW))
     assert json.loads(json.dumps(told)) == told
     assert told["prefill"] == {
@@ -201,10 +205,10 @@ def test_json() -> None:
         "need": pytest.approx(0.714, abs=0.001),
         "right": 1,
         "why": "long prompts keep 0.5 workers busy; each should work 70% of the time; "
-        "4.0 s of work wait",
+        "4.0 s of work wait; 2 of 8 long prompts were computed by decode workers",
     }
     assert "the highest is 0.3, from the streams" in told["decode"]["why"]
-    assert (told["backlog_s"], told["missed"]) == (4.0, 0.0)
+    assert (told["backlog_s"], told["missed"]) == (4.0, 0.25)
     assert told["moves"] == [{"instance_id": "d1", "from": "decode", "to": "prefill"}]
 
 

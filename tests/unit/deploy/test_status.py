@@ -44,8 +44,8 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
     }  # fmt: skip
     state: dict[str, Any] = {"workers": [], "workers_age_s": 40.2, "queue": queue}
 
-    def said(nats: dict[str, Any], etcd: dict[str, Any]) -> list[str]:
-        whole = state | {"servers": {"nats": nats, "etcd": etcd}}
+    def said(nats: dict[str, Any], etcd: dict[str, Any], **more: Any) -> list[str]:
+        whole = state | {"servers": {"nats": nats, "etcd": etcd}} | more
         return [text.plain for text in state_lines(msgspec.convert(whole, Cluster))]
 
     counted = "queue: 7 jobs (90 tokens), 5 in flight, oldest 2.0 s (counted 0.3 s ago)"
@@ -56,6 +56,13 @@ def test_status_says_what_is_away_and_how_old_the_rest_is() -> None:
         "the list of workers is 40 s old",
         counted,
     ]
+    row = {
+        "instance_id": "p",
+        "role": "prefill",
+        "state": "ready",
+        "troubles": ["no decode worker"],
+    }
+    assert said(up, up, workers=[row])[-1] == "p: no decode worker"
 
 
 def test_status_asks_only_the_frontend_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
