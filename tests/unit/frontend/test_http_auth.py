@@ -338,12 +338,12 @@ OLD = {"/generate"}
 
 
 ROUTE = re.compile(
-    r"""\.(?:post|put|patch|delete)\(\s*"(/[^"]*)"|\.add_api_route\(\s*"(/[^"]*)"[^)]*\["POST"\]"""
+    r"""\.(?:post|put|patch|delete)\(\s*"(/[^"]*)"|\.\w*route\(\s*"(/[^"]*)"[^)]*"POST\""""
 )
 
 
 def post_routes() -> set[str]:
-    """Paths in `@X.post("/path")` and `X.add_api_route("/path", …, methods=["POST"])`."""
+    """Paths in `@X.post("/path")` and, e.g., `X.add_api_route("/path", …, methods=["POST"])`."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

@@ -245,6 +245,17 @@ def test_records_since_a_number_come_newest_first_and_each_once() -> None:
     assert list(requests.since(6)) == []
 
 
+def test_a_request_that_waits_has_left_its_last_worker_too() -> None:
+    requests, one = RequestLog(), RequestRecord("r")
+    requests.begin(one)
+    requests.sent("r-1", one, one.to("d"))
+    assert one.explained().migrated_from == ()
+    one.left("was lost")
+    assert one.explained().migrated_from == ("d",)
+    requests.over(one, error="no other worker")
+    assert one.explained().migrated_from == (), "no other worker has continued it"
+
+
 # --------------------------------------------------------------------------- spans
 
 
