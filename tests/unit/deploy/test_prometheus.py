@@ -74,6 +74,15 @@ def test_promtool_takes_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(ALERTS))
 
 
+@needs_promtool
+def test_promtool_reads_each_query_of_the_dashboard(tmp_path: Path) -> None:
+    queries = [target["expr"].replace("$__rate_interval", "1m") for target in TARGETS]
+    read = [{"record": f"q:{n}", "expr": query} for n, query in enumerate(queries)]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": read}]}))
+    promtool("check", "rules", str(file))
+
+
 WELL = {
     'pullfill_frontend_decode_workers{state="ready",X}': "1x200",
     'pullfill_kv_credits_bytes{role="prefill",what="limit",X}': "1x200",
