@@ -76,6 +76,7 @@ def test_the_trace_says_all_that_is_known() -> None:
     ("changes", "said"),
     [
         ({}, "by a prefill worker (reason: long_prompt)"),
+        ({}, "2000 tokens = 512 cached + 1487 prefilled remotely + 1 locally"),
         ({"path": "local", "fallback": "timeout"}, "done locally: timeout"),
         (
             {"state": "failed", "status": 200, "error": "lost", "path": "unknown"},
