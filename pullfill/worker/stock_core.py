@@ -45,7 +45,7 @@ from pullfill.ids import is_name
 from pullfill.options import ClusterOptions, WorkerOptions, declared
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import until
-from pullfill.transfer.shm.files import RegionFiles, shm_dir
+from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.connector import RankTold, StepMetadata, WorkerConnector
@@ -328,8 +328,12 @@ class PullfillDecode(WorkerConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def place(self, vllm_config: VllmConfig) -> tuple[str, Path]:
-        # vLLM makes the ranks before its scheduler, so they find the names by themselves.
-        return name_of(vllm_config), shm_dir()
+        # vLLM makes the ranks before its scheduler, so they find the names by themselves. And what
+        # a killed process has left would be in their way, by its name or its size.
+        directory = shm_dir()
+        with suppress(OSError):  # whoever makes the files says why the directory cannot be used
+            sweep(directory)
+        return name_of(vllm_config), directory
 
     @property
     def _core(self) -> StockCore:

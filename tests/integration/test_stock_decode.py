@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from pullfill.errors import ConfigError
+from pullfill.net.this_host import SHM_DIR_ENV
 from pullfill.transfer.shm.files import shm_dir
 from pullfill.wire import KvMode, WorkerRecord
 from tests.support.cluster import FLAGS, Cluster, pullfill, until
@@ -219,6 +220,21 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             settings_of({**place, **given}, "m", "d-1")
+
+
+def test_files_of_a_killed_process_are_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's ranks make theirs before the fence file, for which others are swept."""
+    from pullfill.worker.stock_core import PullfillDecode
+
+    monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
+    for name in ("decode-mine.fence", "decode-mine-0.kv", "decode-other-0.kv"):
+        (tmp_path / f"pullfill-{name}").write_bytes(b"x")
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="Mine"))
+    rank = object.__new__(PullfillDecode)
+    assert rank.place(config) == ("decode-mine", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
