@@ -251,6 +251,22 @@ def test_what_a_writer_says_of_an_old_attempt_of_its_own_counts_nothing() -> Non
     assert model.commit(model.grants[-1]) is None
 
 
+@pytest.mark.parametrize(
+    "who", [("i0", "mallory"), ("i9", "a")], ids=["another writer", "another incarnation"]
+)
+def test_nobody_else_can_speak_for_a_writer(who: tuple[str, str]) -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    ledger, name = model.ledger, grant.job_id
+    assert said.commit(ledger, name, 1, *who, 2) == said.ready(ledger, name, 1, *who, 2) == "stale"
+    assert not said.progress(ledger, name, 1, *who, 1)
+    for retry in (True, False):
+        said.gave_up(ledger, name, 1, *who, retry=retry)
+    assert (state(model, job), told(model)) == (JobState.GRANTED, [])
+    assert ledger.sums().unwritten == 2
+    assert model.commit(grant) is None
+
+
 # ------------------------------------------------------------------ pull mode
 
 
