@@ -123,6 +123,8 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
         assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2)]
+        decode.outlook.draining.set()
+        assert not remote(decode, 4), "it leaves"
         said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
         await settled(served)
         prefill.puller.pause("check", "")
