@@ -254,11 +254,21 @@ def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
     Both sides that cut the same bytes get pieces of the same lengths."""
     if not len(iovec):
         return
-    own_ends = _ends(iovec)
-    stops = np.arange(step, own_ends[-1], step)
-    cut = _cut_at(iovec, own_ends, np.union1d(own_ends, stops))
-    for piece in np.split(cut, np.searchsorted(_ends(cut), stops) + 1):
-        yield Runs(piece, int(piece[:, 1].sum()))
+    ends = _ends(iovec)
+    starts = np.arange(0, ends[-1], step)
+    stops = np.minimum(starts + step, ends[-1])
+    # Only the runs at the cuts are looked at. Nothing is sorted: a move may have 100,000s of runs.
+    firsts = np.searchsorted(ends, starts, side="right")
+    lasts = np.searchsorted(ends, stops, side="left")
+    skipped = starts - (ends[firsts] - iovec[firsts, 1].astype(np.int64))
+    beyond = ends[lasts] - stops
+    columns = (firsts, lasts + 1, skipped, beyond, stops - starts)
+    for first, last, before, after, total in zip(*(c.tolist() for c in columns), strict=True):
+        piece = iovec[first:last].copy()
+        piece[-1, 1] -= after
+        piece[0, 0] += before
+        piece[0, 1] -= before
+        yield Runs(piece, total)
 
 
 def pairs(ours: Iovec, theirs: Iovec) -> tuple[Iovec, Iovec]:
