@@ -283,6 +283,13 @@ async def test_no_lease_while_a_step_runs(pair: Pair) -> None:
     assert (await pair.ask())[1].fetch == "busy"
 
 
+async def test_no_lease_beside_as_many_as_there_may_be(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_leases, "MOST", 0)
+    assert (await pair.ask())[1].fetch == "busy"
+
+
 async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
     tokens = prompt((NUM_BLOCKS // 2) * BLOCK + 1)
     pair.holder.cache(tokens)
