@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import release
+from pullfill.engine.kv import NO_ATTENTION
 from tests.integration.test_joining import last_error
 from tests.support.cluster import Cluster, Worker
 from tests.support.drafts import FEW, NGRAM, SPECULATE
@@ -238,6 +239,7 @@ def test_cold(served: Served) -> None:
     for record in [*cluster.records("decode").values(), *cluster.records("prefill").values()]:
         assert record.compat is not None
         assert len(record.compat.kv_groups.split()) == served.model.groups
+        assert record.compat.attention != NO_ATTENTION, "vLLM's layers say it"
     cold = [random_prompt(length, seed=1) for length in SHORT_PROMPTS]
     answers = [ask(cluster, prompt, STEPS) for prompt in cold]
     served.check_alone(cold, answers)
