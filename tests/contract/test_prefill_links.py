@@ -18,7 +18,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import Hello, encode
 from tests.support.control_rig import Decode, FakeDirectory, until
-from tests.support.handoff_rig import Make, hold, prompt, stuck_in_a_write
+from tests.support.handoff_rig import Make, hold, prompt, settled, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 
 HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
@@ -90,16 +90,19 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> No
 
 
 async def test_a_decode_worker_that_comes_back_to_the_directory_stays() -> None:
-    """As it was, after its key was lost for a while. Its connection may break later."""
+    """As it was, after its key was lost for a while. Its connection may break later. A prefill
+    worker that drains says so over the next one, too."""
     async with following() as (links, directory, decode):
         directory.put(decode.record())
         await until(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
         directory.put(decode.record())
+        links.leave()
         (peer,) = decode.server.peers.values()
         peer.channel.close()
         await until(lambda: peer.name not in decode.server.peers)
         await until(lambda: links.connected == ["decode-1"])
+        await until(lambda: [p.leaving for p in decode.server.peers.values()] == [True])
 
 
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
@@ -153,4 +156,23 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
         await until(lambda: not prefill.links.links)
+        await cluster.check_clean()
+
+
+async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy may hang for ever, and the jobs of others wait for the credit."""
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.02)
+    async with make(credit_blocks=4, links={"silent_s": 1.0}) as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        await until(lambda: prefill.credits.gone)
+        (peer,) = decode.control.peers.values()
+        monkeypatch.setattr(peer.channel, "write", lambda *_, **__: None)
+        await until(lambda: not prefill.credits.gone)
+        faults.resume()
+        await settled(served)
         await cluster.check_clean()
