@@ -7,6 +7,7 @@ sleeps for a minute, which fails a test. Stock vLLM turns while a request waits,
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
 import time
@@ -53,10 +54,18 @@ from tests.support.workers import compat
 pytestmark = pytest.mark.engine
 
 MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
-# Files in shared memory have it, and other test runs may be under way.
-NAME = f"ports-{os.getpid()}"
+# The worker's, in each test another one: files in shared memory have it, and a test that runs late
+# may still remove its own.
+NAME = ""
+NUMBERS = itertools.count()
 PROMPT, BROUGHT = 5 * BLOCK, 4 * BLOCK
 Sides = Callable[[Callable[[], None], RegionFiles], tuple[Any, SchedulerHalf]]
+
+
+@pytest.fixture(autouse=True)
+def _new_name() -> None:
+    global NAME
+    NAME = f"ports-{os.getpid()}-{next(NUMBERS)}"
 
 
 class Probe(SchedulerHalf):
@@ -346,7 +355,7 @@ async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
 
     def sides(_: Any, own: RegionFiles) -> tuple[Any, SchedulerHalf]:
         files.append(own)
-        return WorkerContext("ports-1", own), Probe()
+        return WorkerContext(NAME, own), Probe()
 
     monkeypatch.setattr(ProbeRole, "watch", refuse)
     monkeypatch.setattr(PullfillDecode, "bind_kv_cache_manager", bind_late)
