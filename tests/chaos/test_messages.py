@@ -13,7 +13,7 @@ import pytest
 from nats.js import JetStreamContext
 
 from pullfill.net.channel import split_address
-from pullfill.queue.streams import EXPECTED_STREAM, MSG_ID, TOKENS, Names
+from pullfill.queue.streams import EXPECTED_STREAM, MSG_ID, Names
 from pullfill.wire import (
     Claim,
     Commit,
@@ -74,7 +74,6 @@ class Target:
             for body in bodies:
                 headers = {
                     MSG_ID: job_id or secrets.token_hex(16),
-                    TOKENS: str(tokens),
                     EXPECTED_STREAM: name,
                 }
                 await stream.publish(self.names.job(tokens), body, headers=headers)
