@@ -21,7 +21,7 @@ from typing import Any
 _ENGINE_CALLS = ("step_fn", "add_request", "preprocess_add_request", "abort_requests")
 """What the host and the request server call on the core."""
 DECODE_CALLS = ("decide", "enqueue", "collect", "request_finished")
-PREFILL_CALLS = ("matched", "allocated", "plan", "finished")
+PREFILL_CALLS = ("matched", "allocated", "scheduled", "finished")
 """Our code that vLLM's scheduler calls in the middle of its own, in each kind of worker."""
 
 _clock = time.thread_time_ns

@@ -81,18 +81,18 @@ class Prefills:
 
     def watch(self) -> None:
         side: Any = self.context.scheduler
-        plan, read = side.plan, side.read_prefix
+        scheduled, read = side.scheduled, side.read_prefix
 
         def planned(output: Any) -> Any:
             if output.num_scheduled_tokens:
                 self.steps.append(dict(output.num_scheduled_tokens))
-            return plan(output)
+            return scheduled(output)
 
         def began(task: PrefillTask, *rest: Any) -> None:
             self.reads[task.request_id] = len(self.steps)
             read(task, *rest)
 
-        side.plan, side.read_prefix = planned, began
+        side.scheduled, side.read_prefix = planned, began
 
     def keep_seats(self, core: Any) -> None:
         """Keep seats for prefix reads, as a decode worker does for KV that it gets."""

@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, assert_right, random_prompt
-from tests.support.zoo import ZOO
+from tests.support.zoo import NO_FP8, ZOO
 
 pytestmark = pytest.mark.engine
 
@@ -69,7 +69,7 @@ def last_error(worker: Worker, within_s: float = 90.0) -> str:
 @pytest.mark.essential
 def test_a_worker_that_does_not_fit_names_the_field(cluster: Cluster) -> None:
     misfits = {
-        "kv_cache_dtype": cluster.launch("prefill", "--kv-cache-dtype=fp8"),
+        "block_size": cluster.launch("prefill", "--block-size=64"),
         "dtype": cluster.launch("decode", "--dtype=bfloat16"),
     }
     for field, worker in misfits.items():
@@ -120,6 +120,7 @@ def test_wrong_flags_in_a_file_are_told_before_anything_is_loaded(
 
 @pytest.mark.long
 @pytest.mark.essential
+@pytest.mark.skipif(bool(NO_FP8), reason=NO_FP8)
 def test_other_scales_are_refused_by_name_and_prompts_stay_local(tmp_path: Path) -> None:
     model, other = scaled_checkpoint(0.05), scaled_checkpoint(0.01)
     assert model_fingerprint(str(model)) == model_fingerprint(str(other)), "it misses the scales"

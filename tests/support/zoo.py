@@ -95,9 +95,17 @@ class Model:
         return random_checkpoint(self.config, self.model, self.processor, **self.fields)
 
 
+_FLAGS = Path("/proc/cpuinfo").read_text().split()
+NO_FP8 = (
+    ""
+    if {"avx512f", "amx_tile"} & set(_FLAGS)
+    else "for an fp8 KV cache on a CPU vLLM needs AVX-512 or AMX"
+)
 ZOO = {
     "Llama": Model(),
-    "Llama, fp8 cache": Model(flags=("--kv-cache-dtype=fp8",), plain={"kv_cache_dtype": "fp8"}),
+    "Llama, fp8 cache": Model(
+        flags=("--kv-cache-dtype=fp8",), plain={"kv_cache_dtype": "fp8"}, missing=NO_FP8
+    ),
     "Qwen3": Model("Qwen3Config", "Qwen3ForCausalLM", _SMALL),
     "Qwen3-MoE": Model(
         "Qwen3MoeConfig",
