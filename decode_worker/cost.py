@@ -60,9 +60,10 @@ class Queue(msgspec.Struct, frozen=True):
     tokens: int = 0  # of these jobs, that are not computed yet
 
     def ahead(self, like: Span) -> Span:
-        """Return the part of the work in front that one prefill worker must do first.
+        """Return the work that a prefill worker does before this prompt's turn comes.
 
-        like: of the prompts that are like those in front."""
+        All jobs in front are taken to be like the usual one, and shared by all workers.
+        like: the span of a usual prompt."""
         if self.jobs < self.workers or not like[0]:
             return 0.0, 0.0  # a prefill worker is free
         x1 = self.tokens / 256.0 / max(1, self.workers)

@@ -56,7 +56,7 @@ def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
 
 
 class Links:
-    """See the module. Knows how fast each prefill worker writes.
+    """Measures how fast each prefill worker writes KV, and forecasts from it. See the module.
 
     Call `wrote` on the asyncio thread, and `forecast` on the engine thread."""
 

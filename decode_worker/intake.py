@@ -43,8 +43,9 @@ class Intake:
         self._put = self._done = 0
 
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
-        """Queue a preparation. Returns False, and drops it, if too much waits already, or if the
-        intake thread cannot start.
+        """Queue a preparation. Returns whether it was queued.
+
+        It is not, and is dropped, if too much waits already or the intake thread cannot start.
 
         size: bytes of the message.
         here: a small message may be prepared at once, on the caller's thread."""

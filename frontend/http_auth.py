@@ -204,8 +204,10 @@ def _is_page(scope: Scope) -> bool:
 
 
 def _use_bearer(scope: Scope, page: bool) -> None:
-    """Turn each key into a Bearer key: `x-api-key`, unless the request has another one, and for the
-    live page the password of HTTP Basic. The user's name may be any."""
+    """Rewrite the request's keys as `Authorization: Bearer KEY`.
+
+    A key in `x-api-key` counts if the request has no other. At the live page the password of HTTP
+    Basic is a key, too. The user's name may be any."""
     headers, bearer, api = [], list[bytes](), list[bytes]()
     for name, value in scope["headers"]:
         if name == b"authorization":
