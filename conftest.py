@@ -63,8 +63,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _together(item: pytest.Item) -> str | None:
     """Return a name for the tests that one process runs with `--forks`. None: any process.
 
-    Fixtures of engine tests start processes, so one process runs a whole file. Quick tests that
-    import large modules share a process, which imports them once."""
+    The tests of an engine test file share a cluster, so one process runs the whole file. All quick
+    tests that import large modules run in one process, which imports these once."""
     if _QUICK.isdisjoint(item.path.parts):
         return str(item.path)
     return "large" if uses_late(getattr(item, "module", None)) else None

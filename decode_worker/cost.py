@@ -60,10 +60,12 @@ class Queue(msgspec.Struct, frozen=True):
     tokens: int = 0  # of these jobs, that are not computed yet
 
     def ahead(self, like: Span) -> Span:
-        """Return the work that a prefill worker does before this prompt's turn comes.
+        """Return the work that one prefill worker has to do before it can begin this prompt.
 
-        All jobs in front are taken to be like the usual one, and shared by all workers.
-        like: the span of a usual prompt."""
+        The jobs in front are shared evenly by all prefill workers. How long their prompts are is
+        not known, only the number of all their tokens.
+
+        like: the span of a prompt that is about as long as theirs."""
         if self.jobs < self.workers or not like[0]:
             return 0.0, 0.0  # a prefill worker is free
         x1 = self.tokens / 256.0 / max(1, self.workers)

@@ -56,7 +56,7 @@ def timeouts(forecast: Forecast, config: RouterConfig) -> tuple[float, float]:
 
 
 class Links:
-    """Measures how fast each prefill worker writes KV, and forecasts from it. See the module.
+    """Measures how fast each prefill worker writes KV, and forecasts how long a write takes.
 
     Call `wrote` on the asyncio thread, and `forecast` on the engine thread."""
 

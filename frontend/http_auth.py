@@ -54,8 +54,8 @@ SERVING_PREFIXES = ("/v1/models/", "/v1/responses/", "/pullfill/requests/")
 # point its own name at this machine.
 PAGE = "/pullfill/ui"
 # Other frontends and pullfill's commands find this frontend in etcd. They show no key, but the
-# proof of one (pullfill/net/http_proof.py). For GET of these paths the proof of any key is as good
-# as a key for clients.
+# proof of one (pullfill/net/http_proof.py). With such a proof they may GET these paths, as a client
+# with a key may.
 PROOF_PATHS = ("/pullfill/status", "/pullfill/requests/", f"{PAGE}/events")
 _PAGE_PREFIX = f"{PAGE}/"
 _SPOKEN_FOR = frozenset({b"forwarded", b"via", b"x-real-ip", b"origin", b"sec-fetch-site"})

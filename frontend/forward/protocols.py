@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,7 +37,7 @@ class Stages:
     returned: dict[str, Any] | None = None
 
 
-class KvProtocol:
+class KvProtocol(ABC):
     """One connector.
 
     name: for `--protocol`. connector: its name in vLLM, for messages.
@@ -55,13 +56,13 @@ class KvProtocol:
         how = f"a kv_connector for the protocol {self.name} ({self.connector})"
         return f"start it with --kv-transfer-config and {how}"
 
+    @abstractmethod
     def prefill(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the prefill stage."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, stages: Stages) -> dict[str, Any]:
         """Return `kv_transfer_params` of the decode stage."""
-        raise NotImplementedError
 
     def request_id(self, stages: Stages, request_id: str) -> str:
         """Return the `X-Request-Id` of both stages. request_id: of the call."""
