@@ -46,10 +46,16 @@ from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.etcd import EtcdServer
+from tests.support.late import Late
 from tests.support.nats import NatsServer
 from tests.support.prompts import random_prompt
 from tests.support.waiting import eventually
 from tests.support.workers import compat
+
+arg_utils: Any = Late("vllm.engine.arg_utils")
+vllm_core: Any = Late("vllm.v1.engine.core")
+executor: Any = Late("vllm.v1.executor")
+vllm_config: Any = Late("vllm.config")
 
 pytestmark = pytest.mark.engine
 
@@ -276,22 +282,21 @@ class ProbeRole(Role[WorkerContext]):
 @asynccontextmanager
 async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> AsyncIterator[Made]:
     """vLLM's own loop, and one flag (worker/stock_core.py)."""
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
-
     ProbeRole.sides = staticmethod(sides)
     ProbeRole.engine = asyncio.get_running_loop().create_future()
-    parser = EngineArgs.add_cli_args(flag_parser("test"))
-    args = EngineArgs.from_cli_args(parser.parse_args(["--model", str(model), *FLAGS, *MOCK]))
+    parser = arg_utils.EngineArgs.add_cli_args(flag_parser("test"))
+    args = arg_utils.EngineArgs.from_cli_args(
+        parser.parse_args(["--model", str(model), *FLAGS, *MOCK])
+    )
     place = {"etcd": etcd.url, "nats": "nats://unused", "namespace": ns}
-    args.kv_transfer_config = KVTransferConfig(
+    args.kv_transfer_config = vllm_config.KVTransferConfig(
         kv_connector="ProbedConnector", kv_connector_module_path="tests.support.probed_connector",
         kv_role="kv_consumer", engine_id=NAME, kv_connector_extra_config=place,
     )  # fmt: skip
     config = args.create_engine_config()
-    loop = StockLoop(lambda: EngineCore(config, Executor.get_class(config), log_stats=False))
+    loop = StockLoop(
+        lambda: vllm_core.EngineCore(config, executor.Executor.get_class(config), log_stats=False)
+    )
     loop.start()
     try:
         await asyncio.wrap_future(loop.core)
@@ -542,15 +547,13 @@ async def test_ranks_are_asked_on_the_engine_thread_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that has died never answers. The asyncio thread must go on, and see that."""
-    from vllm.v1.engine.core import EngineCore
-
     asked: list[str] = []
 
     def tasks(core: Any) -> tuple[str, ...]:
         asked.append(threading.current_thread().name)
         return ("generate",)
 
-    monkeypatch.setattr(EngineCore, "get_supported_tasks", tasks)
+    monkeypatch.setattr(vllm_core.EngineCore, "get_supported_tasks", tasks)
     async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
         await build(made.engine)
         assert set(asked) == {"engine"}

@@ -24,6 +24,7 @@ from pullfill.decode_worker.self_check import (
     Trials,
     wanted_blocks,
 )
+from pullfill.engine import requests
 from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import TransferFailed
 from pullfill.registry.self_checks import SelfChecks
@@ -216,6 +217,9 @@ async def test_kv_that_cannot_be_read_harms_no_step(
     def fails(*_: object, **__: object) -> None:
         raise TransferFailed("no memory is left on the GPU")
 
+    monkeypatch.setattr(
+        requests, "own_request", lambda name, *_, **__: SimpleNamespace(request_id=name)
+    )
     submit: Any = SimpleNamespace(add=add, abort=lambda _, forgotten: forgotten())
     trials = Trials(submit, RequestTraces("d", FakeClock()), [memory], ONE_GROUP, logprobs=None)
     assert len((await trials.run([1, 2, 3], salt="s", blocks=2)).pages) == 1

@@ -5,11 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from pullfill.demo import checkpoint as demo
 from pullfill.demo.recipe import Recipe
+from tests.support.late import Late
+
+files: Any = Late("safetensors.torch")
 
 SMALL = Recipe(
     hidden=32, layers=1, heads=2, kv_heads=1, intermediate=32, vocab=268, max_positions=128
@@ -25,8 +30,6 @@ def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
 
 
 def _race(where: Path, log: Path, gate: object) -> None:
-    from safetensors import torch as files
-
     save = files.save_file
 
     def counted(*args: object) -> None:
@@ -34,7 +37,7 @@ def _race(where: Path, log: Path, gate: object) -> None:
             handle.write(f"{os.getpid()}\n")
         save(*args)
 
-    files.save_file = counted
+    mock.patch("safetensors.torch.save_file", counted).start()
     gate.wait()  # type: ignore[attr-defined]
     demo.ensure_demo_model(where, SMALL)
     files.load_file(where / "model.safetensors")  # complete as soon as ensure returns
