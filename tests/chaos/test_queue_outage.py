@@ -16,8 +16,8 @@ from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.wire import QueueSettings
-from tests.support.nats import NatsCluster, NatsServer, dead_letters, until
-from tests.support.waiting import patience
+from tests.support.nats import NatsCluster, NatsServer, dead_letters
+from tests.support.waiting import patience, soon
 
 pytestmark = pytest.mark.slow
 HANG_S = 30.0
@@ -68,7 +68,7 @@ class Traffic:
         """Wait until this many more jobs were done."""
         enough = len(self.pulled_at) + jobs
         try:
-            await until(lambda: len(self.pulled_at) >= enough, HANG_S)
+            await soon(lambda: len(self.pulled_at) >= enough, HANG_S)
         except TimeoutError:
             raise AssertionError(
                 f"{enough - len(self.pulled_at)} of {jobs} jobs did not come. "
@@ -81,7 +81,7 @@ class Traffic:
         self._stop = True
         async with asyncio.timeout(HANG_S):
             await asyncio.gather(*self._tasks)
-        await until(lambda: self.producer.available and not self.producer.depth().depth_jobs)
+        await soon(lambda: self.producer.available and not self.producer.depth().depth_jobs)
 
 
 @pytest.mark.essential
@@ -137,7 +137,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
         await traffic.more(20)
         assert traffic.pulled_at[flow + 19] < killed + patience(AGAIN_S)
         await cluster.info(stream)  # it has a leader again
-        await until(
+        await soon(
             lambda: producer.streams.stream_id == consumer.streams.stream_id == identity, HANG_S
         )
         await traffic.more(20)

@@ -16,7 +16,8 @@ from pullfill.registry.live_settings import Settings
 from pullfill.registry.watch import Delete, Put, watch_prefix
 from pullfill.wire import QueueSettings, WorkerState
 from tests.support.etcd import EtcdCluster, EtcdServer
-from tests.support.workers import eventually, member
+from tests.support.waiting import soon
+from tests.support.workers import member
 
 pytestmark = pytest.mark.slow
 NS = "chaos"
@@ -46,17 +47,17 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, client: EtcdClient)
     await worker.join()
     await directory.start()
     directory.subscribe(lambda old, new: changes.append((bool(old), bool(new))))
-    await eventually(lambda: "decode-1" in directory.workers("decode"))
+    await soon(lambda: "decode-1" in directory.workers("decode"))
     etcd.pause()
-    await eventually(lambda: not worker.lease and not directory.reachable)
+    await soon(lambda: not worker.lease and not directory.reachable)
     assert list(directory.workers("decode")) == ["decode-1"]
     assert len(made) == 1  # no new incarnation before etcd is back
     assert not await worker.set_state(WorkerState.DRAINING)
     etcd.resume()
-    await eventually(lambda: len(made) > 1 and made[-1] == worker.incarnation, within_s=20)
+    await soon(lambda: len(made) > 1 and made[-1] == worker.incarnation, within_s=20)
     assert len(made) == len(set(made)) == 2
     found = directory.workers
-    await eventually(lambda: found("decode")["decode-1"].incarnation == worker.incarnation)
+    await soon(lambda: found("decode")["decode-1"].incarnation == worker.incarnation)
     assert (await directory.descriptor("decode-1", 0)).incarnation == worker.incarnation
     assert not worker.revoked.is_set()
     assert (True, False) not in changes
@@ -88,7 +89,7 @@ async def test_a_paused_virtual_machine_is_not_revoked(
     time.sleep(3.0)  # noqa: ASYNC251 - nothing of this process runs
     clock.missed_s = 3.0
     first = worker.incarnation
-    await eventually(lambda: worker.incarnation != first or worker.revoked.is_set(), within_s=20)
+    await soon(lambda: worker.incarnation != first or worker.revoked.is_set(), within_s=20)
     assert not worker.revoked.is_set()
     assert made == [first, worker.incarnation]
     assert await revoke_worker(client, NS, "decode-1") is not None
@@ -139,12 +140,12 @@ async def test_a_watch_follows_over_restarts(
     writing = asyncio.create_task(write_all())
     for end in (etcd.kill, etcd.stop):
         seen = len(watched)
-        await eventually(lambda seen=seen: len(watched) > seen + 30)  # type: ignore[misc]
+        await soon(lambda seen=seen: len(watched) > seen + 30)  # type: ignore[misc]
         await asyncio.to_thread(end)
         await asyncio.to_thread(etcd.start)
     await asyncio.wait_for(writing, 60)
     left = {f"n/{number:04}".encode() for number in range(300) if number % 3}
-    await eventually(lambda: watched.keys() == left)
+    await soon(lambda: watched.keys() == left)
     await writer.close()
 
 
@@ -154,13 +155,13 @@ async def test_a_watch_notices_a_store_that_was_replaced_and_outgrew_it(
     """The new store's revision is past ours when we look again, so its number proves nothing."""
     await client.put("n/old", b"1")
     await client.put("n/same", b"1")
-    await eventually(lambda: len(watched) == 2)
+    await soon(lambda: len(watched) == 2)
     await asyncio.to_thread(etcd.restart, empty=True)
     writer = await EtcdClient.connect(etcd.url, wait_s=10)
     await writer.put("n/same", b"1")
     for i in range(20):
         await writer.put("n/new", str(i).encode())
-    await eventually(lambda: watched == {b"n/same": b"1", b"n/new": b"19"})
+    await soon(lambda: watched == {b"n/same": b"1", b"n/new": b"19"})
     await writer.close()
 
 
@@ -184,7 +185,7 @@ async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: P
                 break
             except PullfillError:
                 assert time.monotonic() < began + 30.0
-        await eventually(lambda: follower.current.max_jobs == 7, 30.0)
+        await soon(lambda: follower.current.max_jobs == 7, 30.0)
         await asyncio.sleep(6.0)  # a TTL and more
         assert worker.lease
         assert len(made) == 1

@@ -20,7 +20,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Delete
 from pullfill.wire import MAX_TEXT
 from tests.support.late import Late
-from tests.support.workers import eventually as soon
+from tests.support.waiting import soon
 from tests.unit.engine.test_adapters import Worker, an_adapter, asked, place
 
 fastapi: Any = Late("fastapi")

@@ -13,8 +13,9 @@ from pullfill.queue.streams import round_up_tokens
 from pullfill.wire import Load
 from tests.support import said
 from tests.support.fakes import FakeRequest
-from tests.support.handoff_rig import DecodeHalf, Make, PrefillHalf, prompt, settled, until
+from tests.support.handoff_rig import DecodeHalf, Make, PrefillHalf, prompt, settled
 from tests.support.kv_engine import BLOCK
+from tests.support.waiting import soon
 
 TOKENS = 10 * BLOCK
 """Tokens of each prompt that a prefill worker must compute."""
@@ -23,7 +24,7 @@ TOKENS = 10 * BLOCK
 async def reported(decode: DecodeHalf, prefill: PrefillHalf, load: Load) -> None:
     prefill.links.load = lambda: load
     prefill.links.pause("")  # says so at once
-    await until(lambda: [p.load for p in decode.control.peers.pulling] == [load])
+    await soon(lambda: [p.load for p in decode.control.peers.pulling] == [load])
 
 
 def remote(decode: DecodeHalf, seed: int) -> bool:
@@ -44,7 +45,7 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(make: Make) -> None:
         assert not remote(decode, 5)
         decode.abort(served.pop())
         decode.abort(served.pop())
-        await until(lambda: decode.producer.depth().depth_jobs == 2)
+        await soon(lambda: decode.producer.depth().depth_jobs == 2)
         assert remote(decode, 6), "8 s"
         served.append(decode.send(prompt(TOKENS + 1, seed=7)))
         (last,) = [e for e in decode.ledger._jobs.values() if e.request_id == "r4"]
@@ -97,7 +98,7 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         served = [decode.send(prompt(TOKENS + 2, seed=seed)) for seed in range(4, 12)]
         await settled(*served)
         assert all(request.loaded and decode.right(request) for request in served)
-        await until(lambda: large.budget.completed == len(served))  # a moment after the commit
+        await soon(lambda: large.budget.completed == len(served))  # a moment after the commit
         assert small.budget.failed == 0
         await cluster.check_clean()
 
@@ -109,7 +110,7 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         decode.look()
         prefill.puller.pause("check", "paused")
         served = decode.send(prompt(TOKENS + 1, seed=1))
-        await until(lambda: decode.producer.depth().depth_jobs == 1)
+        await soon(lambda: decode.producer.depth().depth_jobs == 1)
         (job,) = jobs_of(decode.ledger)
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
         assert not remote(decode, 2), "12 s"

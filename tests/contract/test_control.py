@@ -24,7 +24,8 @@ from pullfill.wire import (
     encode,
 )
 from tests.support import framing
-from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello, until
+from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello
+from tests.support.waiting import soon
 
 # ------------------------------------------------------------------ the good path
 
@@ -152,7 +153,7 @@ async def test_nonsense_closes_the_connection_and_is_counted(
     framing.write_body(raw.writer, said)
     assert await raw.ended()
     assert counter._value.get() == before + 1
-    await until(lambda: len(decode.server.peers.pulling) == 1)
+    await soon(lambda: len(decode.server.peers.pulling) == 1)
     assert decode.fences.in_use == 0
     assert (await other.commit(await other.claim())).ok, "the others go on"
 
@@ -166,7 +167,7 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     grant = await prefill.claim()
     let_go = decode.fences.hold(grant.fence)
     decode.ledger.give_up("j", Outcome.CANCELLED)
-    await until(lambda: prefill.revokes)
+    await soon(lambda: prefill.revokes)
     assert (prefill.revokes[0].job_id, prefill.revokes[0].attempt) == ("j", 1)
     hold, settle = decode.settled()
     assert hold.blocks == BLOCKS
@@ -174,7 +175,7 @@ async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) 
     assert decode.ledger.quarantined_blocks == len(BLOCKS)
     let_go()
     prefill.link.send(DrainAck())
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
     (release,) = decode.settled()
     assert release.job_id == "j"
 
@@ -194,7 +195,7 @@ async def test_the_timer_survives_a_failure(
 
     monkeypatch.setattr(decode.ledger, "tick", tick)
     decode.open(timeout_s=0.05)
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
 
 
 async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
@@ -206,7 +207,7 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     raw.say(Claim(rid=1, job_id="j", incarnation="i0", ack_subject="evil.>"))
     assert isinstance(await raw.hear(), Grant)
     raw.writer.close()
-    await until(lambda: len(decode.server.peers.pulling) == 1)
+    await soon(lambda: len(decode.server.peers.pulling) == 1)
     assert (await other.claim()).attempt == 2
     assert decode.nakked == []
 
@@ -257,7 +258,7 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
     await cancel
     assert decode.ledger.quarantined_blocks
     let_go()  # killed: the kernel frees the lock, and nobody says anything
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
 
 
 @PATIENT
@@ -270,4 +271,4 @@ async def test_proof_is_asked_for_when_the_writer_is_lost(decode: Decode) -> Non
     assert decode.ledger.quarantined_blocks
     let_go()
     writer.writer.close()
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)

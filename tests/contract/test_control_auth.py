@@ -17,8 +17,9 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye, encode
 from tests.support import framing
-from tests.support.control_rig import Decode, Prefill, Raw, until
+from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.listening import listening
+from tests.support.waiting import soon
 
 KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
@@ -43,7 +44,7 @@ async def test_without_the_right_key_nobody_gets_in_and_both_sides_say_which_to_
     prefill = await connect(key=theirs, up=False)
     with pytest.raises(PeerUnavailable):
         await prefill.link.wait_up(0.5)
-    await until(lambda: refused() > before + 4)  # more than one attempt, seen by both ends
+    await soon(lambda: refused() > before + 4)  # more than one attempt, seen by both ends
     assert len(decode.server.peers.pulling) == 0
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     for room in ("refused a control connection", "control connection to decode-1"):
@@ -140,7 +141,7 @@ async def test_nobody_on_the_path_can_speak_for_a_worker(
         attacked = True
         # Of a commit said twice the first copy counts, and may be answered before the end.
         await asyncio.gather(prefill.commit(grant), return_exceptions=True)
-        await until(lambda: refused() > before and prefill.lost == 1)
+        await soon(lambda: refused() > before and prefill.lost == 1)
         if attack in (flip, forge):
             entry = decode.ledger.find("j")
             assert entry is None or entry.state is not JobState.COMMITTED

@@ -14,7 +14,8 @@ from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.net.channel import split_address
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import Claim, Grant, Welcome
-from tests.support.control_rig import Decode, Raw, hello, until
+from tests.support.control_rig import Decode, Raw, hello
+from tests.support.waiting import soon
 
 
 async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
@@ -36,7 +37,7 @@ async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
 
     monkeypatch.setattr(SerialExecutor, "put", refuse)
     peer.channel.close()
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
     assert decode.server.peers.get(peer.name) is None
     assert closed == [True]
     assert not decode.server._readers
@@ -52,8 +53,8 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await until(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
-    await until(lambda: decode.fences.in_use == 0)
+    await soon(lambda: decode.ledger.find("j").attempt == 1)  # type: ignore[union-attr]
+    await soon(lambda: decode.fences.in_use == 0)
     assert (await other.claim()).attempt == 2
 
 
@@ -89,7 +90,7 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
     assert isinstance(await raw.hear(), Grant)
     again = await connect("prefill-1")
     assert await raw.ended()
-    await until(lambda: decode.nakked == ["ack.j"])
+    await soon(lambda: decode.nakked == ["ack.j"])
     assert decode.server.peers.instances == ["prefill-1", "prefill-2"]
     assert (await again.claim()).attempt == 2
     assert other.lost == again.lost == 0

@@ -10,11 +10,12 @@ import pytest
 from pullfill.decode_worker.ledger import Entry, JobState, Settle
 from pullfill.errors import Outcome
 from pullfill.wire import Claim, Draining, GiveUp, Grant, Heartbeat
-from tests.support.control_rig import Decode, Raw, until
+from tests.support.control_rig import Decode, Raw
+from tests.support.waiting import soon
 
 
 async def is_served_here(decode: Decode) -> None:
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
     assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
 
 
@@ -26,11 +27,11 @@ async def test_a_silent_worker_is_gone_and_one_that_pings_stays(
     monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.05)
     prefill = await connect()
     await raw.hello()
-    await until(lambda: len(decode.server.peers.pulling) == 2)
+    await soon(lambda: len(decode.server.peers.pulling) == 2)
     decode.open()
     raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
     assert isinstance(await raw.hear(), Grant)
-    await until(lambda: decode.server.peers.instances == ["prefill-1"])
+    await soon(lambda: decode.server.peers.instances == ["prefill-1"])
     assert (await prefill.claim()).attempt == 2
     assert prefill.lost == 0
 
@@ -42,12 +43,12 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(
     prefill = await connect()
     decode.open()
     prefill.links.pause("its engine takes no steps")
-    await until(lambda: len(decode.server.peers.pulling) == 0)
+    await soon(lambda: len(decode.server.peers.pulling) == 0)
     await is_served_here(decode)
     said = "prefill-1 pulls no jobs: its engine takes no steps"
     assert decode.server.peers.not_pulling == [said]
     prefill.links.pause("")
-    await until(lambda: len(decode.server.peers.pulling) == 1)
+    await soon(lambda: len(decode.server.peers.pulling) == 1)
     assert prefill.lost == 0
 
 
@@ -68,13 +69,13 @@ async def test_claims_that_time_out_beside_a_busy_prefill_worker(
     prefills = [await connect(), await connect("prefill-2")]
     for prefill in prefills:
         prefill.links.activity = lambda: (next(completed), int(how == "computes"))
-    await until(lambda: all(peer.busy for peer in decode.server.peers.values()))
+    await soon(lambda: all(peer.busy for peer in decode.server.peers.values()))
     for number in range(3):
         decode.open(f"j{number}", timeout_s=0.15)
-        await until(lambda: decode.ledger.open_jobs == 0)
+        await soon(lambda: decode.ledger.open_jobs == 0)
     assert decode.ledger.claims.stalled
     prefills[0].links.activity = lambda: (0, 0)
-    await until(lambda: not decode.ledger.claims.stalled)
+    await soon(lambda: not decode.ledger.claims.stalled)
 
 
 @pytest.mark.parametrize("writing", [False, True])
@@ -86,15 +87,15 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
     fence = (await prefill.claim()).fence
     let_go = decode.fences.hold(fence) if writing else lambda: None
     prefill.links.leave()
-    await until(lambda: len(decode.server.peers.pulling) == 0)
+    await soon(lambda: len(decode.server.peers.pulling) == 0)
     assert decode.settled() == [], "what was granted may end"
     prefill.link.send(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
-    await until(lambda: decode.ledger.has_events)
+    await soon(lambda: decode.ledger.has_events)
     *held, settled = decode.settled()
     assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
     assert len(held) == decode.ledger.open_jobs == writing
     let_go()
-    await until(lambda: decode.ledger.open_jobs == 0)
+    await soon(lambda: decode.ledger.open_jobs == 0)
 
 
 async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Decode, raw: Raw) -> None:
@@ -103,12 +104,12 @@ async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Decode, raw
     await unchecked.hello()
     await checked.hello()
     unchecked.say(Heartbeat(pulls=False, why="self_check_pending"))
-    await until(lambda: len(decode.server.peers.pulling) == 1)
+    await soon(lambda: len(decode.server.peers.pulling) == 1)
     decode.open()
     job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, to="p")
     decode.ledger.open(job)
     checked.say(Draining())
-    await until(lambda: decode.ledger.find("j") is None)
+    await soon(lambda: decode.ledger.find("j") is None)
     assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
     trial = decode.ledger.find("t")
     assert trial is not None

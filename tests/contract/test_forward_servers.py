@@ -16,7 +16,8 @@ from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
-from tests.support.frontend_rig import PATIENCE_S, ForwardRig, Got, forwarding, until
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, Got, forwarding
+from tests.support.waiting import soon
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -107,7 +108,7 @@ async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -
         first, second = rig.decode
         first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
         asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
-        await until(lambda: first.open and second.open)
+        await soon(lambda: first.open and second.open)
         rig.servers.set("test", list(rig.servers.known)[:-1])
         await rig.states(ready=2)
         first.stalls.set()
@@ -150,7 +151,7 @@ async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_co
         prefill, decode = rig.prefill[0], rig.decode[0]
         prefill.connector = ""
         asking = asyncio.create_task(rig.ask(stream=stream))
-        await until(lambda: decode.open and prefill.requests)
+        await soon(lambda: decode.open and prefill.requests)
         prefill.metrics = ASKED % ("1.0", "64.0", "0.0")
         got = await asking
         assert got.status == 503
@@ -316,7 +317,7 @@ async def test_servers_are_chosen_by_load_or_prefix(
             for fake in (rig.prefill[0], rig.decode[0]):
                 fake.metrics = "vllm:num_requests_waiting{} 50.0\n"
             loads = rig.servers.known.values()
-            await until(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
+            await soon(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
         # Three conversations take turns.
         for turn in range(8):
             for talk in "abc":
@@ -377,7 +378,7 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
             async with running(beats()):
                 await rig.states(ready=2)
                 assert (await rig.ask()).status == 200
-            await until(lambda: not rig.servers.known)
+            await soon(lambda: not rig.servers.known)
             assert "no stock decode server is known" in (await rig.ask()).message
             await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
             async with running(beats()):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pullfill.wire import DecodePolicy
-from tests.support.frontend_rig import Got, events, forwarding, until
+from tests.support.frontend_rig import Got, events, forwarding
+from tests.support.waiting import soon
 
 STOCK = [
     ("staged", "nixl"),
@@ -55,7 +56,7 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
             fake.stalls = asyncio.Event()
         leave = asyncio.Event()
         asking = asyncio.create_task(rig.ask(stream=stream, leave=leave))
-        await until(lambda: any(f.open for f in rig.all))
+        await soon(lambda: any(f.open for f in rig.all))
         leave.set()
         got = await asking
         assert not got.parts
@@ -147,7 +148,7 @@ async def test_a_lost_server_ends_its_waits(how: Any) -> None:
         stuck = rig.decode[0]
         stuck.stalls = asyncio.Event()
         asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
-        await until(lambda: stuck.open)
+        await soon(lambda: stuck.open)
         stuck.alive = False
         for one in asking:
             assert (await one).status == 200
@@ -160,7 +161,7 @@ async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
         rig.decode[0].stops = True
         got = Got()
         asking = asyncio.create_task(rig.ask(headers=ID, stream=True, got=got))
-        await until(lambda: got.parts)
+        await soon(lambda: got.parts)
         assert len(got.parts) == 1, "each event comes at once"
         rig.servers.fail_all("this frontend stops")
         await asking
@@ -273,11 +274,11 @@ async def test_a_staged_request_goes_to_who_is_free_when_its_prefill_is_done() -
         rig.policy = DecodePolicy.LEAST_LOADED
         gate = rig.prefill[0].stalls = asyncio.Event()
         asking = asyncio.create_task(rig.ask())
-        await until(lambda: rig.prefill[0].open)
+        await soon(lambda: rig.prefill[0].open)
         busy = rig.decode[0]
         busy.metrics = "vllm:num_requests_running{} 900.0\nvllm:num_requests_waiting{} 900.0\n"
         (seen,) = (s for s in rig.servers.ready("decode") if s.url == busy.url)
-        await until(lambda: seen.load is not None and seen.load.waiting > 0)
+        await soon(lambda: seen.load is not None and seen.load.waiting > 0)
         gate.set()
         await asking
         assert not busy.requests
@@ -383,13 +384,13 @@ async def test_a_decode_server_waits_no_longer_for_the_kv_of_a_server_that_is_lo
         prefill, decode = rig.prefill[0], rig.decode[0]
         decode.stalls = asyncio.Event()
         asking = asyncio.create_task(rig.ask(stream=stream))
-        await until(lambda: decode.open)
+        await soon(lambda: decode.open)
         prefill.alive = False
         await rig.states(failing=1)
         await asyncio.sleep(0.2)
         assert (len(decode.requests), decode.left) == (1, 0), "it has the KV, and computes"
         decode.metrics = "vllm:num_requests_waiting{} 1.0\n"
-        await until(lambda: decode.left)
+        await soon(lambda: decode.left)
         decode.stalls.set()
         assert (await asking).status == 200
         assert "kv_transfer_params" not in decode.requests[-1][2], "it computes the prompt itself"

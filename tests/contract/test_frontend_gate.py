@@ -12,7 +12,7 @@ import uvicorn
 
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.main import Server
-from tests.support.frontend_rig import until
+from tests.support.waiting import soon
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -40,7 +40,7 @@ async def served() -> AsyncIterator[tuple[Admission, int]]:
     config = uvicorn.Config(gate, port=0, log_level="critical", lifespan="off")
     server = Server(config)
     running = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await soon(lambda: server.started)
     yield gate, server.servers[0].sockets[0].getsockname()[1]
     server.force_exit = server.should_exit = True
     with contextlib.suppress(asyncio.CancelledError):
@@ -56,17 +56,17 @@ async def test_a_client_that_reads_nothing_is_left_and_one_that_goes_too(
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for client in (deaf, writer):
         client.write(REQUEST)
-    await until(lambda: gate.in_flight == 2)
+    await soon(lambda: gate.in_flight == 2)
 
     async def read() -> None:
         while await reader.read(1 << 20):
             pass
 
     reading = asyncio.create_task(read())
-    await until(lambda: gate.in_flight == 1)
+    await soon(lambda: gate.in_flight == 1)
     assert not reading.done(), "who reads is not left"
     writer.transport.abort()
-    await until(lambda: gate.in_flight == 0)
+    await soon(lambda: gate.in_flight == 0)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     deaf.transport.abort()

@@ -15,7 +15,8 @@ import pytest
 
 from pullfill.wire import WorkerRecord
 from tests.support.fake_vllm import answer, request
-from tests.support.frontend_rig import FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig
+from tests.support.waiting import soon
 
 WORKER = """
 import time
@@ -71,7 +72,7 @@ async def begun(r: Rig, record: WorkerRecord, request_id: str) -> None:
     r.directory.put(record)
     await r.ready(1)
     r.dispatcher.submit(request(request_id, PROMPT, max_tokens=TOKENS))
-    await until(lambda: len(r.sink.tokens.get(request_id, [])) > 3)
+    await soon(lambda: len(r.sink.tokens.get(request_id, [])) > 3)
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
@@ -85,11 +86,11 @@ async def test_a_lost_process_is_noticed_within_five_seconds(fault: int) -> None
         await lucky.ready(2)
         process.send_signal(fault)
         async with stopwatch() as passed_s:
-            await until(lambda: bool(other.added))
+            await soon(lambda: bool(other.added))
             assert passed_s() < BOUND_S
-            await until(lambda: "b" in alone.sink.failures)
+            await soon(lambda: "b" in alone.sink.failures)
             assert passed_s() < BOUND_S
         assert "decode-1 was lost" in alone.sink.failures["b"]
-        await until(lambda: "a" in lucky.sink.finished)
+        await soon(lambda: "a" in lucky.sink.finished)
         assert lucky.sink.tokens["a"] == answer(PROMPT, TOKENS)
         assert [q.request_id for q in other.added] == ["a~1"]

@@ -17,7 +17,8 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspect_records import SuspectBoard, posted
 from tests.support.etcd import EtcdServer
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import PATIENCE_S, FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import PATIENCE_S, FakeDecode, Rig, rig
+from tests.support.waiting import soon
 
 FATAL = 666
 """A token that ends every worker it reaches."""
@@ -45,7 +46,7 @@ def deadly(*names: str) -> list[FakeDecode]:
 async def kill_two(r: Rig, board: SuspectBoard) -> str:
     """The fingerprint of a request that two workers have died with."""
     r.dispatcher.submit(request("d", [FATAL]))
-    await until(lambda: "d" in r.sink.failures)
+    await soon(lambda: "d" in r.sink.failures)
     assert r.sink.refused == {"d"}
     (row,) = board.listed()
     return str(row["fingerprint"])
@@ -62,7 +63,7 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         frontend(etcd, ns, other) as (two, board_2),
     ):
         name = await kill_two(one, board_1)
-        await until(lambda: board_2.left_s(name) > 0)
+        await soon(lambda: board_2.left_s(name) > 0)
         two.dispatcher.submit(request("x", [FATAL]))
         assert two.sink.refused == {"x"}
         assert f"pullfill suspects clear {name}" in two.sink.failures["x"]
@@ -76,15 +77,15 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
         assert 80 < told["left_s"] <= 90
         with pytest.raises(ConfigError, match=name):
             await operate.suspects(ref, "clear", "cafe")
-        await until(lambda: len(board_1) == len(board_2) == 1)
+        await soon(lambda: len(board_1) == len(board_2) == 1)
         await operate.suspects(ref, "clear", name)
-        await until(lambda: not len(board_1) and not len(board_2))
+        await soon(lambda: not len(board_1) and not len(board_2))
         one.dispatcher.submit(request("z", [1]))
         assert not one.dispatcher.flights["z"].deaths, (
             "the frontend that refused it has forgotten it"
         )
         two.dispatcher.submit(request("y", [FATAL]))
-        await until(lambda: "y" in two.sink.finished)
+        await soon(lambda: "y" in two.sink.finished)
     await operate.suspects(ref, "clear", every=True)
     await operate.suspects(ref)
     assert "no request is refused" in capsys.readouterr().out
@@ -100,7 +101,7 @@ async def test_a_refusal_waits_for_etcd_and_serving_does_not(tmp_path: Path, ns:
             r.dispatcher.submit(request("again", [FATAL]))
             assert "again" in r.sink.refused, "by this frontend's own list"
             r.dispatcher.submit(request("good", [1]))
-            await until(lambda: "good" in r.sink.finished)
+            await soon(lambda: "good" in r.sink.finished)
             await asyncio.to_thread(etcd.start)
             client = await EtcdClient.connect(etcd.url, wait_s=10)
             async with asyncio.timeout(PATIENCE_S):
@@ -113,9 +114,9 @@ async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> 
     async with frontend(etcd, ns, FakeDecode("decode-1")) as (r, board):
         etcd.ctl("put", f"/pullfill/{ns}/suspects/cafe", "rubbish")
         board.post("beef", 2, 9)
-        await until(lambda: board.left_s("beef") > 0)
+        await soon(lambda: board.left_s("beef") > 0)
         r.dispatcher.submit(request("good"))
-        await until(lambda: "good" in r.sink.finished)
+        await soon(lambda: "good" in r.sink.finished)
         client = await EtcdClient.connect(etcd.url)
         assert [row["fingerprint"] for row in await posted(client, ns)] == ["beef"]
         await client.close()
@@ -126,7 +127,7 @@ async def test_a_refusal_of_the_shortest_time_reaches_the_others(etcd: EtcdServe
     one, two = (SuspectBoard(client, ns, lambda: 1.0) for _ in range(2))
     two.begin()
     one.post("beef", 2, 9)
-    await until(lambda: two.left_s("beef") > 0)
+    await soon(lambda: two.left_s("beef") > 0)
     for board in (one, two):
         await board.close()
     await client.close()

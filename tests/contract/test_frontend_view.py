@@ -21,9 +21,9 @@ from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.probe import ProbeServer
 from pullfill.snapshot import UNTOLD
 from pullfill.wire import WorkerRecord
-from tests.support.control_rig import until
 from tests.support.http_stub import serving
 from tests.support.listening import listening
+from tests.support.waiting import soon
 from tests.support.workers import record
 
 AT_ONCE = {"again_s": 0.0, "most_asked": math.inf}
@@ -116,7 +116,7 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready() -> None:
     async with hanging() as stopped, answering(said) as (url, _):
         async with viewed(stopped.url, url, ready_s=0.2, **AT_ONCE) as view:
             looking = asyncio.create_task(view.status())
-            await until(lambda: "decode-1" in view._last)
+            await soon(lambda: "decode-1" in view._last)
             reasons = await view.reasons()
             assert not looking.done(), "it has longer than that to answer"
             assert not stopped.given_up.is_set()
@@ -183,7 +183,7 @@ async def test_workers_that_hang_hide_no_other() -> None:
         others = [stopped.url] * 99
         async with viewed(*others, url, *others[:21]) as view:  # 99 sorts last
             looking = asyncio.create_task(view.status())
-            await until(lambda: "decode-99" in view._last)
+            await soon(lambda: "decode-99" in view._last)
             stopped.ended.set()
             rows = (await looking).workers
             assert [row.state for row in rows if row.http == url] == ["ready"]

@@ -22,9 +22,10 @@ from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
 from pullfill.wire import PrefillJob, decode, encode, u32
 from tests.support.fakes import FakeClock
-from tests.support.handoff_rig import Cluster, Make, hold, prompt, settled, stuck_in_a_write, until
+from tests.support.handoff_rig import Cluster, Make, hold, prompt, settled, stuck_in_a_write
 from tests.support.kv_engine import BLOCK
 from tests.support.nats import NatsServer
+from tests.support.waiting import soon
 
 # ------------------------------------------------------------------ right bytes
 
@@ -72,7 +73,7 @@ async def test_a_worker_that_is_stopped_in_a_write_hands_its_job_on(make: Make) 
         second = await cluster.prefill()
         await first.puller.stop()
         await first.puller.abandon()
-        await until(lambda: decode.ledger.quarantined_blocks == len(served.table))
+        await soon(lambda: decode.ledger.quarantined_blocks == len(served.table))
         faults.resume()
         await settled(served)
         assert decode.right(served)
@@ -173,7 +174,7 @@ async def test_a_draining_decode_worker_gets_what_was_granted(make: Make) -> Non
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         prefill.engine.gate.clear()
         served = decode.send(prompt(30))
-        await until(lambda: prefill.tasks)
+        await soon(lambda: prefill.tasks)
         cluster.directory.remove("decode-1")
         late = decode.send(prompt(20))
         prefill.engine.gate.set()
@@ -182,4 +183,4 @@ async def test_a_draining_decode_worker_gets_what_was_granted(make: Make) -> Non
         assert decode.right(late)
         await cluster.check_clean()
         await decode.control.stop()
-        await until(lambda: not prefill.links.links)
+        await soon(lambda: not prefill.links.links)

@@ -23,8 +23,8 @@ from tests.support.handoff_rig import (
     settled,
     stuck_in_a_read,
     stuck_in_a_write,
-    until,
 )
+from tests.support.waiting import soon
 
 PULL = KvMode.PULL
 TRANSPORTS = ["loopback", "shm", "tcp"]
@@ -75,7 +75,7 @@ async def test_pull_abort_in_a_read(make: Make) -> None:
         kept = {b for run in prefill.engine._runs.values() for b in run.table}
         assert kept, "the prefill worker's blocks may still be read"
         faults.resume()
-        await until(lambda: set(served.table) <= decode.pool.free)
+        await soon(lambda: set(served.table) <= decode.pool.free)
         await cluster.check_clean()
         again = decode.send(prompt(30))
         await settled(again)
@@ -94,7 +94,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> No
             assert link._channel is not None
             link._channel.abort()
         prefill.read_grants.revoke = lambda task: False  # type: ignore[method-assign]
-        await until(lambda: not decode.control.peers.instances)
+        await soon(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
         await settled(served)
@@ -152,9 +152,9 @@ async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
         faults = hold(decode)
         first = decode.send(prompt(30))
         await stuck_in_a_write(decode)
-        await until(lambda: prefill.credits.gone)
+        await soon(lambda: prefill.credits.gone)
         rest = [decode.send(prompt(30, seed=2))]
-        await until(lambda: prefill.puller.in_flight == 2)
+        await soon(lambda: prefill.puller.in_flight == 2)
         rest += [decode.send(prompt(30, seed=n)) for n in (3, 4)]
         await asyncio.sleep(0.05)
         assert prefill.puller.in_flight == 2
@@ -197,7 +197,7 @@ async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_
         cut = False
         (peer,) = decode.control.peers.values()
         peer.channel.close()
-        await until(lambda: peer.name not in decode.control.peers and decode.control.peers)
+        await soon(lambda: peer.name not in decode.control.peers and decode.control.peers)
         assert await served(4)
         assert tries == 2
         await cluster.check_clean()
@@ -236,7 +236,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         assert not drain.done(), "the job still runs"
         for peer in list(decode.control.peers.values()):
             peer.channel.abort()
-        await until(puller.no_jobs.is_set)
+        await soon(puller.no_jobs.is_set)
         assert puller.in_flight == 0
         if device is None:
             await asyncio.wait_for(drain, 5)

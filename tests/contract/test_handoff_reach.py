@@ -24,8 +24,9 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import RegionDescriptor
 from tests.support.control_rig import FakeDirectory, Raw
 from tests.support.fakes import FakeClock
-from tests.support.handoff_rig import COMPATIBLE, Cluster, Make, prompt, settled, until
+from tests.support.handoff_rig import COMPATIBLE, Cluster, Make, prompt, settled
 from tests.support.transfer_rigs import DENSE, tcp_rig
+from tests.support.waiting import soon
 from tests.support.workers import record
 
 
@@ -62,7 +63,7 @@ async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
         prefill.puller.begin = lambda d: tries.append(d.number) or begin(d)  # type: ignore
         prefill.puller.start()
         served = decode.send(prompt(30))
-        await until(lambda: tries == [1, 2, 3])
+        await soon(lambda: tries == [1, 2, 3])
         assert served.loaded is None
         assert decode.producer.depth().depth_jobs == 1
         decode.pass_time(11.0)  # router.claim_timeout_s is 10
@@ -91,7 +92,7 @@ async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worke
             other.puller, "begin", lambda d: deliveries.append(d.number) or begin(d)
         )
         first = far.send(prompt(9))
-        await until(lambda: pulled and not cut.puller.in_flight)
+        await soon(lambda: pulled and not cut.puller.in_flight)
         other.puller.start()
         await settled(first)
         served = [first]

@@ -29,9 +29,9 @@ from tests.support.handoff_rig import (
     prompt,
     settled,
     stuck_in_a_write,
-    until,
 )
 from tests.support.nats import NatsServer
+from tests.support.waiting import soon
 
 NEVER_S = 60.0
 """An `ack_wait` that no test reaches: only a nak brings a message back."""
@@ -97,8 +97,8 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
         server.pause()
         await asyncio.sleep(0.2)
         server.resume()
-        await until(lambda: max(deliveries.values()) == 2)
-    await until(lambda: other.puller.in_flight == 0)
+        await soon(lambda: max(deliveries.values()) == 2)
+    await soon(lambda: other.puller.in_flight == 0)
     beats = Counter[str]()
     real = JetStreamDelivery.in_progress
 
@@ -107,7 +107,7 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
         await real(delivery)
 
     monkeypatch.setattr(JetStreamDelivery, "in_progress", beat)
-    await until(lambda: max(beats.values(), default=0) > 5)  # 1.7 times `ack_wait`
+    await soon(lambda: max(beats.values(), default=0) > 5)  # 1.7 times `ack_wait`
     assert max(deliveries.values()) == 2
     faults.resume()
     await settled(served)
@@ -134,11 +134,11 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     channel = link._channel if to == "decode" else peer.channel
     assert channel is not None
     channel._writer.write(struct.pack("<I", 5) + b"\xc1" * 5)
-    await until(lambda: max(deliveries.values()) == 2)
+    await soon(lambda: max(deliveries.values()) == 2)
     faults.resume()
     await settled(served)
     assert decode.right(served)
-    await until(lambda: holder.links.connected == [decode.name])
+    await soon(lambda: holder.links.connected == [decode.name])
     assert link._channel is not channel
     await asyncio.sleep(0.3)  # a second hand-back would come 0.05 s after the first
     assert max(deliveries.values()) == 2

@@ -24,8 +24,8 @@ from tests.support.handoff_rig import (
     Served,
     prompt,
     settled,
-    until,
 )
+from tests.support.waiting import soon
 
 
 class SlowProducer:
@@ -65,12 +65,12 @@ async def stop_at(
                  if e.request_id == served.request.request_id]  # fmt: skip
     if when == "before the publish":
         return served
-    await until(lambda: producer.depth().depth_jobs == 2)
+    await soon(lambda: producer.depth().depth_jobs == 2)
     if when != "pulled":
         return served
     claims.clear()
     prefill.puller.start()
-    await until(lambda: job_id in prefill.puller._jobs)
+    await soon(lambda: job_id in prefill.puller._jobs)
     return served
 
 
@@ -100,7 +100,7 @@ async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
         prefill.links.find = late  # type: ignore[method-assign]
         prefill.engine.submit = noted  # type: ignore[method-assign]
         first = decode.send(prompt(30))
-        await until(lambda: decode.producer.depth().depth_jobs == 1)
+        await soon(lambda: decode.producer.depth().depth_jobs == 1)
         unwanted = await stop_at(when, decode, prefill, claims)
         otherwise(how, decode, unwanted)
         decode.producer.go.set()  # type: ignore[attr-defined]
@@ -150,10 +150,10 @@ async def test_a_job_whose_message_is_gone_is_local(
         beside = how in ("term", "max_deliver")
         if beside:
             older = decode.send(prompt(30))
-            await until(lambda: decode.producer.depth().depth_jobs == 1)
+            await soon(lambda: decode.producer.depth().depth_jobs == 1)
             held = await consumer.pull(30.0)
         served = decode.send(prompt(20, seed=2))
-        await until(lambda: decode.producer.depth().depth_jobs == 1 + beside)
+        await soon(lambda: decode.producer.depth().depth_jobs == 1 + beside)
         await lose(how, cluster, consumer)
         began = time.monotonic()
         await settled(served)
@@ -168,7 +168,7 @@ async def test_a_job_whose_message_is_gone_is_local(
             await held.nak()
         await consumer.close()
         prefill.puller.start()
-        await until(lambda: decode.producer.available)
+        await soon(lambda: decode.producer.available)
         last = decode.send(prompt(20, seed=3))
         await settled(last)
         assert decode.right(last)

@@ -24,8 +24,9 @@ from pullfill.wire import (
     Welcome,
 )
 from tests.support import framing
-from tests.support.control_rig import hello, until
+from tests.support.control_rig import hello
 from tests.support.listening import listening
+from tests.support.waiting import soon
 
 
 class Link(PeerLink):
@@ -114,12 +115,12 @@ async def connected(**more: Any) -> AsyncIterator[tuple[Link, Peer]]:
 async def test_each_question_gets_its_own_answer_and_the_rest_is_told() -> None:
     async with connected() as (link, peer):
         both = [asyncio.create_task(link.claim(name)) for name in ("a", "b")]
-        await until(lambda: len(peer.asked) == 2)
+        await soon(lambda: len(peer.asked) == 2)
         second, first, again = peer.answer("b"), peer.answer("a"), peer.answer("a")
         assert await asyncio.gather(*both) == [first, second]
         revoke = Revoke(job_id="j", attempt=1, reason="x")
         peer.say(revoke)
-        await until(lambda: link.messages == [revoke])
+        await soon(lambda: link.messages == [revoke])
         assert link.unwanted == [again], "nobody waits for a second answer"
 
 
@@ -127,23 +128,23 @@ async def test_what_comes_late_or_with_a_cancellation_is_not_lost() -> None:
     async with connected() as (link, peer):
         with pytest.raises(NotInTime):
             await link.claim("late", 0.01)
-        await until(lambda: peer.asked)
+        await soon(lambda: peer.asked)
         late = peer.answer("late")
-        await until(lambda: link.unwanted == [late])
+        await soon(lambda: link.unwanted == [late])
         asked = asyncio.create_task(link.claim("cancelled"))
-        await until(lambda: "cancelled" in peer.asked)
+        await soon(lambda: "cancelled" in peer.asked)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
         answer = peer.answer("cancelled")
-        await until(lambda: link.unwanted == [late, answer])
+        await soon(lambda: link.unwanted == [late, answer])
 
 
 async def test_what_comes_in_the_moment_of_a_cancellation_is_not_lost() -> None:
     """It may be a grant. Nobody else would know of it and hand it back."""
     async with connected() as (link, peer):
         asked = asyncio.create_task(link.claim("a"))
-        await until(lambda: peer.asked)
+        await soon(lambda: peer.asked)
         link.on_message = lambda _: asked.cancel()  # type: ignore[method-assign,assignment]
         answer = peer.answer("a")
         peer.say(Revoke(job_id="j", attempt=1, reason="x"))  # read together with the answer
@@ -155,7 +156,7 @@ async def test_what_comes_in_the_moment_of_a_cancellation_is_not_lost() -> None:
 async def test_a_lost_connection_ends_all_questions_and_is_made_again() -> None:
     async with connected() as (link, peer):
         asked = asyncio.create_task(link.claim("a"))
-        await until(lambda: peer.asked)
+        await soon(lambda: peer.asked)
         peer.writer.close()
         with pytest.raises(ConnectionLost):
             await asked
@@ -170,7 +171,7 @@ async def test_who_is_not_dialled_again_is_not_waited_for() -> None:
     async with connected() as (link, peer):
         link.dials = False
         peer.writer.close()
-        await until(lambda: link.ends == ["lost", "over"])
+        await soon(lambda: link.ends == ["lost", "over"])
         with pytest.raises(PeerUnavailable, match="does not answer"):
             await link.wait_up(3600)
 
@@ -179,21 +180,21 @@ async def test_a_link_that_nothing_needs_ends(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.01)
     async with connected(idle_s=0.05) as (link, _):
         link.pings = False
-        await until(lambda: link.ends == ["over", "lost"])
+        await soon(lambda: link.ends == ["over", "lost"])
 
 
 async def test_a_silent_peer_is_let_go_and_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process keeps its connection. Nobody waits for one that is silent."""
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.05)
     async with connected(silent_s=0.25) as (link, peer):
-        await until(lambda: peer.beats > 10)
+        await soon(lambda: peer.beats > 10)
         # This process stands still, so what the peer says is not read.
         asyncio.get_running_loop().call_soon(time.sleep, 0.4)
-        await until(lambda: peer.beats > 15)
+        await soon(lambda: peer.beats > 15)
         assert link.ends == [], "it answers"
         peer.answers = False
-        await until(lambda: link.ends == ["silent", "lost"])
+        await soon(lambda: link.ends == ["silent", "lost"])
         with pytest.raises(PeerUnavailable, match="said nothing"):
             await link.wait_up(3600)
         peer.answers = True
-        await until(lambda: link.connected)
+        await soon(lambda: link.connected)

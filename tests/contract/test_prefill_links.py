@@ -17,9 +17,10 @@ from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import Hello, encode
-from tests.support.control_rig import Decode, FakeDirectory, until
+from tests.support.control_rig import Decode, FakeDirectory
 from tests.support.handoff_rig import Make, hold, prompt, settled, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
+from tests.support.waiting import soon
 
 HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
 
@@ -60,7 +61,7 @@ async def test_a_greeting_may_be_long_and_one_that_nobody_takes_is_told_to_peopl
         assert (await links.find("decode-1")).connected
     async with following(replace(HELLO, computes="x" * HELLO_FRAME)) as (links, directory, decode):
         directory.put(decode.record())
-        await until(lambda: "our Hello has" in caplog.text)
+        await soon(lambda: "our Hello has" in caplog.text)
         assert not links.connected
 
 
@@ -69,7 +70,7 @@ async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
         own = replace(decode.record(), instance_id="prefill-1")
         directory.put(own)
         directory.put(decode.record())
-        await until(lambda: links.connected == ["decode-1"])
+        await soon(lambda: links.connected == ["decode-1"])
         assert not links.knows("prefill-1")
 
 
@@ -77,15 +78,15 @@ async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> No
     async with following() as (links, directory, decode):
         record = decode.record()
         directory.put(record)
-        await until(lambda: links.connected == ["decode-1"])
+        await soon(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
         decode.server.dismiss()
-        await until(lambda: not decode.server.peers and not links.links)
+        await soon(lambda: not decode.server.peers and not links.links)
         directory.put(replace(record, incarnation="i1"))
-        await until(lambda: links.connected == ["decode-1"])
+        await soon(lambda: links.connected == ["decode-1"])
         before = links.links["decode-1"]
         directory.put(replace(record, incarnation="i2"))
-        await until(lambda: links.connected == ["decode-1"])
+        await soon(lambda: links.connected == ["decode-1"])
         assert links.links["decode-1"] is not before, "it would write into what is no more"
 
 
@@ -94,15 +95,15 @@ async def test_a_decode_worker_that_comes_back_to_the_directory_stays() -> None:
     worker that drains says so over the next one, too."""
     async with following() as (links, directory, decode):
         directory.put(decode.record())
-        await until(lambda: links.connected == ["decode-1"])
+        await soon(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
         directory.put(decode.record())
         links.leave()
         (peer,) = decode.server.peers.values()
         peer.channel.close()
-        await until(lambda: peer.name not in decode.server.peers)
-        await until(lambda: links.connected == ["decode-1"])
-        await until(lambda: [p.leaving for p in decode.server.peers.values()] == [True])
+        await soon(lambda: peer.name not in decode.server.peers)
+        await soon(lambda: links.connected == ["decode-1"])
+        await soon(lambda: [p.leaving for p in decode.server.peers.values()] == [True])
 
 
 async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
@@ -115,7 +116,7 @@ async def test_a_decode_worker_that_left_or_refuses_is_not_waited_for() -> None:
                 await links.find("decode-1")
             assert not links.is_up("decode-1")
             directory.remove("decode-1")
-            await until(lambda: not links.links)
+            await soon(lambda: not links.links)
             links._unknown_s = 0.01
             with pytest.raises(PeerUnavailable, match="not listed"):
                 await links.find("decode-1")
@@ -144,18 +145,18 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
         faults = hold(decode)
         prefill.engine.gate.clear()
         served = decode.send(prompt(30))
-        await until(lambda: prefill.tasks)
+        await soon(lambda: prefill.tasks)
         cluster.directory.remove(decode.name)
         await asyncio.sleep(0.3)
         assert prefill.links.is_up(decode.name), "its job is computed"
         prefill.engine.gate.set()
         await stuck_in_a_write(decode)
         decode.abort(served)
-        await until(lambda: not prefill.puller.in_flight)
+        await soon(lambda: not prefill.puller.in_flight)
         await asyncio.sleep(0.3)
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
-        await until(lambda: not prefill.links.links)
+        await soon(lambda: not prefill.links.links)
         await cluster.check_clean()
 
 
@@ -169,10 +170,10 @@ async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
         faults = hold(decode)
         served = decode.send(prompt(30))
         await stuck_in_a_write(decode)
-        await until(lambda: prefill.credits.gone)
+        await soon(lambda: prefill.credits.gone)
         (peer,) = decode.control.peers.values()
         monkeypatch.setattr(peer.channel, "write", lambda *_, **__: None)
-        await until(lambda: not prefill.credits.gone)
+        await soon(lambda: not prefill.credits.gone)
         faults.resume()
         await settled(served)
         await cluster.check_clean()

@@ -18,11 +18,11 @@ from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Adapter, ExplainRecord, FenceToken, Lease, LeaseAsk, u32
-from tests.support.control_rig import until
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 from tests.support.transfer_rigs import RIGS
+from tests.support.waiting import soon
 
 PREFIX = 10 * BLOCK
 
@@ -52,13 +52,13 @@ class Pair:
     async def leased(self) -> Any:
         """Return a request of the asker. The holder has leased its prefix."""
         request = self.request()
-        await until(lambda: self.asker.side.decide(request, 0)[0] is not None)
+        await soon(lambda: self.asker.side.decide(request, 0)[0] is not None)
         return request
 
     async def reading(self, gate: Gate) -> Served:
         """Return a request of the asker, whose read has reached the gate."""
         served = await self.asker.admit(self.request())
-        await until(gate.reached.is_set)
+        await soon(gate.reached.is_set)
         return served
 
     def allocate(self, request: Any) -> Served:
@@ -197,7 +197,7 @@ async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
 async def test_a_copy_after_the_lease_does_not_count(pair: Pair, gate: Gate) -> None:
     served = await pair.reading(gate)
     pair.holder.expire()
-    await until(lambda: not pair.holder.leases.open)
+    await soon(lambda: not pair.holder.leases.open)
     pair.holder.cache(prompt(NUM_BLOCKS * BLOCK, seed=2))  # everything is overwritten
     gate.open.set()
     told = await pair.asker.end(served)
@@ -221,7 +221,7 @@ async def test_a_cancelled_request_keeps_its_blocks_until_the_reader_is_quiet(
     assert served.loaded is None
     assert not set(served.table) & pair.asker.pool.free
     gate.open.set()
-    await until(lambda: served.loaded is not None)
+    await soon(lambda: served.loaded is not None)
     pair.asker.traces.finish(served.request.request_id)
 
 
@@ -229,11 +229,11 @@ async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair)
     pair.holder.host.held = True
     request = pair.request()
     assert pair.asker.side.decide(request, 0) == (None, False)
-    await until(lambda: pair.holder.leases.open)
+    await soon(lambda: pair.holder.leases.open)
     pair.asker.side.request_finished(request.request_id)
     pair.holder.host.held = False
     pair.holder.host.run()
-    await until(lambda: not pair.asker.fetches._running)
+    await soon(lambda: not pair.asker.fetches._running)
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -256,9 +256,9 @@ async def test_an_asker_that_is_gone_before_its_answer_pins_nothing(
     assert pair.asker.side.decide(request, 0) == (None, False)
     await asyncio.wait_for(asked.wait(), 10)
     pair.holder.leases.renew()
-    await until(lambda: not pair.asker.fetches._running)
+    await soon(lambda: not pair.asker.fetches._running)
     gone.set()
-    await until(lambda: not pair.holder.leases.open)
+    await soon(lambda: not pair.holder.leases.open)
     pair.asker.side.request_finished(request.request_id)
 
 
@@ -303,7 +303,7 @@ async def test_a_lease_that_ends_as_vllm_allocates(
     monkeypatch.setattr(read_leases, "LEASE_S", 0.04)
     request = await pair.leased()
     served = pair.allocate(request)
-    await until(lambda: not pair.asker.fetches._running)
+    await soon(lambda: not pair.asker.fetches._running)
     pair.asker.side.enqueue(request, [served.table], PREFIX)
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetched_tokens) == (False, 0)
@@ -378,7 +378,7 @@ async def test_whatever_happens_what_is_loaded_is_right(
             served = await here.admit(here.request(tokens, there.holds(len(tokens))))
             if served.loaded is None and rng.random() < 0.2:
                 here.abort(served)
-                await until(lambda served=served: served.loaded is not None)
+                await soon(lambda served=served: served.loaded is not None)
                 here.traces.finish(served.request.request_id)
             else:
                 seen.append((await here.end(served)).fetch)
@@ -398,7 +398,7 @@ async def test_a_read_in_the_queue_does_not_interrupt_the_one_before_it(
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
     monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
     two = await pair.asker.admit(pair.request(seed=2))
-    await until(lambda: two.loaded is not None or one.loaded is not None)
+    await soon(lambda: two.loaded is not None or one.loaded is not None)
     assert one.loaded is None
     assert two.loaded is False, "it is computed, and need not wait for the lane"
     gate.open.set()
@@ -434,7 +434,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
     (reader,) = pair.asker.holders._readers
     try:
         async with asyncio.timeout(3.0):
-            await until(lambda: served.loaded is not None)
+            await soon(lambda: served.loaded is not None)
     finally:
         go.set()
     assert await asyncio.to_thread(reader._thread.wait, 10.0)
@@ -447,13 +447,13 @@ async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair
     """With pipeline parallelism a step may run when vLLM asks again. Then nothing is fetched."""
     side, request = pair.asker.side, pair.request()
     assert side.decide(request, 0) == (None, False)
-    await until(lambda: pair.holder.leases.open)
+    await soon(lambda: pair.holder.leases.open)
     side._scheduled.append([])
     assert side.decide(request, 0) == (0, False)
     side.enqueue(request, [[]], 0)
     side._scheduled.clear()
     async with asyncio.timeout(2.0):
-        await until(lambda: not pair.holder.leases.open)
+        await soon(lambda: not pair.holder.leases.open)
     side.request_finished(request.request_id)
 
 
@@ -464,7 +464,7 @@ async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     assert fetch is not None
     pair.asker.fetches._stop(fetch)  # what `close` does
     pair.asker.side.enqueue(request, [served.table], PREFIX)
-    await until(lambda: served.loaded is not None)
+    await soon(lambda: served.loaded is not None)
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetched_tokens) == (False, 0)
 
@@ -533,7 +533,7 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     tokens = prompt()
     leased = set(pair.holder.cache(tokens))
     served = await pair.asker.admit(pair.asker.request(tokens, pair.holder.holds(PREFIX)))
-    await until(reached.is_set)
+    await soon(reached.is_set)
     pair.holder.expire()
     assert pair.holder.leases.unproved_blocks == len(leased)
     assert not leased & pair.holder.pool.free
@@ -542,5 +542,5 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     pair.holder.leases.reopen()
     go.set()
     assert (await pair.asker.end(served)).fetch == "expired"
-    await until(lambda: not pair.holder.leases.open)
+    await soon(lambda: not pair.holder.leases.open)
     assert pair.holder.leases.unproved_blocks == 0

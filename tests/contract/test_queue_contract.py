@@ -20,7 +20,8 @@ from pullfill.queue.contract import (
 )
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import round_up_tokens
-from tests.support.nats import NatsServer, dead_letters, until
+from tests.support.nats import NatsServer, dead_letters
+from tests.support.waiting import soon
 
 ACK_WAIT_S = 1.0
 SOON_S = 20.0
@@ -50,7 +51,7 @@ class Bench:
             depth = self.producer.depth()
             return depth.depth_jobs == jobs and in_flight in (None, depth.in_flight)
 
-        await until(reached, SOON_S)
+        await soon(reached, SOON_S)
 
 
 Make = Callable[[QueueConfig], Awaitable[Bench]]

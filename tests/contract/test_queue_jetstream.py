@@ -23,7 +23,8 @@ from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import Names, consumer_of
 from pullfill.wire import QueueSettings
-from tests.support.nats import NatsServer, dead_letters, until
+from tests.support.nats import NatsServer, dead_letters
+from tests.support.waiting import soon
 
 HANG_S = 15.0
 NORMAL = consumer_of(Urgency.NORMAL)
@@ -149,7 +150,7 @@ async def test_a_process_that_stood_still_does_not_blame_the_server(
     consumer.health.subscribe(lambda: turns.append(consumer.health.up))
     with monkeypatch.context() as slow:
         slow.setattr(client, "flush", flush)
-        await until(lambda: len(asked) > 1, HANG_S)
+        await soon(lambda: len(asked) > 1, HANG_S)
     assert turns == []
 
 
@@ -163,7 +164,7 @@ async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     jobs = [await pulled(consumer) for _ in receipts]
     await jobs[0].ack()
     server.kill()
-    await until(lambda: not consumer.connection.up)
+    await soon(lambda: not consumer.connection.up)
     await jobs[1].ack()
     await asyncio.to_thread(server.restart, empty=True)
     new = await publish_when_available(producer, "new")
@@ -211,7 +212,7 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
         assert consumer.connection.up
         await asyncio.sleep(2 * nats_connection.PING_EVERY_S)
         assert "no quorum" in str(consumer.health.status().error), "though PINGs are answered"
-    await until(lambda: consumer.health.up, HANG_S)
+    await soon(lambda: consumer.health.up, HANG_S)
     assert await consumer.pull(0.1) is None
 
 
@@ -267,7 +268,7 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
     """nats-py cannot decode them, and then reads no more. NATS passes them on."""
     producer, consumer = pair
     consumer.streams.configure(QueueSettings(ack_wait_s=1.0))
-    await until(lambda: consumer.ack_wait_s == 1.0)
+    await soon(lambda: consumer.ack_wait_s == 1.0)
     await publish(server, names.job(5), b"NATS/1.0")
     await producer.publish("good", b"2", 20)
     good = await pulled(consumer)
@@ -322,8 +323,8 @@ async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
 
     with monkeypatch.context() as odd:
         odd.setattr(producer.connection, "api", api)
-        await until(lambda: not producer.available)
-    await until(lambda: producer.available)
+        await soon(lambda: not producer.available)
+    await soon(lambda: producer.available)
 
 
 async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
@@ -403,8 +404,8 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     assert changed[0]["metadata"]["team"] == "serving"
     second = await both(nats, config, QueueSettings(max_jobs=5))
     await link.client.close()
-    await until(lambda: not link.up, HANG_S)
-    await until(lambda: link.up, HANG_S)
+    await soon(lambda: not link.up, HANG_S)
+    await soon(lambda: link.up, HANG_S)
     now = await configs(link, names)
     assert now == (changed[0] | {"max_msgs": 5}, changed[1]), "only what queue.* sets"
     for worker in (first[1], second[1]):
@@ -426,11 +427,11 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     for worker in (producer, consumer):  # each tells the other's server the same
         worker.streams.configure(new)
         assert worker.streams.publish_timeout_s == 9.0
-    await until(lambda: consumer.ack_wait_s == 7.0)
+    await soon(lambda: consumer.ack_wait_s == 7.0)
     assert "NATS refuses" in caplog.text, "one server holds no three replicas"
     for worker in (producer, consumer):
         worker.streams.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
-    await until(lambda: not producer.streams.busy and not consumer.streams.busy)
+    await soon(lambda: not producer.streams.busy and not consumer.streams.busy)
     assert producer.streams.publish_timeout_s == config.publish_timeout_s
     after = await configs(consumer.connection, names)
     assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}

@@ -16,7 +16,7 @@ from pullfill.registry.live_settings import Settings
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.etcd import EtcdServer, free_ports
-from tests.support.workers import eventually
+from tests.support.waiting import soon
 
 # ------------------------------------------------------------------ client
 
@@ -83,7 +83,7 @@ async def test_watch_renews_a_silent_stream_without_a_break(client: EtcdClient, 
     for i in range(20):
         await client.put(f"{ns}/{i}", b"")
         await asyncio.sleep(0.03 if i % 2 else 0.08)
-    await eventually(lambda: len([e for e in events if isinstance(e, Put)]) >= 20)
+    await soon(lambda: len([e for e in events if isinstance(e, Put)]) >= 20)
     task.cancel()
     assert [e.key for e in events if isinstance(e, Put)] == [
         f"{ns}/{i}".encode() for i in range(20)
@@ -125,7 +125,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     assert config.current == RouterConfig()
     await config.set("policy", "always_remote")
     await config.set("max_prefill_queue_size", "3")
-    await eventually(lambda: config.current.max_prefill_queue_size == 3)
+    await soon(lambda: config.current.max_prefill_queue_size == 3)
     assert config.current.policy is RouterPolicy.ALWAYS_REMOTE
     good = config.current
 
@@ -133,20 +133,20 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
         await config.set("policy", "whatever")
     with caplog.at_level(logging.ERROR, "pullfill"):
         await client.put(keys.config(ns, "router"), b'{"remote_timeout_s": -4}')
-        await eventually(lambda: "remote_timeout_s" in caplog.text)
+        await soon(lambda: "remote_timeout_s" in caplog.text)
     assert config.current == good
     with pytest.raises(ConfigError, match="remote_timeout_s"):
         await config.get_all()
 
     await config.set("remote_timeout_s", "4.5")
-    await eventually(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
+    await soon(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
     assert (await config.get_all())["router.remote_timeout_s"] == 4.5
     await config.set("remote_timeout_s", "unset")
-    await eventually(lambda: config.current == RouterConfig())
+    await soon(lambda: config.current == RouterConfig())
     await config.set("remote_timeout_s", "5")
-    await eventually(lambda: config.current == RouterConfig(remote_timeout_s=5.0))
+    await soon(lambda: config.current == RouterConfig(remote_timeout_s=5.0))
     await client.delete(keys.config(ns, "router"))
-    await eventually(lambda: config.current == RouterConfig())
+    await soon(lambda: config.current == RouterConfig())
     await config.close()
 
 

@@ -27,7 +27,8 @@ from pullfill.wire import (
     decode,
     encode,
 )
-from tests.support.workers import compat, eventually, member, record, region
+from tests.support.waiting import soon
+from tests.support.workers import compat, member, record, region
 
 
 async def registered(client: EtcdClient, ns: str) -> dict[str, WorkerRecord]:
@@ -194,9 +195,9 @@ async def test_directory_follows(client: EtcdClient, ns: str) -> None:
     prefill = member(client, ns, "prefill-1", ttl_s=60)
     await prefill.join()
     await here.set_state(WorkerState.DRAINING)
-    await eventually(lambda: len(changes) == 1)
+    await soon(lambda: len(changes) == 1)
     await here.leave()
-    await eventually(lambda: not directory.workers("decode"), within_s=5)
+    await soon(lambda: not directory.workers("decode"), within_s=5)
     assert changes == [("ready", "draining"), ("draining", None)]
     assert directory.workers("prefill") == {}
     assert directory.reachable
@@ -218,7 +219,7 @@ async def test_directory_ignores_malformed_records_and_says_so_once(
         await client.put(key, b"\xc1 no msgpack")
         await client.put(key, b"")
         await client.put(keys.worker(ns, "prefill", "prefill-1"), encode(record("prefill-1")))
-        await eventually(lambda: bool(directory.workers("prefill")))
+        await soon(lambda: bool(directory.workers("prefill")))
     assert directory.workers("decode") == {"decode-1": good}
     assert caplog.text.count("ignoring") == 2
     await directory.close()
@@ -235,7 +236,7 @@ async def test_descriptors_are_cached_until_the_incarnation_goes(
     worker, memory = keys.worker(ns, "decode", "decode-1"), keys.descriptor(ns, "decode-1", 0)
     await client.put(memory, encode(region("decode-1", "i1")))
     await client.put(worker, encode(record("decode-1", "i1")))
-    await eventually(lambda: bool(directory.workers("decode")))
+    await soon(lambda: bool(directory.workers("decode")))
     found = await directory.descriptor("decode-1", 0, expect=compat())
     assert found.incarnation == "i1"
     with pytest.raises(IncompatibleError, match="isa") as caught:
@@ -247,7 +248,7 @@ async def test_descriptors_are_cached_until_the_incarnation_goes(
     await client.put(memory, b"damaged")
     assert await directory.descriptor("decode-1", 0) is found
     await client.put(worker, encode(record("decode-1", "i2")))
-    await eventually(lambda: directory.workers("decode")["decode-1"].incarnation == "i2")
+    await soon(lambda: directory.workers("decode")["decode-1"].incarnation == "i2")
     with pytest.raises(PeerUnavailable, match="cannot be read"):
         await directory.descriptor("decode-1", 0)
     await client.put(memory, encode(region("decode-1", "i1")))  # a late one of the old life
@@ -256,7 +257,7 @@ async def test_descriptors_are_cached_until_the_incarnation_goes(
     await client.put(memory, encode(region("decode-1", "i2")))
     assert (await directory.descriptor("decode-1", 0)).incarnation == "i2"
     await client.delete(worker)
-    await eventually(lambda: not directory.workers("decode"))
+    await soon(lambda: not directory.workers("decode"))
     with pytest.raises(PeerUnavailable):
         await directory.descriptor("decode-1", 0)
     await directory.close()
@@ -269,7 +270,7 @@ async def test_a_worker_that_is_both_has_one_memory(client: EtcdClient, ns: str)
         both = record("worker-1", incarnation, role=role)
         await client.put(keys.worker(ns, role, "worker-1"), encode(both))
     await client.put(keys.descriptor(ns, "worker-1", 0), encode(region("worker-1", "i2")))
-    await eventually(lambda: all(directory.workers(role) for role in ("decode", "prefill")))
+    await soon(lambda: all(directory.workers(role) for role in ("decode", "prefill")))
     assert (await directory.descriptor("worker-1", 0)).incarnation == "i2"
     await directory.close()
 

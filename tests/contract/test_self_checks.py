@@ -21,7 +21,8 @@ from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
 from pullfill.wire import Hello, SelfCheck, WorkerState, encode
 from tests.support.control_rig import Decode, FakeDirectory
 from tests.support.transfer_rigs import COMPAT
-from tests.support.workers import eventually, record
+from tests.support.waiting import soon
+from tests.support.workers import record
 
 
 def result(passed: bool) -> SelfCheck:
@@ -44,16 +45,16 @@ async def test_a_failure_stays_until_it_is_cleared(client: EtcdClient) -> None:
     other.subscribe(on_change)
     try:
         checks.keep("a", result(passed=True))
-        await eventually(lambda: other.current.get("a") == result(passed=True))
+        await soon(lambda: other.current.get("a") == result(passed=True))
         other.keep("a", result(passed=False))
-        await eventually(lambda: checks.current.get("a") == result(passed=False))
+        await soon(lambda: checks.current.get("a") == result(passed=False))
         checks.keep("a", result(passed=True))
         checks.keep("b", result(passed=True))
-        await eventually(lambda: "b" in other.current)
+        await soon(lambda: "b" in other.current)
         assert other.current["a"] == result(passed=False)
         assert "pullfill recheck" in other.why_not("a", "d", "p")
         assert await clear(client, "kept") == ["a"]
-        await eventually(lambda: "a" not in other.current)
+        await soon(lambda: "a" not in other.current)
         assert heard >= 4
         assert await kept(client, "kept") == {"b": result(passed=True)}
     finally:
@@ -139,7 +140,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
     try:
         links.start(lambda: changes.append(links.checking))
         first, second = decode
-        await eventually(lambda: sum(map(bool, told(first) + told(second))) == 2)
+        await soon(lambda: sum(map(bool, told(first) + told(second))) == 2)
         assert all(why.startswith("self_check_pending") for why in told(first) + told(second))
         assert changes[-1].startswith("self_check_pending")
         assert [len(one.server.peers.pulling) for one in decode] == [0, 0]
@@ -147,11 +148,11 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
             await links.find("decode-1")
         assert (await links.find("decode-1", trial=True)).connected
         results.keep(pair_of(COMPAT.hash(), "a", "ours"), result(passed=False))
-        await eventually(lambda: "pullfill recheck" in told(first)[0])
+        await soon(lambda: "pullfill recheck" in told(first)[0])
         assert changes[-1], "it has not passed with anybody"
         results.keep(pair_of(COMPAT.hash(), "b", "ours"), result(passed=True))
         assert changes[-1] == ""
-        await eventually(lambda: [len(d.server.peers.pulling) for d in decode] == [0, 1])
+        await soon(lambda: [len(d.server.peers.pulling) for d in decode] == [0, 1])
         assert (await links.find("decode-2")).connected
         with pytest.raises(PeerUnavailable, match="self_check_failed"):
             await links.find("decode-1")

@@ -22,7 +22,8 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
-from tests.support.nats import NatsServer, until
+from tests.support.nats import NatsServer
+from tests.support.waiting import soon
 
 PASSWORD = "correct horse battery staple"
 QUEUE = QueueConfig("test", "0123456789abcdef", publish_timeout_s=1.0)
@@ -149,16 +150,16 @@ async def test_a_watch_outlives_a_changed_password(
     following = asyncio.create_task(follow())
     try:
         await client.put("p/0", b"0")
-        await until(lambda: seen == [b"0"], HANG_S)
+        await soon(lambda: seen == [b"0"], HANG_S)
         await change("another")
-        await until(lambda: not client.health.up, HANG_S)
+        await soon(lambda: not client.health.up, HANG_S)
         assert "password_file" in client.health.outage()
         (tmp_path / "password").write_text("another")
-        await until(lambda: client.health.up, HANG_S)
+        await soon(lambda: client.health.up, HANG_S)
         await client.put("p/1", b"1")
-        await until(lambda: seen == [b"0", b"1"], HANG_S)
+        await soon(lambda: seen == [b"0", b"1"], HANG_S)
         await change(PASSWORD)
-        await until(lambda: not client.health.up, HANG_S)
+        await soon(lambda: not client.health.up, HANG_S)
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

@@ -18,7 +18,8 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
 from tests.support.etcd import EtcdServer
-from tests.support.nats import NatsServer, dead_letters, until
+from tests.support.nats import NatsServer, dead_letters
+from tests.support.waiting import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "correct-horse-battery-staple"
@@ -114,7 +115,7 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         assert await client.put_all([(worker, b"one")], lease)
         assert await client.put_if(keys.config("demo", "router"), b"two", mod_revision=0)
         assert (await client.keep_alive(lease)).ttl > 0
-        await until(lambda: seen == [b"one", b"two"], HANG_S)
+        await soon(lambda: seen == [b"one", b"two"], HANG_S)
         await client.revoke_lease(lease)
         assert await client.get(worker) is None
         await client.delete(keys.config("demo", "router"))

@@ -15,10 +15,11 @@ from pullfill.decode_worker.ledger import JobState
 from pullfill.runtime import tracing
 from tests.support.fakes import FakeClock
 from tests.support.fetch_rig import FetchWorker, without_vllm
-from tests.support.handoff_rig import Make, prompt, settled, until
+from tests.support.handoff_rig import Make, prompt, settled
 from tests.support.kv_engine import BLOCK
 from tests.support.otlp import Receiver, Span
 from tests.support.transfer_rigs import RIGS
+from tests.support.waiting import soon
 
 TRACE, ABOVE = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{ABOVE}-01"}
@@ -83,7 +84,7 @@ async def test_a_second_attempt_is_linked_to_the_first(make: Make, receiver: Rec
         decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
         first.engine.gate.clear()
         served = decode.send(prompt(30), headers=HEADERS)
-        await until(lambda: decode.ledger.sums().jobs[JobState.GRANTED])
+        await soon(lambda: decode.ledger.sums().jobs[JobState.GRANTED])
         await cluster.prefill()
         await first.puller.stop()
         await first.puller.abandon()

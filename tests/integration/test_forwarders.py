@@ -17,7 +17,8 @@ from tests.support.frontend_http import (
     frontend,
     workers,
 )
-from tests.support.frontend_rig import FakeDecode, FakeStock, World, events, until
+from tests.support.frontend_rig import FakeDecode, FakeStock, World, events
+from tests.support.waiting import soon
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 3}
 
@@ -81,6 +82,6 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
                             while not await pulled():
                                 before = len(decode.requests)
                     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-                    await until(lambda: len(decode.requests) == before + 1)
+                    await soon(lambda: len(decode.requests) == before + 1)
             finally:
                 await asyncio.to_thread(process.close)

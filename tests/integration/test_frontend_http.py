@@ -13,8 +13,9 @@ import pytest
 
 from tests.support.fake_vllm import Output, Outputs
 from tests.support.frontend_http import PAGE, PATIENCE_S, Served, expected, workers
-from tests.support.frontend_rig import FakeDecode, until
+from tests.support.frontend_rig import FakeDecode
 from tests.support.late import Late
+from tests.support.waiting import soon
 
 openai: Any = Late("openai")
 
@@ -220,7 +221,7 @@ async def test_an_error_has_one_type_in_streams_and_bodies(
         fake = FakeDecode("decode-1", model="m", max_model_len=1000, step_s=0.01)
         async with workers(served, fake) as http:
             call = asyncio.create_task(http.post(path, json=body | {"stream": stream}))
-            await until(lambda fake=fake: bool(fake.added))
+            await soon(lambda fake=fake: bool(fake.added))
             await asyncio.to_thread(fake.die)
             text = (await call).text
             told = text.split("data: ")[-2] if stream else text
@@ -247,7 +248,7 @@ async def test_an_output_that_vllm_cannot_take_costs_only_open_requests(served: 
     fake = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
     async with workers(served, fake), served.client() as client:
         call = asyncio.create_task(client.completions.create(model="m", prompt="abc"))
-        await until(lambda: bool(fake.added))
+        await soon(lambda: bool(fake.added))
         # Logprobs nobody asked for trip an assertion in vLLM's output task.
         arrays = [["<i8", [1, 1], 8], ["<f4", [1, 1], 4], ["<i8", [1], 8]]
         logprobs = [[d, shape, msgspec.msgpack.Ext(3, bytes(n))] for d, shape, n in arrays]

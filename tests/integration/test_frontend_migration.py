@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.support.frontend_http import Served, expected, generated, taken, workers
-from tests.support.frontend_rig import FakeDecode, until
+from tests.support.frontend_rig import FakeDecode
+from tests.support.waiting import soon
 
 TOKENS = 40
 HELD = 5
@@ -104,14 +105,14 @@ async def test_a_stop_string_across_the_break_is_found(served: Served) -> None:
         # Twice as many tokens: the other worker must not end the answer before it is aborted.
         body = body_of(COMPLETIONS, stop=[text[17:24]], max_tokens=2 * TOKENS)
         call = asyncio.create_task(stream(http, COMPLETIONS, body))
-        await until(lambda: any(a.sent == 20 for f in fakes for a in f.active))
+        await soon(lambda: any(a.sent == 20 for f in fakes for a in f.active))
         (first,) = [fake for fake in fakes if fake.added]
         first.leave()
         events = await call
         assert "".join(text_of(e) for e in events) == text[:17]
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
         (other,) = [fake for fake in fakes if fake is not first]
-        await until(lambda: other.aborted == [other.added[0].request_id])
+        await soon(lambda: other.aborted == [other.added[0].request_id])
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
@@ -148,4 +149,4 @@ async def test_what_cannot_be_exact_says_so(
         assert word in error["message"]
         assert streamed or answer.status_code == 503
         # What else there was of it has ended too.
-        await until(lambda: not any(fake.active for fake in fakes if fake is not first))
+        await soon(lambda: not any(fake.active for fake in fakes if fake is not first))

@@ -13,7 +13,8 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from tests.support import web
 from tests.support.frontend_http import NAMESPACE, Served, expected, serve, workers
-from tests.support.frontend_rig import FakeDecode, until
+from tests.support.frontend_rig import FakeDecode
+from tests.support.waiting import soon
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ async def test_it_says_that_it_leaves_serves_on_and_ends_what_is_left_with_an_er
         for stream in streams:
             await anext(stream)
         served.process.send_signal(signal.SIGTERM)
-        await until(lambda: web.get(f"{served.url}/ready").status_code == 503)
+        await soon(lambda: web.get(f"{served.url}/ready").status_code == 503)
         assert "this frontend drains" in (await http.get("/ready")).json()["reasons"]
         body = {"model": "m", "prompt": "abc", "max_tokens": 2}
         assert (await http.post("/v1/completions", json=body)).status_code == 200
@@ -48,7 +49,7 @@ async def test_it_says_that_it_leaves_serves_on_and_ends_what_is_left_with_an_er
             with pytest.raises(openai.APIError, match="this frontend stops"):
                 async for _ in stream:
                     pass
-        await until(lambda: served.process.poll() is not None)
+        await soon(lambda: served.process.poll() is not None)
         assert served.process.poll() == 0
 
 
@@ -67,7 +68,7 @@ async def test_drain_finishes_open_streams_and_exits_0(served: Served) -> None:
                 served.process.send_signal(signal.SIGTERM)
             text += chunk.choices[0].text
         assert text == expected(fake.added[0].prompt_token_ids or [], 100)
-        await until(lambda: served.process.poll() is not None)
+        await soon(lambda: served.process.poll() is not None)
         assert served.process.poll() == 0
     assert await etcd.get(keys.worker(NAMESPACE, "frontend", served.instance_id)) is None
     await etcd.close()

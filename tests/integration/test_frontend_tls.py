@@ -16,7 +16,8 @@ import pytest
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.frontend_http import Served, expected, frontend, workers
-from tests.support.frontend_rig import FakeDecode, until
+from tests.support.frontend_rig import FakeDecode
+from tests.support.waiting import soon
 
 
 def put(new: Certificates, into: Path) -> None:
@@ -83,10 +84,10 @@ async def test_a_new_certificate_is_shown_while_answers_stream(secure: Secure) -
             assert (await anext(lines)).startswith("data: {")
             # A certificate without its key changes nothing.
             (secure.live / "cert.pem").write_bytes(secure.new.cert.read_bytes())
-            await until(lambda: "the last certificate stays" in secure.log.read_text())
+            await soon(lambda: "the last certificate stays" in secure.log.read_text())
             assert await shown(served) == first
             put(secure.new, secure.live)
-            await until(lambda: "holds another certificate" in secure.log.read_text())
+            await soon(lambda: "holds another certificate" in secure.log.read_text())
             assert await shown(served) != first
             assert (await other.get("/ready")).status_code == 200
             heard = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]

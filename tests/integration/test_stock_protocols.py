@@ -16,7 +16,7 @@ import pytest
 from pullfill.frontend.forward.protocols import Stages, protocol_of
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats, make
-from tests.support.frontend_rig import until
+from tests.support.waiting import soon
 
 moriio = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_common",
@@ -94,9 +94,9 @@ async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
             assert process.stdin is not None
             process.stdin.write(json.dumps(payload) + "\n")
             process.stdin.flush()
-            await until(lambda: known == [make("prefill", "10.0.0.1:8100", PREFILL_KV)])
+            await soon(lambda: known == [make("prefill", "10.0.0.1:8100", PREFILL_KV)])
             process.kill()
-            await until(lambda: not known)
+            await soon(lambda: not known)
         finally:
             process.kill()
             task.cancel()

@@ -218,12 +218,6 @@ def hello(name: str = "raw", compat: str | None = None) -> Hello:
     return Hello(prefill_instance=name, compat=compat or COMPAT.hash())
 
 
-async def until(what: Callable[[], object], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not what():  # noqa: ASYNC110 (nothing to wait for but the state itself)
-            await asyncio.sleep(0.002)
-
-
 class FakeDirectory:
     """The registry's Directory as far as prefill workers use it."""
 

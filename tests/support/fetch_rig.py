@@ -28,11 +28,11 @@ from pullfill.wire import (
     RouterPolicy,
     u32,
 )
-from tests.support.control_rig import until
 from tests.support.fakes import FakePool, FakeRequest
 from tests.support.handoff_rig import COMPATIBLE, DecodeHalf, Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS, compute, holds
 from tests.support.transfer_rigs import Rig
+from tests.support.waiting import soon
 
 LEAST = 2 * BLOCK
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class FetchWorker(DecodeHalf):
 
     async def end(self, served: Served) -> ExplainRecord:
         """Wait until the KV is there or must be computed. Then the request ends."""
-        await until(lambda: served.loaded is not None)
+        await soon(lambda: served.loaded is not None)
         tokens = served.request.prompt_token_ids or []
         if served.loaded:
             assert holds(self.pages, served.table, tokens[: len(served.table) * BLOCK])
@@ -214,7 +214,7 @@ class FetchWorker(DecodeHalf):
                 lease.timer._run()
 
     async def check_back(self) -> None:
-        await until(lambda: not self.leases.open)
+        await soon(lambda: not self.leases.open)
         assert self.pool.free == set(range(NUM_BLOCKS))
         assert self.region.owner.fences.in_use == 0
         assert not self.fetches._open

@@ -57,18 +57,13 @@ from tests.support.fake_vllm import (
     next_token,
 )
 from tests.support.listening import serving
+from tests.support.waiting import soon as until
 from tests.support.workers import record
 
 PATIENCE_S = 20.0
 # Of what was sent where. A frontend has 13 MB for each role: to touch them takes longer than most
 # tests.
 FEW_BLOCKS = 1 << 10
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - the condition has no event to wait for
-            await asyncio.sleep(0.005)
 
 
 # --------------------------------------------------------------------------- decode workers

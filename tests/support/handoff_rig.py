@@ -51,11 +51,12 @@ from pullfill.wire import (
     WorkerRecord,
 )
 from tests.support import workers
-from tests.support.control_rig import FakeDirectory, handoff_of, until
+from tests.support.control_rig import FakeDirectory, handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.nats import NatsServer, dead_letters
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
+from tests.support.waiting import soon
 
 _serial = itertools.count()
 COMPATIBLE = msgspec.structs.replace(COMPAT, block_size=BLOCK)
@@ -373,7 +374,7 @@ class Cluster:
         self.prefills.append(prefill)
         if reaches:
             decodes = sorted(self.directory.workers("decode"))
-            await until(lambda: prefill.links.connected == decodes)
+            await soon(lambda: prefill.links.connected == decodes)
         if pull:
             prefill.puller.start()
         return prefill
@@ -386,13 +387,13 @@ class Cluster:
     async def check_clean(self) -> None:
         """Ledger, fences, pools, stream and engines are as they were before the first request."""
         for decode in self.decodes.values():
-            await until(lambda d=decode: d.ledger.open_jobs == 0 and not d.ledger.has_events)  # type: ignore[misc]
+            await soon(lambda d=decode: d.ledger.open_jobs == 0 and not d.ledger.has_events)  # type: ignore[misc]
             decode.step()
             decode.check_clean()
         for prefill in self.prefills:
             await asyncio.wait_for(prefill.puller.idle.wait(), 10)
             # A delivery that is given back may have come meanwhile.
-            await until(
+            await soon(
                 lambda p=prefill: p.engine.idle and not p.puller.in_flight  # type: ignore[misc]
             )
             assert prefill.budget.tokens == 0
@@ -400,7 +401,7 @@ class Cluster:
             assert prefill.local.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
             assert not any(prefill.credits.used.values())
         (producer, *_) = [decode.producer for decode in self.decodes.values()]
-        await until(lambda: producer.depth().depth_jobs == 0)
+        await soon(lambda: producer.depth().depth_jobs == 0)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -412,7 +413,7 @@ Make = Callable[..., Cluster]
 
 
 async def settled(*requests: Served) -> None:
-    await until(lambda: all(r.loaded is not None for r in requests))
+    await soon(lambda: all(r.loaded is not None for r in requests))
 
 
 async def stuck_in_a_write(decode: DecodeHalf) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
 from tests.support.etcd import ServerProcess, free_ports
 
 START_TIMEOUT_S = 20.0
-
-
-async def until(true: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Wait for something observable only. Raises TimeoutError."""
-    async with asyncio.timeout(within_s):
-        while not true():  # noqa: ASYNC110 - there is nothing to subscribe to
-            await asyncio.sleep(0.01)
 
 
 async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[DeadLetter]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -86,11 +83,3 @@ def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any)
     ttl_s = options.pop("ttl_s", 2)
     make = maker(instance_id, made=made, **changes)
     return Membership(client, namespace, ttl_s, make, **options)
-
-
-async def eventually(check: Callable[[], bool], within_s: float = 15.0) -> None:
-    """Wait until `check()`. within_s only catches hangs."""
-    give_up = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < give_up, "it never happened"
-        await asyncio.sleep(0.02)

@@ -22,8 +22,8 @@ from pullfill.net import curve
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
-from tests.support.frontend_rig import until
 from tests.support.request_server_rig import own_loop
+from tests.support.waiting import soon
 from tests.support.workers import record
 
 KEY = ClusterKey(b"k" * 32)
@@ -83,8 +83,8 @@ async def _meet(
         at = record("decode-1", data=address)
         link = DecodeConnection(context, at, hello, owner, frontend_key)
         try:
-            await until(lambda: link.state is not ConnectionState.CONNECTING or link.trouble)
-            await until(heard)
+            await soon(lambda: link.state is not ConnectionState.CONNECTING or link.trouble)
+            await soon(heard)
             refused = [told.args[1] for told in owner.on_refused.mock_calls]
             return link.state, link.trouble, refused
         finally:
@@ -141,7 +141,7 @@ async def test_a_port_scan_is_no_frontend_with_a_wrong_key(
     async with decoding(KEY) as address:
         for _ in range(3):
             (await asyncio.open_connection(*split_address(address)))[1].close()
-        await until(lambda: "perhaps" in caplog.text)
+        await soon(lambda: "perhaps" in caplog.text)
     assert counter._value.get() == before
     (line,) = [r for r in caplog.records if "perhaps" in r.getMessage()]
     assert line.levelno == logging.INFO
@@ -157,6 +157,6 @@ async def test_who_knows_the_servers_public_key_alone_is_turned_away() -> None:
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     async with decoding(KEY) as address:
         socket.connect(address)
-        await until(lambda: monitor.poll(0))
+        await soon(lambda: monitor.poll(0))
     socket.disable_monitor()
     context.destroy(0)

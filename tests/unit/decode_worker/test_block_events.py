@@ -21,7 +21,7 @@ from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire import u32
 from pullfill.wire.prefix import PrefixEvents, PrefixPage
-from tests.support.control_rig import until
+from tests.support.waiting import soon
 
 SIZE = 4
 ONE = Places({0: 1}, SIZE)
@@ -177,11 +177,11 @@ async def rig() -> AsyncIterator[Rig]:
 
 async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig) -> None:
     rig.take([stored(A)])
-    await until(lambda: rig.blocks.status()["events"] == 4)
+    await soon(lambda: rig.blocks.status()["events"] == 4)
     await asyncio.sleep(0.05)
     assert rig.sent == []
     follower = rig.follower()
-    await until(lambda: follower.replica.state is State.WARM)
+    await soon(lambda: follower.replica.state is State.WARM)
     sent = len(rig.sent)
     await asyncio.sleep(0.05)
     assert len(rig.sent) == sent
@@ -189,12 +189,12 @@ async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig)
 
 async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
     follower = rig.follower()
-    await until(lambda: follower.replica.state is State.WARM)
+    await soon(lambda: follower.replica.state is State.WARM)
     follower.messages.clear()
     many = [random.Random(i).choices(range(999), k=SIZE) for i in range(50)]
     for prompt in many:
         rig.take([stored(prompt)])
-    await until(lambda: follower.index.blocks(1) == 50)
+    await soon(lambda: follower.index.blocks(1) == 50)
     assert len(follower.messages) == 1
 
 
@@ -203,12 +203,12 @@ async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
 ) -> None:
     monkeypatch.setattr(block_events, "_MOST_STEPS", 5)
     follower = rig.follower()
-    await until(lambda: follower.replica.state is State.WARM)
+    await soon(lambda: follower.replica.state is State.WARM)
     for number in range(20):
         rig.take([stored([number] * SIZE)])
         assert len(rig.blocks._queue) <= 6
-    await until(lambda: rig.blocks.status()["blocks"] > 0)
-    await until(lambda: follower.index.blocks(1) == rig.blocks.status()["blocks"])
+    await soon(lambda: rig.blocks.status()["blocks"] > 0)
+    await soon(lambda: follower.index.blocks(1) == rig.blocks.status()["blocks"])
     assert follower.index.match(hashes([19] * SIZE)) == {1: 1}
     assert "hangs" in caplog.text
 
@@ -239,8 +239,8 @@ async def test_followers_end_with_what_the_cache_holds(rig: Rig, seed: int) -> N
         if rng.random() < 0.1:
             await asyncio.sleep(0.002)
     second = rig.followers[b"second"]
-    await until(lambda: not rig.blocks._armed)
+    await soon(lambda: not rig.blocks._armed)
     assert set(rig.blocks._held._known) <= set(cached)
     known = [one for one, _ in rig.blocks._held._known.values()]
-    await until(lambda: first.holds(known) and second.holds(known))
+    await soon(lambda: first.holds(known) and second.holds(known))
     assert first.replica.healing["differences"] == second.replica.healing["differences"] == 0

@@ -12,10 +12,10 @@ import pytest
 from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
 from pullfill.wire import RouterPolicy
-from tests.support.control_rig import until
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.transfer_rigs import RIGS
+from tests.support.waiting import soon
 
 BLOCK_BYTES = LAYOUT.block_bytes
 TOKENS = list(range(10 * BLOCK + 1))
@@ -162,7 +162,7 @@ async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -
     second.request_id = "second"
     assert worker.side.decide(first, 0) == (None, False)
     assert worker.side.decide(second, 0) == (None, False)
-    await until(lambda: worker.holders.away("holder") and not worker.fetches._running)
+    await soon(lambda: worker.holders.away("holder") and not worker.fetches._running)
     assert worker.side.decide(second, 0) == (0, False)
     for request in (first, second):
         worker.side.request_finished(request.request_id)

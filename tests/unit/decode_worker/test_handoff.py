@@ -17,8 +17,9 @@ from pullfill.errors import HandoffError, Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
 from pullfill.wire import Claim, Commit, Progress, Ready, StageTimings
 from tests.support import said
-from tests.support.control_rig import handoff_of, hello, until
+from tests.support.control_rig import handoff_of, hello
 from tests.support.loopback import LoopbackFences
+from tests.support.waiting import soon
 
 
 class Rig:
@@ -72,7 +73,7 @@ async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came
     rig.send("waits", urgency=Urgency.LOOSE)
     rig.send("taken", urgency=Urgency.TIGHT)
     said.grant(rig.ledger, "taken", "i0", "writer")
-    await until(lambda: rig.claims)
+    await soon(lambda: rig.claims)
     assert rig.stored == [("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)]
     assert rig.claims == ["taken"]
     rig.handoff.grant(rig.peers["p"], Claim(rid=1, job_id="waits", incarnation="i0"))
@@ -95,7 +96,7 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
     monkeypatch.setattr(rig, "publish", publish)
     for name in ("done", "claimed"):
         rig.send(name)
-    await until(lambda: len(rig.claims) == 2)
+    await soon(lambda: len(rig.claims) == 2)
     assert rig.commits == ["done"]
     assert rig.ledger.take_actions() == [], "the prefill worker acks it"
 
@@ -110,7 +111,7 @@ async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
     rig.refuses = QueueFull("too large")
     rig.refuses.retryable = retryable
     rig.send("j")
-    await until(lambda: rig.ledger.has_events)
+    await soon(lambda: rig.ledger.has_events)
     assert [e.outcome for e in rig.ledger.take_events() if isinstance(e, Settle)] == [outcome]
     assert len(caplog.records) == (not retryable)
 
@@ -131,7 +132,7 @@ async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
     monkeypatch.setattr(rig, "gone", gone, raising=False)
     for name in ("left", "gone"):
         rig.send(name)
-    await until(lambda: caplog.messages)
+    await soon(lambda: caplog.messages)
     (told,) = caplog.messages
     assert "1 jobs are gone" in told
     assert told.endswith("Requests: r-gone")
@@ -143,7 +144,7 @@ async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
     rig = Rig()
     rig.peers.clear()
     rig.send("j")
-    await until(lambda: rig.ledger.has_events)
+    await soon(lambda: rig.ledger.has_events)
     assert rig.ledger.take_events() == [Settle("r-j", Outcome.PREFILL_LOST)]
     assert rig.stored == []
     await rig.handoff.close()
@@ -156,7 +157,7 @@ async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job
     about: dict[str, Any] = {"job_id": "j", "attempt": 1, "incarnation": "i0"}
     commit = Commit(rid=1, blocks=1, kv_bytes=1, timings=StageTimings(kv_write_ms=60e3), **about)
     rig.send("j")
-    await until(lambda: rig.stored)
+    await soon(lambda: rig.stored)
     assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
     said.gave_up(rig.ledger, "j", 1, "i0", "p")
     before = rig.write_within_s()
@@ -180,7 +181,7 @@ async def test_a_job_that_has_ended_is_not_read() -> None:
     peer = rig.peers["p"]
     peer.reader = SimpleNamespace(read=read, moved_bytes=0)  # type: ignore[assignment]
     rig.send("j")
-    await until(lambda: rig.stored)
+    await soon(lambda: rig.stored)
     assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
     rig.handoff.ready(
         peer,
@@ -189,6 +190,6 @@ async def test_a_job_that_has_ended_is_not_read() -> None:
             fence=said.NO_FENCE, timings=StageTimings(),
         ),
     )  # fmt: skip
-    await until(lambda: rig.answers)
+    await soon(lambda: rig.answers)
     assert (wanted, rig.answers[0].ok, rig.commits) == ([True, False], False, [])
     assert rig.ledger.open_jobs == 0

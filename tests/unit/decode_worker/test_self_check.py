@@ -31,7 +31,7 @@ from pullfill.registry.self_checks import SelfChecks
 from pullfill.wire import Hello
 from tests.support.fakes import FakeClock
 from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, random_bytes
-from tests.support.workers import eventually
+from tests.support.waiting import soon
 
 COMPAT_4 = msgspec.structs.replace(COMPAT, block_size=4, num_layers=1, dtype="float32")
 OURS = Ours("decode-1", COMPAT_4, "ours", 4, 100, "float32", ONE_GROUP)
@@ -98,13 +98,13 @@ async def test_each_kind_is_compared_once() -> None:
     async with a_rig() as rig:
         rig.meet()
         assert rig.checks.reason == "self_check_pending"
-        await eventually(lambda: rig.results() == ["passed"])
+        await soon(lambda: rig.results() == ["passed"])
         # Prefilled here; then half of it, and all of it, by the prefill worker.
         assert rig.engine.asked == [(16, ""), (9, "prefill-1#1"), (16, "prefill-1#1")]
         rig.meet("prefill-2#2")
         rig.meet("prefill-3#3", "otherwise")
         assert rig.checks.reason == "", "another kind has passed"
-        await eventually(lambda: rig.results() == ["passed"] * 3)
+        await soon(lambda: rig.results() == ["passed"] * 3)
         assert len(rig.engine.asked) == 6
         assert len(rig.kept.current) == 2
 
@@ -112,7 +112,7 @@ async def test_each_kind_is_compared_once() -> None:
 async def test_a_prefill_worker_that_takes_short_prompts_is_compared_with_one() -> None:
     async with a_rig() as rig:
         rig.meet(longest=11)
-        await eventually(lambda: rig.results() == ["passed"])
+        await soon(lambda: rig.results() == ["passed"])
         assert rig.engine.asked == [(8, ""), (5, "prefill-1#1"), (8, "prefill-1#1")]
 
 
@@ -120,7 +120,7 @@ async def test_a_failure_says_by_how_much_and_is_compared_again_once_it_is_clear
     async with a_rig() as rig:
         rig.engine.wrong = 1.0
         peer = rig.meet()
-        await eventually(lambda: rig.checks.reason == "self_check_failed")
+        await soon(lambda: rig.checks.reason == "self_check_failed")
         (check,) = cast(Any, rig.checks.told()["self_checks"])
         assert "KV differs by 0.354 (rounding explains 0.001)" in check["advice"]
         assert "prefill-1" in check["advice"]
@@ -128,7 +128,7 @@ async def test_a_failure_says_by_how_much_and_is_compared_again_once_it_is_clear
         rig.engine.wrong = 0.0
         rig.kept.current.clear()
         rig.kept._tell()
-        await eventually(lambda: rig.results() == ["passed"])
+        await soon(lambda: rig.results() == ["passed"])
         assert rig.checks.reason == ""
         rig.checks.lost(peer)
         assert rig.results() == []
@@ -141,18 +141,18 @@ async def test_what_could_not_be_compared_is_no_failure_and_another_of_the_kind_
         bad = {"prefill-1#1": ValueError("a bug"), "prefill-2#2": Incomplete("no answer")}
         rig.engine.fails = bad.get
         rig.meet("prefill-1#1")
-        await eventually(lambda: "ValueError: a bug" in caplog.text)
+        await soon(lambda: "ValueError: a bug" in caplog.text)
         rig.meet("prefill-2#2")  # in the pause, which it does not wait for
-        await eventually(lambda: "prefill-2#2" in {writer for _, writer in rig.engine.asked})
+        await soon(lambda: "prefill-2#2" in {writer for _, writer in rig.engine.asked})
         rig.meet("prefill-3#3")
-        await eventually(lambda: rig.results() == ["passed"] * 3)
+        await soon(lambda: rig.results() == ["passed"] * 3)
 
 
 async def test_a_prefill_worker_that_drains_is_not_asked() -> None:
     async with a_rig() as rig:
         rig.meet("prefill-1#1").leaving = True
         rig.meet("prefill-2#2")
-        await eventually(lambda: rig.results() == ["passed"] * 2)
+        await soon(lambda: rig.results() == ["passed"] * 2)
         assert {writer for _, writer in rig.engine.asked} == {"", "prefill-2#2"}
 
 
@@ -160,11 +160,11 @@ async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
     """KV of that type is no numbers, and at first there are no log probabilities either."""
     async with a_rig(replace(OURS, kv_dtype="fp8_ds_mla")) as rig:
         rig.meet()
-        await eventually(lambda: len(rig.engine.asked) == 3)
+        await soon(lambda: len(rig.engine.asked) == 3)
         rig.engine.logprobs = {1: -0.5}
         assert rig.checks.reason == "self_check_pending"
         rig.meet("prefill-2#2")
-        await eventually(lambda: rig.results() == ["passed"] * 2)
+        await soon(lambda: rig.results() == ["passed"] * 2)
         (result,) = rig.kept.current.values()
         assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
 

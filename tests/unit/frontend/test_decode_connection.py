@@ -18,9 +18,10 @@ from pullfill.engine import check, front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import FakeDecode, rig, until
+from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.proxy import Proxy
+from tests.support.waiting import soon
 
 LATE = front_wire.LoadReport(
     running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
@@ -43,12 +44,12 @@ async def test_a_hello_lost_in_flight_is_sent_again(proxy: Proxy) -> None:
     worker = FakeDecode("decode-1")  # reads nothing before it is started
     async with rig() as r:
         r.directory.put(behind(proxy, worker))
-        await until(lambda: any("handshake" in line for line in r.pool.refusals()))
+        await soon(lambda: any("handshake" in line for line in r.pool.refusals()))
         proxy.target = ("127.0.0.1", worker.port)
-        await until(lambda: not r.pool.refusals())
+        await soon(lambda: not r.pool.refusals())
         before = proxy.accepted
         proxy.reset()
-        await until(lambda: proxy.accepted > before)
+        await soon(lambda: proxy.accepted > before)
         worker.start()
         await r.ready(1)
     worker.die()
@@ -68,7 +69,7 @@ async def test_all_outputs_that_came_before_a_break_count() -> None:
     async with rig(worker) as r:
         r.dispatcher.submit(request("a", max_tokens=400))
         be_busy()
-        await until(lambda: r.sink.gone == ["decode-1"])
+        await soon(lambda: r.sink.gone == ["decode-1"])
         assert len(r.sink.tokens["a"]) == 300
 
 
@@ -90,7 +91,7 @@ async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Pro
         await r.ready(1)
         connection = r.pool.candidates()[0]
         be_busy()
-        await until(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
+        await soon(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
         assert connection.load != LATE
     worker.die()
 
@@ -100,12 +101,12 @@ async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
     bad, good = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(bad, good) as r:
         r.dispatcher.submit(request("a", [1]))
-        await until(lambda: bool(bad.added))
+        await soon(lambda: bool(bad.added))
         bad.send_raw(front_wire.OUT, b"\xc1")
-        await until(lambda: bool(good.added))
+        await soon(lambda: bool(good.added))
         assert not r.dispatcher.flights["a"].deaths
         good.hold = False
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
 
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]

@@ -21,7 +21,8 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.wire import MAX_TEXT, DecodePolicy, WorkerState
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, answer, request
-from tests.support.frontend_rig import PATIENCE_S, Alone, FakeDecode, Sink, rig, until
+from tests.support.frontend_rig import PATIENCE_S, Alone, FakeDecode, Sink, rig
+from tests.support.waiting import soon
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -29,7 +30,7 @@ async def test_tokens_come_back_and_the_record_has_the_frontends_own_timings(tok
     """With one token the worker's part of the record comes in the same message."""
     async with rig(FakeDecode()) as r:
         r.dispatcher.submit(request("cmpl-x-0-1234abcd", max_tokens=tokens))
-        await until(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
+        await soon(lambda: "cmpl-x-0-1234abcd" in r.sink.finished)
         assert r.sink.tokens["cmpl-x-0-1234abcd"] == answer([1, 2, 3], tokens)
         assert r.dispatcher.in_flight == 0
         assert r.sink.outs[-1].kv_transfer_params is None
@@ -46,7 +47,7 @@ async def test_an_endless_id_is_refused() -> None:
     async with rig(FakeDecode()) as r:
         r.dispatcher.submit(request("x" * MAX_TEXT))
         r.dispatcher.submit(request("y" * (MAX_TEXT + 1)))
-        await until(lambda: "x" * MAX_TEXT in r.sink.finished)
+        await soon(lambda: "x" * MAX_TEXT in r.sink.finished)
         (name, why), *others = r.sink.failures.items()
         assert (name, others) == ("y" * (MAX_TEXT + 1), [])
         assert f"at most {MAX_TEXT}" in why
@@ -60,13 +61,13 @@ async def test_a_request_before_any_worker_waits_for_one() -> None:
         r.dispatcher.submit(request("early"))
         await asyncio.sleep(0.05)
         r.add(FakeDecode())
-        await until(lambda: "early" in r.sink.finished)
+        await soon(lambda: "early" in r.sink.finished)
 
 
 async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> None:
     async with rig(waits=Waits(first=0.1)) as r:
         r.dispatcher.submit(request("alone"))
-        await until(lambda: bool(r.sink.failures))
+        await soon(lambda: bool(r.sink.failures))
         assert r.sink.failures == {"alone": NO_WORKER}
         assert r.dispatcher.in_flight == 0
 
@@ -75,13 +76,13 @@ async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
         r.dispatcher.submit(request("a"))
-        await until(lambda: bool(worker.added))
+        await soon(lambda: bool(worker.added))
         r.dispatcher.abort(["a", "never-heard-of"])
         worker.say(Output("a", [1]))
-        await until(lambda: worker.aborted == ["a"])
+        await soon(lambda: worker.aborted == ["a"])
         r.dispatcher.submit(request("b"))
         worker.hold = False
-        await until(lambda: "b" in r.sink.finished)
+        await soon(lambda: "b" in r.sink.finished)
         assert "a" not in r.sink.tokens
         assert r.dispatcher.in_flight == 0
 
@@ -90,12 +91,12 @@ async def test_a_frontend_that_leaves_tells_all_its_clients() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
         r.dispatcher.submit(request("a"))
-        await until(lambda: bool(worker.added))
+        await soon(lambda: bool(worker.added))
         r.dispatcher.fail_all("this frontend stops")
         r.dispatcher.submit(request("late"))
         assert r.sink.failures == dict.fromkeys(("a", "late"), "this frontend stops")
         assert set(r.sink.faults.values()) == {Fault.WORKERS}
-        await until(lambda: worker.aborted == ["a"])
+        await soon(lambda: worker.aborted == ["a"])
         assert r.dispatcher.in_flight == 0
 
 
@@ -103,10 +104,10 @@ async def test_one_worker_cannot_speak_for_another() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a"))
-        await until(lambda: bool(one.added))
+        await soon(lambda: bool(one.added))
         two.say(Output("a", [9], finish_reason=0))
         one.hold = False
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
 
 
@@ -114,39 +115,39 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
     one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
     async with rig(one, two) as r:
         r.dispatcher.submit(request("old", max_tokens=20))
-        await until(lambda: bool(one.added))
+        await soon(lambda: bool(one.added))
         one.drain()
         await r.ready(1)
         for i in range(4):
             r.dispatcher.submit(request(f"new{i}"))
-        await until(lambda: len(r.sink.finished) == 5)
+        await soon(lambda: len(r.sink.finished) == 5)
         assert len(one.added) == 1
         assert not r.sink.failures
         r.directory.put(msgspec.structs.replace(two.record, state=WorkerState.DRAINING))
         await r.ready(0)
         await r.pool.stop()
-        await until(lambda: one.byes == two.byes == 1)
+        await soon(lambda: one.byes == two.byes == 1)
 
 
 async def test_a_key_that_goes_while_the_connection_lives_costs_no_request() -> None:
     worker = FakeDecode(step_s=0.01)
     async with rig(worker) as r:
         r.dispatcher.submit(request("running", max_tokens=20))
-        await until(lambda: "running" in r.sink.tokens)
+        await soon(lambda: "running" in r.sink.tokens)
         r.directory.remove(worker.instance_id)
         r.dispatcher.submit(request("new", max_tokens=2))
-        await until(lambda: len(r.sink.finished) == 2)
+        await soon(lambda: len(r.sink.finished) == 2)
         assert not r.sink.failures
         # A listed worker comes first as soon as there is one.
         r.add(FakeDecode("decode-2"))
-        await until(lambda: [c.instance_id for c in r.pool.candidates()] == ["decode-2"])
+        await soon(lambda: [c.instance_id for c in r.pool.candidates()] == ["decode-2"])
 
 
 async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:
     refusing = FakeDecode("decode-1", refuse="vllm_version differs: 0.31.0")
     foreign = FakeDecode("decode-2", model="other")
     async with rig(refusing, foreign, wait=False) as r:
-        await until(lambda: len(r.pool.refusals()) == 2)
+        await soon(lambda: len(r.pool.refusals()) == 2)
         assert any("vllm_version differs" in line for line in r.pool.refusals())
         assert any("serves model 'other', not 'm'" in line for line in r.pool.refusals())
         assert not await r.pool.wait_ready(0.01)
@@ -171,7 +172,7 @@ async def test_utility_calls_reach_every_worker_and_all_end() -> None:
         with pytest.raises(PeerUnavailable, match="no answer within"):
             await call("reset_prefix_cache", (), 0.05)
         asking = asyncio.create_task(call("reset_prefix_cache", (), PATIENCE_S * 2))
-        await until(lambda: len(one.utilities) == 4)
+        await soon(lambda: len(one.utilities) == 4)
         one.die()
         with pytest.raises(PeerUnavailable, match="decode-1"):
             await asyncio.wait_for(asking, PATIENCE_S)
@@ -191,11 +192,11 @@ async def test_nothing_is_left_of_the_load_of_requests_that_ended() -> None:
         one.hold = two.hold = True
         for number in range(4):
             r.dispatcher.submit(request(f"held-{number}", list(range(number, 300))))
-        await until(lambda: len(one.added) + len(two.added) == 5)
+        await soon(lambda: len(one.added) + len(two.added) == 5)
         views = r.dispatcher.balancer._placer.views
         assert sum(view.own_tokens for view in views.values()) > 1000
         one.die()
-        await until(lambda: set(views) == {"decode-2"})
+        await soon(lambda: set(views) == {"decode-2"})
         r.dispatcher.abort([f"held-{number}" for number in range(4)])
         assert [(view.own_tokens, view.own_blocks) for view in views.values()] == [(0, 0)]
 
@@ -278,7 +279,7 @@ async def test_a_request_that_something_fails_for_harms_no_other_and_no_later_on
         monkeypatch.setattr(desk.log, "over", fails)
     second, third = Worker("B", "a~1"), Worker("C")
     desk.lose(second)
-    await until(lambda: {"b~1", "c~1"} <= set(second.flights))
+    await soon(lambda: {"b~1", "c~1"} <= set(second.flights))
     assert len(raised) == (broken == "note")
     assert "a" not in desk.dispatcher.flights
     assert broken == "note" or "a~1" not in second.flights
@@ -286,14 +287,14 @@ async def test_a_request_that_something_fails_for_harms_no_other_and_no_later_on
         assert desk.faults == {"a": Fault.OURS}
         assert ("no descriptors left" if broken == "send" else "a bug") in desk.failures["a"]
     desk.lose(third)
-    await until(lambda: {"b~2", "c~2"} <= set(third.flights))
+    await soon(lambda: {"b~2", "c~2"} <= set(third.flights))
 
 
 async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> None:
     desk = Desk(request("a"), waits=Waits(least=0.05, most=0.05))
     second = Worker("B")
     desk.lose(second)
-    await until(lambda: set(second.flights) == {"a~1"})
+    await soon(lambda: set(second.flights) == {"a~1"})
     await asyncio.sleep(0.1)
     assert not desk.failures
 
@@ -314,7 +315,7 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     later.dispatcher.on_usable([])
     for name in ("a1", "a2"):
         later.dispatcher.submit(request(name))
-    await until(lambda: list(later.failures) == ["a1"])
+    await soon(lambda: list(later.failures) == ["a1"])
     assert later.dispatcher.in_flight == 0
     assert failed.get() - before == 2
 
@@ -323,7 +324,7 @@ async def test_a_prompt_that_has_moved_is_load_until_its_first_output() -> None:
     desk, second = Desk(request("a")), Worker("B")
     desk.say("a", 1)
     desk.lose(second)
-    await until(lambda: bool(second.flights))
+    await soon(lambda: bool(second.flights))
     view = desk.dispatcher.balancer._placer.views["B"]
     assert view.own_tokens == 4
     desk.say("a~1", 2)
@@ -335,7 +336,7 @@ async def test_a_configuration_may_forbid_that_answers_go_on() -> None:
     desk.say("a", 1)
     second = Worker("B")
     desk.lose(second)
-    await until(lambda: set(second.flights) == {"b~1"})
+    await soon(lambda: set(second.flights) == {"b~1"})
     assert "another cannot continue it exactly: it drafts" in desk.failures["a"]
 
 

@@ -14,7 +14,8 @@ from pullfill.engine import front_wire
 from pullfill.frontend import dispatch
 from pullfill.frontend.flight import Waits
 from tests.support.fake_vllm import ABORT, LENGTH, Output, answer, request
-from tests.support.frontend_rig import FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig
+from tests.support.waiting import soon
 
 PROMPT = [5, 6, 7]
 SOME = 20
@@ -22,7 +23,7 @@ SOME = 20
 
 
 async def begun(r: Rig, name: str, tokens: int = 3) -> None:
-    await until(lambda: len(r.sink.tokens.get(name, [])) >= tokens)
+    await soon(lambda: len(r.sink.tokens.get(name, [])) >= tokens)
 
 
 @pytest.mark.parametrize("how", ["die", "leave"])
@@ -32,7 +33,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         r.dispatcher.submit(request("cmpl-a-0-12345678", PROMPT, max_tokens=200, min_tokens=190))
         await begun(r, "cmpl-a-0-12345678")
         getattr(one, how)()
-        await until(lambda: bool(r.sink.finished))
+        await soon(lambda: bool(r.sink.finished))
         assert r.sink.finished == {"cmpl-a-0-12345678": LENGTH}
         assert r.sink.tokens["cmpl-a-0-12345678"] == answer(PROMPT, 200)
         (second,) = two.added
@@ -71,10 +72,10 @@ async def test_an_unreadable_message_moves_the_answers_of_its_worker(
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
         await begun(r, "r")
         one.send_raw(*frames)
-        await until(lambda: bool(r.sink.finished))
+        await soon(lambda: bool(r.sink.finished))
         assert r.sink.tokens["r"] == answer(PROMPT, 200)
         assert [asked.request_id for asked in two.added] == ["r~1"]
-        await until(lambda: one.byes > 0)
+        await soon(lambda: one.byes > 0)
         assert one.byes == 1
 
 
@@ -84,7 +85,7 @@ async def test_a_request_that_is_handed_back_goes_to_another_for_a_while(count: 
     workers = [FakeDecode(f"decode-{i}", migrate=True) for i in range(count)]
     async with rig(*workers) as r:
         r.dispatcher.submit(request("a"))
-        await until(lambda: bool(r.sink.failures))
+        await soon(lambda: bool(r.sink.failures))
         if count == 2:
             assert f"{dispatch.MAX_MIGRATIONS} attempts" in r.sink.failures["a"]
         else:
@@ -106,7 +107,7 @@ async def test_what_cannot_be_exact_ends_with_the_reason(params: dict[str, Any],
         r.dispatcher.submit(request("a", PROMPT, max_tokens=500, **params))
         await begun(r, "a")
         one.die()
-        await until(lambda: bool(r.sink.failures))
+        await soon(lambda: bool(r.sink.failures))
         said = r.sink.failures["a"]
         assert "decode-1 was lost" in said
         assert f"after {len(r.sink.tokens['a'])} tokens" in said
@@ -118,9 +119,9 @@ async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a", seed=1))
-        await until(lambda: bool(one.added))
+        await soon(lambda: bool(one.added))
         one.die()
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
         assert [q.request_id for q in two.added] == ["a~1"]
         assert r.sink.gone == ["decode-1"]
@@ -134,7 +135,7 @@ async def test_a_worker_that_joins_in_time_takes_it() -> None:
         only.die()
         await r.ready(0)
         r.add(FakeDecode("decode-2"))
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 300)
 
 
@@ -146,7 +147,7 @@ async def test_a_worker_too_small_for_the_rest_is_not_asked(room: int) -> None:
         r.dispatcher.submit(request("a", max_tokens=400))
         await begun(r, "a")
         one.die()
-        await until(lambda: bool(r.sink.failures or r.sink.finished))
+        await soon(lambda: bool(r.sink.failures or r.sink.finished))
         assert len(small.added) == (room == 403)
         assert room == 403 or "room for 403 tokens" in r.sink.failures["a"]
 
@@ -156,11 +157,11 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a", PROMPT, max_tokens=9))
-        await until(lambda: bool(one.added))
+        await soon(lambda: bool(one.added))
         one.drain()
         await r.ready(1)
         one.say(Output("a", answer(PROMPT, 2), finish_reason=ABORT))
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 9)
 
 
@@ -171,7 +172,7 @@ async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
         await begun(r, "a")
         one.leave()
         one.say(Output("a", [1, 2, 3], finish_reason=LENGTH))
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 60)
 
 
@@ -181,9 +182,9 @@ async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
         r.dispatcher.submit(request("a", max_tokens=500))
         await begun(r, "a")
         one.die()
-        await until(lambda: bool(two.added) or r.dispatcher.in_flight == 0)
+        await soon(lambda: bool(two.added) or r.dispatcher.in_flight == 0)
         r.dispatcher.abort(["a"])
-        await until(lambda: two.aborted == ["a~1"])
+        await soon(lambda: two.aborted == ["a~1"])
         assert r.dispatcher.in_flight == 0
 
 
@@ -192,7 +193,7 @@ async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
     async with rig(one, two) as r:
         for i in range(400):
             r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))
-        await until(lambda: len(one.added) == len(two.added) == 200)
+        await soon(lambda: len(one.added) == len(two.added) == 200)
         (link,) = [c for c in r.pool.candidates() if c.instance_id == "decode-2"]
         left: list[int] = []
 
@@ -203,7 +204,7 @@ async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
 
         watcher = asyncio.create_task(watch())
         one.leave()
-        await until(lambda: len(two.added) == 400)
+        await soon(lambda: len(two.added) == 400)
         watcher.cancel()
         assert max(left) > 180, "they left all at once"
         drops = [before - after for before, after in pairwise(left)]
@@ -218,7 +219,7 @@ async def test_times_of_workers_on_other_hosts_are_told_by_one_clock() -> None:
         r.dispatcher.submit(request("a", PROMPT, max_tokens=40))
         await begun(r, "a")
         one.leave()
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
         assert len(two.added) == 1
         gaps = [later - before for before, later in pairwise(r.sink.times)]
         assert -100.0 < min(gaps)
@@ -241,11 +242,11 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
             victim = workers.pop(rng.randrange(len(workers)))
             workers.append(joined)
             # At two deaths without a token a request is refused.
-            await until(lambda: all(f.tokens for f in r.dispatcher.flights.values()))
+            await soon(lambda: all(f.tokens for f in r.dispatcher.flights.values()))
             (victim.die if i < 5 else victim.leave)()
             if i < 5:  # its requests are suspects once its death is known
-                await until(lambda name=victim.instance_id: name in r.sink.gone)  # type: ignore[misc]
-        await until(lambda: len(r.sink.finished) == len(wanted))
+                await soon(lambda name=victim.instance_id: name in r.sink.gone)  # type: ignore[misc]
+        await soon(lambda: len(r.sink.finished) == len(wanted))
         assert not r.sink.failures
         for name, (prompt, count) in wanted.items():
             assert r.sink.tokens[name] == answer(prompt, count)
@@ -257,11 +258,11 @@ async def test_a_worker_that_gave_a_request_back_may_continue_it_later() -> None
     one, two = FakeDecode("decode-1", migrate=True), FakeDecode("decode-2", stop_after=SOME)
     async with rig(one) as r:
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
-        await until(lambda: len(one.added) == 1)
+        await soon(lambda: len(one.added) == 1)
         r.add(two)
         await begun(r, "r")
         one.migrate = False
         two.die()
-        await until(lambda: bool(r.sink.finished) or bool(r.sink.failures))
+        await soon(lambda: bool(r.sink.finished) or bool(r.sink.failures))
         assert r.sink.failures == {}
         assert r.sink.tokens["r"] == answer(PROMPT, 200)

@@ -12,7 +12,8 @@ import pytest
 from pullfill.frontend import counters
 from pullfill.frontend.flight import Waits, name_of
 from tests.support.fake_vllm import answer, request
-from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig
+from tests.support.waiting import soon
 
 FATAL = 666
 QUICK = Waits(sure=0.1)
@@ -43,11 +44,11 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
     async with fleet_of(3) as (r, board):
         for i in range(9):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=80))
-        await until(lambda: len(r.sink.tokens) == 9)
+        await soon(lambda: len(r.sink.tokens) == 9)
         r.dispatcher.submit(request("d", [FATAL]))
-        await until(lambda: "d" in r.sink.failures)
+        await soon(lambda: "d" in r.sink.failures)
         assert not any(f.deaths for f in r.dispatcher.flights.values()), "they are explained"
-        await until(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: r.dispatcher.in_flight == 0)
         assert deaths(r) == 2
         assert all(r.sink.tokens[f"s{i}"] == answer([i], 80) for i in range(9))
         said = r.sink.failures.pop("d")
@@ -62,17 +63,17 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
 async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -> None:
     async with fleet_of(3) as (r, board):
         r.dispatcher.submit(request("d", [FATAL]))
-        await until(lambda: "d" in r.sink.failures)
+        await soon(lambda: "d" in r.sink.failures)
         (last,) = [worker for worker in r.workers if not worker.killed_by]
         r.dispatcher.submit(request("again", [FATAL]))
         assert "are refused for another" in r.sink.failures["again"]
         assert not last.added
         r.dispatcher.submit(request("other", [FATAL - 1]))
-        await until(lambda: "other" in r.sink.finished)
+        await soon(lambda: "other" in r.sink.finished)
         last.fatal_token = 0  # repaired
         board.refused.clear()
         r.dispatcher.submit(request("third", [FATAL]))
-        await until(lambda: "third" in r.sink.finished)
+        await soon(lambda: "third" in r.sink.finished)
 
 
 async def test_choices_of_one_answer_are_convicted_once() -> None:
@@ -82,13 +83,13 @@ async def test_choices_of_one_answer_are_convicted_once() -> None:
     async with rig(one, waits=Waits(least=0.2, most=0.2, sure=0.4)) as r:
         for name in ("d1", "d2"):
             r.dispatcher.submit(request(name, [1]))
-        await until(lambda: len(one.added) == 2)
+        await soon(lambda: len(one.added) == 2)
         r.add(two)
         await r.ready(2)
         one.die()
-        await until(lambda: len(two.added) == 2)
+        await soon(lambda: len(two.added) == 2)
         two.die()
-        await until(lambda: r.sink.refused == {"d1", "d2"})
+        await soon(lambda: r.sink.refused == {"d1", "d2"})
         assert convicted() - before == 1
 
 
@@ -97,10 +98,10 @@ async def test_an_answer_that_was_at_no_death_moves_although_one_like_it_is_refu
     one, two = FakeDecode("decode-1", stop_after=2), FakeDecode("decode-2")
     async with rig(one, two, board=board) as r:
         r.dispatcher.submit(request("s", [1], max_tokens=9))
-        await until(lambda: bool(r.sink.tokens))
+        await soon(lambda: bool(r.sink.tokens))
         board.post(name_of(r.dispatcher.flights["s"]), 2, 1)
         one.leave()
-        await until(lambda: "s" in r.sink.finished)
+        await soon(lambda: "s" in r.sink.finished)
         assert r.sink.tokens["s"] == answer([1], 9)
 
 
@@ -108,13 +109,13 @@ async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
     one, two = FakeDecode("decode-1", fatal_token=FATAL), FakeDecode("decode-2", hold=True)
     async with rig(one, two, waits=QUICK) as r:
         r.dispatcher.submit(request("d", [FATAL]))
-        await until(lambda: bool(two.added))
+        await soon(lambda: bool(two.added))
         r.dispatcher.abort(["d"])
         r.dispatcher.submit(request("other", [1]))
         r.dispatcher.submit(request("retry", [FATAL]))
-        await until(lambda: len(two.added) == 3)
+        await soon(lambda: len(two.added) == 3)
         two.die()
-        await until(lambda: r.sink.refused == {"retry"})
+        await soon(lambda: r.sink.refused == {"retry"})
         assert "other" not in r.sink.failures, "of one death"
 
 
@@ -122,7 +123,7 @@ async def test_a_user_who_goes_away_after_two_deaths_is_refused_at_once_when_bac
     workers = [FakeDecode(f"decode-{i}", fatal_token=FATAL) for i in range(3)]
     async with rig(*workers, waits=Waits(sure=60.0)) as r:
         r.dispatcher.submit(request("d", [FATAL]))
-        await until(lambda: len(r.sink.gone) == 2)
+        await soon(lambda: len(r.sink.gone) == 2)
         r.dispatcher.abort(["d"])
         r.dispatcher.submit(request("retry", [FATAL]))
         assert r.sink.refused == {"retry"}
@@ -133,7 +134,7 @@ async def test_an_answer_that_kills_half_way_kills_six() -> None:
         for i in range(6):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
         r.dispatcher.submit(request("d", [FATAL] * 10, max_tokens=60))
-        await until(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: r.dispatcher.in_flight == 0)
         assert deaths(r) == 6
         assert set(r.sink.failures) == {"d"}
 
@@ -143,12 +144,12 @@ async def test_a_connection_that_breaks_and_comes_back_is_no_death() -> None:
     async with rig(worker, other, waits=Waits(sure=30.0)) as r:  # a busy machine connects late
         r.dispatcher.submit(request("a"))
         for n, fake in enumerate((worker, other), 1):
-            await until(lambda n=n: len(worker.added) + len(other.added) == n)  # type: ignore[misc]
+            await soon(lambda n=n: len(worker.added) + len(other.added) == n)  # type: ignore[misc]
             (link,) = [c for c in r.pool.candidates() if c.instance_id == fake.instance_id]
             link.lose("its connection broke")
         for fake in (worker, other):
             fake.hold = False
-        await until(lambda: "a" in r.sink.finished)
+        await soon(lambda: "a" in r.sink.finished)
 
 
 def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any]:
@@ -163,7 +164,7 @@ async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
     async with fleet_of(3) as (r, _):
         for each in (*choices("one", [1], 4), *choices("two", [2], 4), *choices("x", [3], 4)):
             r.dispatcher.submit(each)
-        await until(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: r.dispatcher.in_flight == 0)
         assert [len(worker.added) for worker in r.workers] == [4, 4, 4]
         for worker in r.workers:
             assert len({q.external_req_id for q in worker.added}) == 1
@@ -174,7 +175,7 @@ async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
         asked = choices("d", [FATAL], 4)
         for each in asked:
             r.dispatcher.submit(each)
-        await until(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: r.dispatcher.in_flight == 0)
         assert deaths(r) == 2
         assert r.sink.refused == {each.request_id for each in asked}
 
@@ -184,7 +185,7 @@ async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None
     async with fleet_of(5) as (r, _):
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [FATAL]))
-        await until(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: r.dispatcher.in_flight == 0)
         assert 2 <= deaths(r) <= 4
         assert r.sink.refused == {"a", "b"}
 
@@ -198,12 +199,12 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
     async with rig(*host, last, board=board, waits=QUICK) as r:
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
-        await until(lambda: all(fake.added for fake in (*host, last)))
+        await soon(lambda: all(fake.added for fake in (*host, last)))
         for fake in host:
             fake.die()
-        await until(lambda: len(last.added) == 3)
+        await soon(lambda: len(last.added) == 3)
         last.die()
-        await until(lambda: len(r.sink.gone) == 3)
+        await soon(lambda: len(r.sink.gone) == 3)
         counted = sorted(sum(f.deaths.values()) for f in r.dispatcher.flights.values())
         assert counted == ([3] * 3 if others else [3, 6, 6])
 
@@ -213,12 +214,12 @@ async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
     async with rig(one, waits=QUICK) as r:
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
-        await until(lambda: len(one.added) == 3)
+        await soon(lambda: len(one.added) == 3)
         for fake in rest:
             r.add(fake)
         await r.ready(4)
         await asyncio.to_thread(one.die)
-        await until(lambda: sum(len(fake.added) for fake in rest) == 3)
+        await soon(lambda: sum(len(fake.added) for fake in rest) == 3)
         assert [len(fake.added) for fake in rest] == [1, 1, 1]
 
 
@@ -227,13 +228,13 @@ async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
     async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)]))
-        await until(lambda: bool(one.added and two.added))
+        await soon(lambda: bool(one.added and two.added))
         await asyncio.to_thread(one.die)
-        await until(lambda: any(f.waits_since for f in r.dispatcher.flights.values()))
+        await soon(lambda: any(f.waits_since for f in r.dispatcher.flights.values()))
         await asyncio.sleep(0.1)
         assert len(two.added) == 1
         two.hold = False
-        await until(lambda: len(r.sink.finished) == 2)
+        await soon(lambda: len(r.sink.finished) == 2)
 
 
 async def test_an_answer_that_has_begun_waits_for_nobody() -> None:
@@ -241,6 +242,6 @@ async def test_an_answer_that_has_begun_waits_for_nobody() -> None:
     async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)], max_tokens=9))
-        await until(lambda: "a" in r.sink.tokens and bool(two.added))
+        await soon(lambda: "a" in r.sink.tokens and bool(two.added))
         await asyncio.to_thread(one.die)
-        await until(lambda: len(two.added) == 2)
+        await soon(lambda: len(two.added) == 2)

@@ -28,7 +28,7 @@ from pullfill.frontend.forward.sources import (
 from pullfill.frontend.forward.stock import decode_body, prefill_body
 from pullfill.options import ForwarderName, FrontendOptions, parse_networks
 from pullfill.runtime.watched_files import WatchedFiles
-from tests.support.frontend_rig import until
+from tests.support.waiting import soon
 
 PREFILL = StockEntry("prefill", "http://a:1", "k:2")
 DECODE = StockEntry("decode", "http://b:3")
@@ -156,14 +156,14 @@ async def test_a_change_is_taken_and_a_broken_file_keeps_the_last_good_servers(
     watched = WatchedFiles(str(path), every_s=0.01)
     task = asyncio.create_task(follow(str(path), watched, servers))  # type: ignore[arg-type]
     path.write_text("decode=b:3")
-    await until(lambda: servers.known == (DECODE,))
+    await soon(lambda: servers.known == (DECODE,))
     path.write_text("broken")
-    await until(lambda: "cannot read the server 'broken'" in servers.file_trouble)
+    await soon(lambda: "cannot read the server 'broken'" in servers.file_trouble)
     path.unlink()
-    await until(lambda: "No such file" in servers.file_trouble)
+    await soon(lambda: "No such file" in servers.file_trouble)
     assert servers.known == (DECODE,)
     path.write_text(LINES)
-    await until(lambda: servers.known == (PREFILL, DECODE))
+    await soon(lambda: servers.known == (PREFILL, DECODE))
     assert servers.file_trouble == ""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -20,8 +20,9 @@ from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
 from tests.support.asgi import Client
 from tests.support.fake_vllm import Request, request
-from tests.support.frontend_rig import FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.otlp import Receiver
+from tests.support.waiting import soon
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -167,7 +168,7 @@ async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
         await left.wait()
 
     serving = asyncio.create_task(serve(requests, app))
-    await until(lambda: requests.get("cmpl-x") is not None)
+    await soon(lambda: requests.get("cmpl-x") is not None)
     waiting = asyncio.create_task(requests.settled("cmpl-x"))
     await asyncio.sleep(0)
     left.set()
@@ -196,7 +197,7 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() ->
     worker = FakeDecode("decode-1", hold=True)
     async with rig(worker, waits=Waits(first=0.05, restart=0.05)) as r:
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=9, seed=1, temperature=1.0))
-        await until(lambda: bool(worker.added))
+        await soon(lambda: bool(worker.added))
         worker.die()
         a = await r.told("cmpl-a-0")
         r.dispatcher.submit(request("cmpl-b-0-1234abcd"))
@@ -214,7 +215,7 @@ async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
     """Its worker tells of it a moment later."""
     async with rig(FakeDecode(step_s=0.01)) as r:
         r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=999))
-        await until(lambda: bool(r.sink.tokens))
+        await soon(lambda: bool(r.sink.tokens))
         r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
         await r.requests.settled("cmpl-a-0")
         found = known(r.requests, "cmpl-a-0")
@@ -282,7 +283,7 @@ async def tracing_rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
     """A rig with one request, a-1, at its first worker. Afterwards all spans are there."""
     async with rig(*workers) as r:
         r.dispatcher.submit(traced("a-1", HEADERS))
-        await until(lambda: bool(workers[0].added))
+        await soon(lambda: bool(workers[0].added))
         yield r
     tracing.close(20.0)
 
@@ -291,7 +292,7 @@ async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> Non
     one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
     async with tracing_rig(one, two) as r:
         one.die()
-        await until(lambda: "a-1" in r.sink.finished)
+        await soon(lambda: "a-1" in r.sink.finished)
     first, second = receiver.named("frontend.dispatch")
     assert first.error
     assert not second.error
@@ -308,7 +309,7 @@ async def test_an_abort_ends_the_trace_and_a_stop_string_is_no_error(
         record = r.dispatcher.flights["a-1"].record
         r.dispatcher.abort(["a-1"], answered=answered)
         assert (record.answer_ms is not None) is answered
-        await until(lambda: r.workers[0].aborted == ["a-1"])
+        await soon(lambda: r.workers[0].aborted == ["a-1"])
     error = "" if answered else "aborted"
     assert receiver.one("frontend.request").error == error
     assert receiver.one("frontend.dispatch").error == error
@@ -319,7 +320,7 @@ async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiv
     worker = FakeDecode()
     async with rig(worker) as r:
         r.dispatcher.submit(traced("a-1", headers))
-        await until(lambda: "a-1" in r.sink.finished)
+        await soon(lambda: "a-1" in r.sink.finished)
     tracing.close(20.0)
     assert worker.added[0].trace_headers == headers
     assert receiver.spans == []

@@ -13,7 +13,8 @@ from pullfill.engine import front_wire
 from pullfill.frontend.routes import Admin
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.snapshot import Cluster, WorkerRow
-from tests.support.frontend_rig import FakeDecode, Rig, rig, until
+from tests.support.frontend_rig import FakeDecode, Rig, rig
+from tests.support.waiting import soon
 
 LOAD = front_wire.LoadReport(
     running=1, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
@@ -66,7 +67,7 @@ async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -
     worker, request = FakeDecode("decode-1", prefix_block_size=16), cast(Any, None)
     now = asyncio.get_running_loop().time
     async with rig(worker, prefixes=Prefixes(9, missing_s=0.05)) as r:
-        await until(lambda: bool(r.pool.prefixes.troubles(now())))
+        await soon(lambda: bool(r.pool.prefixes.troubles(now())))
         (row, *_) = (await body(admin(r).status(request)))["workers"]
         ready = await body(admin(r).ready(request))
     assert row["routing"]["prefix"]["state"] == "cold"

@@ -39,7 +39,7 @@ from pullfill.wire import (
     encode,
     u32,
 )
-from tests.support.workers import eventually
+from tests.support.waiting import soon
 
 JOB = PrefillJob(
     job_id="j", incarnation="i", decode_instance="d", request_id="r",
@@ -97,9 +97,10 @@ class Worker:
         ack_wait_s: float = 60.0,
         **more: Any,
     ) -> None:
-        """more: arguments of `Puller`."""
+        """begins: sets up what the task has done at the first look. more: arguments of `Puller`."""
         self.sent: list[Any] = []
         self.tasks: list[Any] = []
+        self.begins: Callable[[Any], None] = lambda _: None
         self.reason = ""
         self.asked = asyncio.Event()
         self.reach = reach or some_transfer_worker
@@ -121,7 +122,7 @@ class Worker:
             pause=self.told.append, trials=asyncio.Queue(),
         )  # fmt: skip
         engine: Any = SimpleNamespace(
-            block_size=4, groups=1, compat_hash="c", submit=self.tasks.append,
+            block_size=4, groups=1, compat_hash="c", submit=self._submit,
             end=lambda _: None, check_adapter=self._check_adapter,
         )  # fmt: skip
         self.budget = budget or Budget(10**6)
@@ -140,6 +141,10 @@ class Worker:
         raise NotImplementedError
 
     async def _drain(self) -> None: ...
+
+    def _submit(self, task: Any) -> None:
+        self.begins(task)
+        self.tasks.append(task)
 
     async def _check_adapter(self, adapter: Adapter) -> None:
         raise CannotCompute(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
@@ -312,7 +317,7 @@ async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) ->
     delivery = Delivered()
     delivery.body = body
     worker.begin(delivery)
-    await eventually(lambda: held > 1)
+    await soon(lambda: held > 1)
     assert worker.budget.tokens == (delivery.tokens if inputs else 0)
     await worker.puller.abandon()
     assert worker.budget.tokens == 0
@@ -455,7 +460,7 @@ async def test_a_delivery_that_comes_during_a_run_that_settles_nothing_runs_next
     await worker.computing()
     worker.begin(second)
     worker.link.jobs["j"].link_lost()
-    await eventually(lambda: len(worker.tasks) == 2)
+    await soon(lambda: len(worker.tasks) == 2)
     worker.tasks[1].end(None)
     await worker.over()
     assert (first.verbs, second.verbs) == ([], ["ack"])
@@ -484,12 +489,17 @@ def test_deliveries_last_until_the_decode_worker_gives_up(
 
 async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None:
     """The decode worker would close the connection."""
-    worker = Worker(deadline_s=0.05)
+    worker = Worker(deadline_s=0.2)
+
+    def done(task: Any, scheduled: int, written: int) -> None:
+        task.scheduled, task.written_blocks = scheduled, written
+
+    worker.begins = partial(done, scheduled=5, written=3)
     worker.begin(Delivered())
     task = await worker.computing()
     for told, (scheduled, written) in enumerate(((5, 3), (7, 1), (9, 4))):
-        task.scheduled, task.written_blocks = scheduled, written
-        await eventually(lambda told=told: len(worker.sent) > told)  # type: ignore[misc]
+        done(task, scheduled, written)
+        await soon(lambda told=told: len(worker.sent) > told)  # type: ignore[misc]
     await worker.puller.abandon()
     blocks = [decode(encode(said), Progress).blocks for said in worker.sent[:3]]
     assert blocks == [3, 0, 3]
@@ -502,15 +512,19 @@ async def test_copies_for_other_jobs_are_progress_only_while_its_own_waits_behin
     """Otherwise an attempt whose engine stands still would never end beside one that moves. But
     with progress it gets the whole `timeout_s` anew, and the decode worker is told."""
     worker, delivery = Worker(deadline_s=0.2), Delivered()
+
+    def moves(task: Any) -> None:
+        task.submitted, task.transfer_worker.moved_bytes = int(waits), 100
+
+    worker.begins = moves
     worker.begin(delivery)
     task = await worker.computing()
-    task.submitted, task.transfer_worker.moved_bytes = int(waits), 100
     if not waits:
         await worker.over()
         assert (delivery.verbs, back(worker).cause) == (["nak"], "timeout")
         assert task.cancelled, "its copies that wait are not made"
         return
-    await eventually(lambda: bool(worker.sent))
+    await soon(lambda: bool(worker.sent))
     await asyncio.sleep(0.4)
     (said,) = worker.sent
     assert (type(said), said.blocks, said.write_s) == (Progress, 0, 0.0)

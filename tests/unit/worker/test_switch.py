@@ -14,7 +14,7 @@ from pullfill.registry.membership import Membership
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import WorkerState
 from pullfill.worker.switch import Side, Switch
-from tests.support.workers import eventually
+from tests.support.waiting import soon
 
 BOTH = frozenset({"decode", "prefill"})
 
@@ -101,7 +101,7 @@ class Rig:
         self.task: asyncio.Task[None] | None = None
 
     async def becomes(self, roles: str) -> None:
-        await eventually(lambda: self.switch.roles == roles and not self.switch.told)
+        await soon(lambda: self.switch.roles == roles and not self.switch.told)
 
 
 @asynccontextmanager
@@ -157,10 +157,10 @@ async def test_the_last_order_counts() -> None:
     async with running(Rig()) as rig:
         rig.decode.idle.clear()
         rig.switch.order(frozenset({"prefill"}))
-        await eventually(lambda: "decode draining" in rig.told)
+        await soon(lambda: "decode draining" in rig.told)
         rig.switch.order(frozenset({"decode"}))
         rig.decode.idle.set()
-        await eventually(lambda: "decode starts" in rig.told)
+        await soon(lambda: "decode starts" in rig.told)
         assert "prefill joins" not in rig.told
 
 
@@ -185,7 +185,7 @@ async def test_it_can_leave_in_the_middle_of_a_drain() -> None:
     async with running(rig):
         rig.decode.idle.clear()
         rig.switch.order(frozenset({"prefill"}))
-        await eventually(lambda: "decode draining" in rig.told)
+        await soon(lambda: "decode draining" in rig.told)
         assert rig.switch.roles == "decode", "it still serves its streams"
     assert "decode leaves" in rig.told
     assert "prefill joins" not in rig.told
@@ -199,7 +199,7 @@ async def test_a_stuck_engine_that_goes_on_leaves_a_side_that_drains_draining() 
         assert rig.told[-2:] == ["decode notes draining", "prefill notes draining"]
         rig.decode.idle.clear()
         rig.switch.order(frozenset({"prefill"}))
-        await eventually(lambda: "decode draining" in rig.told)
+        await soon(lambda: "decode draining" in rig.told)
         for state in (WorkerState.DRAINING, WorkerState.READY):
             rig.switch.note_state(state)
         notes = [said for said in rig.told if "notes" in said]
@@ -234,7 +234,7 @@ async def test_no_role_is_given_up_while_the_next_could_not_begin(
     rig.decode.down.add("nats")
     async with running(rig):
         rig.switch.order(frozenset({"prefill"}))
-        await eventually(lambda: "nats cannot be reached" in rig.switch.told)
+        await soon(lambda: "nats cannot be reached" in rig.switch.told)
         await asyncio.sleep(0.05)
         assert (rig.switch.roles, rig.told) == ("decode", [])
         assert caplog.text.count("nats cannot be reached") == 1, "once, not at each try"
