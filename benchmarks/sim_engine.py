@@ -297,6 +297,7 @@ class DecodeEngine:
             request.hit,
             new,
             world.now - request.at,
+            chunks=self._config.policy is RouterPolicy.COST,
         )
         now = Situation(
             request.prompt,
@@ -307,8 +308,7 @@ class DecodeEngine:
             costs=costs,
         )
         decision: Decision = decide(request, now, OF_THE_CLUSTER)
-        chunks = self._config.policy is RouterPolicy.COST
-        model.admitted(request.name, costs, decision.remote, chunks=chunks)
+        model.admitted(request.name, costs, decision.remote)
         if decision.remote:
             pool.put(request, lambda: self._committed(request))
         return decision.remote

@@ -73,11 +73,10 @@ class Queue(msgspec.Struct, frozen=True):
 
 
 class Choice(enum.StrEnum):
-    """Where a prompt is computed. CHUNKED: in chunks that are small enough for the streams."""
+    """Where a prompt is computed. LOCAL: in chunks that are small enough for the streams."""
 
     REMOTE = "remote"
-    AT_ONCE = "local"
-    CHUNKED = "local_chunked"
+    LOCAL = "local"
 
 
 class Targets(msgspec.Struct, frozen=True):
@@ -91,9 +90,7 @@ class Option(msgspec.Struct, frozen=True):
     """What one choice is expected to cost."""
 
     choice: Choice
-    raw_s: float  # seconds from now to the first token, by the rates
-    # The same. If it is computed here, corrected by how far such predictions were off lately.
-    ttft_s: float
+    ttft_s: float  # seconds from now to the first token
     # About the number of requests that miss their targets by this choice: the prompt itself, whose
     # first token may be late, and the streams, whose next token may be.
     cost: float
@@ -114,7 +111,7 @@ class Prefill(msgspec.Struct):
     probe: bool = False
     # What one prefill worker computes until it is done: its part of the queue, and the prompt.
     work: Span = (0.0, 0.0)
-    choice: Choice = Choice.AT_ONCE
+    choice: Choice = Choice.LOCAL
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
     streaming: bool = False  # its first token is out
@@ -123,14 +120,9 @@ class Prefill(msgspec.Struct):
     def known(self) -> bool:
         return Choice.REMOTE in self.options
 
-    def cheapest(self, *choices: Choice) -> Choice:
-        """Return which of these choices, or of all, has the least cost. The first one of equals."""
-        able = [one for one in self.options.values() if not choices or one.choice in choices]
-        return min(able, key=lambda one: one.cost).choice
-
-    def becomes(self, choice: Choice) -> None:
-        """Go on as another choice than the one that was predicted."""
-        self.choice, self.option = choice, None
+    def cheapest(self) -> Choice:
+        """Return the choice that has the least cost. Of equals it is LOCAL."""
+        return min(self.options.values(), key=lambda one: one.cost).choice
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -261,20 +253,16 @@ class CostModel:
         self,
         step_tokens: int = 2048,  # most tokens in a step of this engine
         *,
-        chunks: bool = True,  # whether prompts can be computed in chunks here
         stream_tokens: int = 1,  # of one stream
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.rates = EngineRates()
         self._step_tokens = max(1, step_tokens)
         self._stream_tokens = max(stream_tokens, _STREAM_TOKENS)
-        self._chunks = chunks
         self._clock = clock
         # Seconds from the decision to the first token over the span of `Prefill.work`, less the
         # step here that makes the token. Whatever else a remote prefill takes is part of it.
         self._remote = Rate()
-        # How far predictions of each local choice were off: the outcome over the prediction.
-        self._bias = {choice: Rate() for choice in (Choice.AT_ONCE, Choice.CHUNKED)}
         self._requests: dict[str, Prefill] = {}
         self._here, self._away = Prompts(), Prompts()
         # Requests whose KV has come and that no step has taken yet, in the order of their commits.
@@ -284,11 +272,19 @@ class CostModel:
     # ------------------------------------------------------------------ predictions
 
     def predict(
-        self, queue: Queue, targets: Targets, start: int, tokens: int, waited_s: float = 0.0
+        self,
+        queue: Queue,
+        targets: Targets,
+        start: int,
+        tokens: int,
+        waited_s: float = 0.0,
+        *,
+        chunks: bool = True,
     ) -> Prefill:
         """Predict what each choice costs for a prompt of `tokens` tokens after a hit of `start`.
 
-        queue: what its job would meet. waited_s: how long it has waited already."""
+        queue: what its job would meet. waited_s: how long it has waited already.
+        chunks: whether steps are limited to what `chunk` returns."""
         now, away, remote = self._clock.monotonic(), self._away, self._remote
         self.rates.assume(remote, now)
         one = Prefill(targets, now, waited_s, tokens, start)
@@ -296,13 +292,7 @@ class CostModel:
         streams = dict(self._itl)
         for target, count in away.itl.items():
             streams[target] = streams.get(target, 0) + count
-        options = one.options
-        options[Choice.AT_ONCE] = self._local(Choice.AT_ONCE, one, streams, now, self._here)
-        if self._chunks:
-            chunked = self._local(Choice.CHUNKED, one, streams, now, self._here)
-            # A prompt that fits into one chunk is the same either way.
-            if chunked.raw_s != options[Choice.AT_ONCE].raw_s:
-                options[Choice.CHUNKED] = chunked
+        one.options[Choice.LOCAL] = self._local(one, streams, chunks)
         own = span(start, max(0, tokens - 1))
         # Nobody says how long the prompts of other decode workers are. They are taken to be like
         # ours, or to be as long as this one.
@@ -311,67 +301,52 @@ class CostModel:
         one.probe = not away.all and not remote.fresh(now)
         if remote.count and queue.workers:
             base = self.rates.base(sum(streams.values()))
-            raw_s = remote.of(*one.work) + base
-            options[Choice.REMOTE] = self._option(Choice.REMOTE, one, raw_s, base, streams, now)
+            ttft_s = remote.of(*one.work) + base
+            one.options[Choice.REMOTE] = self._option(Choice.REMOTE, one, ttft_s, base, streams)
         return one
 
-    def _local(
-        self, choice: Choice, one: Prefill, streams: Streams, now: float, before: Prompts
-    ) -> Option:
-        """before: prompts that are computed here first."""
+    def _local(self, one: Prefill, streams: Streams, chunks: bool) -> Option:
         rates, most = self.rates, self._step_tokens
         at, left, end = one.at, one.left, one.at + one.left
+        before = self._here  # these prompts are computed first
         chunk = last = most
-        if choice is Choice.CHUNKED:
+        if chunks:
             chunk = rates.chunk(streams, at + left // 2, most)
             # The last chunk attends to most. So it has fewer tokens.
             last = rates.chunk(streams, end, most)
         last = min(last, left)
         steps = max(1, -(-(left + before.tokens) // chunk))
         base = rates.base(sum(streams.values()))
-        raw_s = rates.work(span(at, left)) + rates.work(before.span) + steps * base
+        ttft_s = rates.work(span(at, left)) + rates.work(before.span) + steps * base
         longest = base + rates.work(span(end - last, last))
-        return self._option(choice, one, raw_s, longest, streams, now)
+        return self._option(Choice.LOCAL, one, ttft_s, longest, streams)
 
     def _option(
-        self, choice: Choice, one: Prefill, raw_s: float, step_s: float, streams: Streams,
-        now: float,
-    ) -> Option:  # fmt: skip
+        self, choice: Choice, one: Prefill, ttft_s: float, step_s: float, streams: Streams
+    ) -> Option:
         """step_s: the longest step of the streams meanwhile."""
-        bias = self._bias.get(choice)
-        ttft_s = bias.of(raw_s) if bias is not None and bias.fresh(now) else raw_s
-        late, target = one.waited_s + now - one.decided + ttft_s, one.targets.ttft_s
+        late, target = one.waited_s + ttft_s, one.targets.ttft_s
         cost = miss(late, target, _TTFT_SHARP) + _LATER * late / target
         base = self.rates.base(sum(streams.values()))
         for target, count in streams.items():
             more = miss(step_s, target, _ITL_SHARP) - miss(base, target, _ITL_SHARP)
             cost += count * max(0.0, more)
-        return Option(choice, raw_s, ttft_s, cost)
+        return Option(choice, ttft_s, cost)
 
     # ------------------------------------------------------------------ what is under way
 
-    def admitted(
-        self, name: str, one: Prefill, remote: bool, *, chunks: bool = True
-    ) -> PredictedMs | None:
+    def admitted(self, name: str, one: Prefill, remote: bool) -> PredictedMs | None:
         """Make a decision count. Returns what was predicted. None: it was decided about before.
 
-        remote: False: vLLM computes it here, whatever was decided.
-        chunks: whether steps are limited to chunks now."""
+        remote: False: vLLM computes it here, whatever was decided."""
         if name in self._requests:
             return None
-        if remote:
-            one.choice = Choice.REMOTE
-        elif chunks:
-            one.choice = one.cheapest(Choice.AT_ONCE, Choice.CHUNKED)
+        one.choice = Choice.REMOTE if remote else Choice.LOCAL
         one.option = one.options.get(one.choice)
         self._requests[name] = one
         (self._away if remote else self._here).add(name, one)
-        found = {choice: option.ttft_s * 1e3 for choice, option in one.options.items()}
-        return PredictedMs(
-            local=found.get(Choice.AT_ONCE),
-            local_chunked=found.get(Choice.CHUNKED),
-            remote=found.get(Choice.REMOTE),
-        )
+        found = {choice.value: option.ttft_s * 1e3 for choice, option in one.options.items()}
+        return PredictedMs(**found)
 
     def settled(self, name: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
@@ -380,7 +355,7 @@ class CostModel:
         if loaded:
             self._loaded[name] = None
         else:
-            one.becomes(Choice.CHUNKED if self._chunks else Choice.AT_ONCE)
+            one.choice, one.option = Choice.LOCAL, None
             self._here.add(name, one)
 
     def scheduled(self, tokens: Mapping[str, int], total: int) -> Step:
@@ -431,28 +406,11 @@ class CostModel:
         """Return how many prompt tokens the next step may compute, and in how many prompts.
 
         0: as many as fit into a step."""
-        if not self._itl or not self._chunks:
+        if not self._itl:
             return 0, 0
-        here, start, at_once = self._here.all.values(), 0, 0
-        for one in here:
-            start = max(start, one.at)
-            if one.choice is Choice.AT_ONCE and not self._slow_down(one):
-                at_once += one.left
-        most = self.rates.chunk(self._itl, start, self._step_tokens)
-        # A prompt that is computed at once gets what it needs. Those that come meanwhile do not.
-        return (at_once, 1) if at_once > most else (most, len(here))
-
-    def _slow_down(self, one: Prefill) -> bool:
-        """Whether a prompt that is computed at once goes on in chunks: streams have begun."""
-        now = self._clock.monotonic()
-        at_once, chunked = (
-            self._local(choice, one, self._itl, now, Prompts())
-            for choice in (Choice.AT_ONCE, Choice.CHUNKED)
-        )
-        if chunked.cost > at_once.cost:
-            return False
-        one.becomes(Choice.CHUNKED)
-        return True
+        here = self._here.all.values()
+        start = max((one.at for one in here), default=0)
+        return self.rates.chunk(self._itl, start, self._step_tokens), len(here)
 
     @property
     def streams(self) -> int:
@@ -477,17 +435,15 @@ class CostModel:
             step_s = self.rates.base(self.streams)
             self._remote.observe(*one.work, max(0.0, took - step_s), now)
         metrics.COST_OUTCOME.labels(path).observe(took)
-        if one.option is None or one.option.raw_s <= 0:
+        if one.option is None or one.option.ttft_s <= 0:
             return FirstToken(took * 1e3)
-        if (bias := self._bias.get(one.choice)) is not None:
-            bias.observe(one.option.raw_s, 0.0, took, now)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
         metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
         metrics.COST_ERROR.labels(path).observe(error)
-        others = [o.ttft_s for o in one.options.values() if o.choice is not one.choice]
-        if not others:
+        other = Choice.LOCAL if one.choice is Choice.REMOTE else Choice.REMOTE
+        if other not in one.options:
             return FirstToken(took * 1e3, error=error)
-        regret = max(0.0, took - min(others))
+        regret = max(0.0, took - one.options[other].ttft_s)
         metrics.COST_REGRET.labels(path).observe(regret)
         return FirstToken(took * 1e3, regret * 1e3, error)
 

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
-from pullfill.decode_worker.rules import LACK, Decision, Situation
+from pullfill.decode_worker.rules import COST_LOCAL, LACK, Decision, Situation
 from pullfill.snapshot import Demand
 from pullfill.wire import RouterPolicy
 
 # Tokens count for so long, so a scrape every few seconds sees all of them.
 WINDOW_S = 30.0
-# Reasons for a local prefill that was cheaper than a remote one.
-_BY_COST = frozenset({"cost_local", "cost_chunked"})
 # Short prompts count for at most this share of the time, so that the division stays finite.
 _FULL = 0.9
 
@@ -65,7 +63,7 @@ class DemandMeter:
         tokens = now.remote_tokens
         with self._lock:
             bucket = self._now()
-            if decision.remote or ((lacks or decision.reason in _BY_COST) and _long(now)):
+            if decision.remote or ((lacks or decision.reason == COST_LOCAL) and _long(now)):
                 bucket.tokens += tokens
                 bucket.prompts += 1
                 bucket.missed += lacks

@@ -22,6 +22,8 @@ from pullfill.engine import features
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
 
 PREFIX_HIT = "prefix_hit"
+# The prefill is cheaper here than at a prefill worker.
+COST_LOCAL = "cost_local"
 SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
 JOB_TOO_LARGE = "job_too_large"
@@ -172,22 +174,17 @@ def policy_always_remote(request: Any, now: Situation) -> Decision | None:
 
 
 def cost(request: Any, now: Situation) -> Decision | None:
-    """Reasons: cost_probe, cost_remote, cost_local, cost_chunked, and those of `conditional`."""
+    """Reasons: cost_probe, cost_remote, cost_local, and those of `conditional`."""
     if now.config.policy is not RouterPolicy.COST or (costs := now.costs) is None:
         return None
     if costs.probe and now.remote_tokens >= PROBE_TOKENS:
         return Decision(True, "cost_probe")
     if costs.known:
-        return _BY_COST[costs.cheapest()]
+        remote = costs.cheapest() is Choice.REMOTE
+        return Decision(remote, "cost_remote" if remote else COST_LOCAL)
     # Until the first prefill worker is measured, length decides.
     return None if now.long else Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
 
-
-_BY_COST = {
-    Choice.REMOTE: Decision(True, "cost_remote"),
-    Choice.AT_ONCE: Decision(False, "cost_local"),
-    Choice.CHUNKED: Decision(False, "cost_chunked"),
-}
 
 # ---------------------------------------------------------------- all rules, in their order
 

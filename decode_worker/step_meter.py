@@ -33,9 +33,7 @@ class StepMeter:
         self._context = context
         self._chunks = chunks
         self._clock = clock
-        self.model = CostModel(
-            chunks.step_tokens, chunks=chunks.able, stream_tokens=chunks.each, clock=clock
-        )
+        self.model = CostModel(chunks.step_tokens, stream_tokens=chunks.each, clock=clock)
         self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
@@ -95,6 +93,7 @@ class StepMeter:
             hit_tokens,
             max(1, request.num_prompt_tokens - hit_tokens),
             max(0.0, time.time() - request.arrival_time),
+            chunks=self._chunks.able and config.policy is RouterPolicy.COST,
         )
 
     def admitted(self, request_id: str, now: Situation, decision: Decision) -> PredictedMs | None:
@@ -103,8 +102,7 @@ class StepMeter:
         None: nothing was, or the request was preempted and comes again."""
         if now.costs is None:
             return None
-        chunks = now.config.policy is RouterPolicy.COST
-        predicted = self.model.admitted(request_id, now.costs, decision.remote, chunks=chunks)
+        predicted = self.model.admitted(request_id, now.costs, decision.remote)
         if predicted is not None:
             here_s = self.prefill_s(now.hit_tokens, now.remote_tokens)
             self.demand.decided(now, decision, here_s)

@@ -193,9 +193,7 @@ def _expected(told: Expected) -> str:
 
 
 def _predicted(record: ExplainRecord, told: PredictedMs) -> str:
-    parts = (
-        ("remote", told.remote), ("local", told.local), ("local in chunks", told.local_chunked)
-    )  # fmt: skip
+    parts = (("remote", told.remote), ("local", told.local))
     said = [f"{what} {ms:.0f} ms" for what, ms in parts if ms is not None]
     was = "" if record.outcome_ms is None else f"; it was {record.outcome_ms:.0f} ms"
     return f"{', '.join(said)} expected{was}"

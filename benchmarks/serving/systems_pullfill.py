@@ -21,7 +21,7 @@ SHORT_REASON = {
     "always_local": {"policy_always_local"},
     "always_remote": {"policy_always_remote"},
     # The first one is that of prompts before anything was measured.
-    "cost": {"short_prompt", "cost_local", "cost_remote", "cost_chunked"},
+    "cost": {"short_prompt", "cost_local", "cost_remote"},
 }
 """What the decode worker may say of a prompt of a few tokens, by policy."""
 

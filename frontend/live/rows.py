@@ -91,12 +91,7 @@ def predicted_of(record: ExplainRecord) -> float | None:
     predicted = record.predicted_ms
     if predicted is None:
         return None
-    choice = record.choice or record.path
-    if choice == "remote":
-        return predicted.remote
-    if choice == "local_chunked" and predicted.local_chunked is not None:
-        return predicted.local_chunked
-    return predicted.local
+    return predicted.remote if (record.choice or record.path) == "remote" else predicted.local
 
 
 def flows_of(

@@ -108,7 +108,7 @@ function record(told, row, room) {
     : told.path === "remote" ? "prefilled by a prefill worker" : told.fallback
     ? `sent to be prefilled remotely, then done locally: ${told.fallback}` : "prefilled by the decode worker itself";
   const predicted = told.predicted_ms ?? {};
-  const choices = [["remote", predicted.remote], ["local", predicted.local], ["local in chunks", predicted.local_chunked]];
+  const choices = [["remote", predicted.remote], ["local", predicted.local]];
   const said = choices.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => `${name} ${ms(value)}`).join(", ");
   const here = (told.prefix_hit_tokens ?? 0) + (told.fetched_tokens ?? 0);
   const local = Math.max(0, told.prompt_tokens - here - told.remote_tokens);

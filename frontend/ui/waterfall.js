@@ -50,8 +50,7 @@ export function stagesOf(record) {
 /** The time to first token that was predicted for the choice that was made. null: none was. Pure. */
 export function predictedOf(record) {
   const predicted = record.predicted_ms ?? {};
-  const choice = record.choice ?? record.path;
-  return predicted[choice] ?? (choice === "local_chunked" ? predicted.local : null) ?? null;
+  return predicted[record.choice ?? record.path] ?? null;
 }
 
 /** room: pixels in a line. Where there are fewer than MOST, the bars get shorter, not the letters smaller. */

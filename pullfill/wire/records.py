@@ -227,11 +227,8 @@ class Expected(Message, frozen=True, kw_only=True):
 class PredictedMs(Message, frozen=True, kw_only=True):
     """Time to the first token that was predicted at the decision, in milliseconds, by choice."""
 
-    # Computed here at once.
+    # Computed here. With the policy `cost`: in chunks that spare the running streams.
     local: Finite | None = None
-    # Computed here, in chunks that are small enough for the running streams. None: the same as
-    # `local`, or not possible.
-    local_chunked: Finite | None = None
     # Computed by a prefill worker. None: none was measured yet.
     remote: Finite | None = None
 
@@ -303,7 +300,7 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
     fetched_from: str | None = None
     # What came of the hint that it holds them.
     fetch: str | None = None
-    # What the policy `cost` chose: `remote`, `local` or `local_chunked`.
+    # What the policy `cost` chose: `remote` or `local`.
     choice: str | None = None
     # What it expected.
     predicted_ms: PredictedMs | None = None

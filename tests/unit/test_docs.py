@@ -164,7 +164,7 @@ def test_every_reason_of_the_router_is_described() -> None:
         reasons |= set(re.findall(r"\"(cost_\w+)\"", source))
         reasons |= set(re.findall(r"^[A-Z_]+ = \"([a-z_]+)\"$", source, re.M))
     assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons
-    assert {"cost_remote", "cost_local", "cost_chunked", "cost_probe"} <= reasons
+    assert {"cost_remote", "cost_local", "cost_probe"} <= reasons
     assert sorted(r for r in reasons if f"`{r}`" not in text) == []
 
 

@@ -207,13 +207,16 @@ def test_a_step_is_limited_only_while_streams_run(rig: Rig) -> None:
     assert rig.model.chunk() == (0, 0)
 
 
-def test_a_prompt_at_once_goes_on_in_chunks_when_streams_begin(rig: Rig) -> None:
-    name, _, choice = rig.ask(2000, **STAY)
-    assert choice == Choice.AT_ONCE
-    rig.step(STEP_S + 512 * LOCAL_S, **{name: 512})
-    rig.streams(3)
-    assert rig.model.chunk()[0] < 200
-    assert rig.compute(name, 1488).regret_ms is None, "it was predicted as another choice"
+def test_the_prediction_of_a_local_prefill_is_that_of_its_chunks(rig: Rig) -> None:
+    rig.streams(4)
+    at_once, chunked = (
+        rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 2000, chunks=chunks).options[
+            Choice.LOCAL
+        ]
+        for chunks in (False, True)
+    )
+    assert chunked.ttft_s > at_once.ttft_s + 10 * STEP_S, "each chunk is a step with the streams"
+    assert at_once.cost > chunked.cost + 3, "all streams would miss their target"
 
 
 # ------------------------------------------------------------------ what is learned

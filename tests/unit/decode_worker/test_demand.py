@@ -75,7 +75,7 @@ def test_the_last_rate_told_counts_when_the_prefill_workers_are_gone() -> None:
         ("long_prompt", {"remote": True, "workers": 1}, True),
         ("cost_remote", {"remote": True, "workers": 1, "tokens": 200}, True),
         ("queue_wait", {"workers": 1}, True),
-        ("cost_chunked", {"workers": 1}, True),
+        ("cost_local", {"workers": 1}, True),
         ("cost_local", {"workers": 1, "tokens": 200}, False),
         ("no_prefill_worker", {"tokens": 200}, False),
         ("draining", {"workers": 1}, False),

@@ -138,7 +138,7 @@ def test_explain_gets_prediction_and_outcome() -> None:
         rig.step(0.1, idle_s=1.0, **{name: 300})
     record = rig.traces.finish("c")
     assert record is not None
-    assert record.choice in ("local", "local_chunked")
+    assert record.choice == "local"
     assert record.predicted_ms is not None
     assert record.predicted_ms.local == pytest.approx(100, rel=0.2)
     assert record.outcome_ms == pytest.approx(1100)

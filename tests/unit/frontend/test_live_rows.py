@@ -69,8 +69,8 @@ def test_the_figures_are_the_median_and_the_95th_percentile() -> None:
 
 
 def test_the_prediction_is_that_of_the_choice() -> None:
-    predicted = PredictedMs(remote=1.0, local=2.0, local_chunked=3.0)
-    choices = {"remote": 1.0, "local": 2.0, "local_chunked": 3.0, None: 1.0}
+    predicted = PredictedMs(remote=1.0, local=2.0)
+    choices = {"remote": 1.0, "local": 2.0, None: 1.0}
     for choice, expected in choices.items():
         found = msgspec.structs.replace(RECORD, choice=choice, predicted_ms=predicted)
         assert predicted_of(found) == expected
