@@ -6,6 +6,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from pullfill.config import NO_DATA_PARALLEL
 from pullfill.errors import ConfigError
@@ -19,25 +22,6 @@ _OF_UP = frozenset(
     ("--file", "--detach", "--vllm-args", "--decode-args", "--prefill-args", "--set", "--help")
 )
 
-# Flags of vLLM's API server. Workers do not have one.
-# A test compares them with vLLM's parsers (`tests/integration/test_vllm_names.py`).
-FRONTEND_ONLY = frozenset(
-    """
-    allow-credentials allowed-headers allowed-methods allowed-origins
-    anthropic-disabled-thinking-effort api-key chat-template chat-template-content-format
-    cohere-format cohere-is-reasoning-model default-chat-template-kwargs
-    disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
-    enable-auto-tool-choice enable-flash-late-interaction enable-force-include-usage
-    enable-log-deltas enable-log-outputs enable-log-requests enable-offline-docs
-    enable-per-request-metrics enable-prompt-tokens-details enable-request-id-headers
-    enable-scale-out enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
-    exclude-tools-when-tool-choice-none fingerprint-mode fingerprint-value h11-max-header-count
-    h11-max-incomplete-event-size log-error-stack lora-modules max-log-len middleware response-role
-    return-tokens-as-token-ids root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs
-    ssl-certfile ssl-ciphers ssl-keyfile tokens-only tool-call-parser tool-parser-plugin tool-server
-    tool-strict-level trust-request-chat-template trust-request-mm-kwargs uvicorn-log-level
-    """.split()
-)
 # Flags of vLLM's API server that our frontend has no use for, and what to know instead.
 _NOT_SERVED = {
     "api-server-count": "--frontends N starts several of them",
@@ -84,7 +68,7 @@ def flag_name(flag: str) -> str:
 
 def for_worker(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without those that only an API server understands."""
-    kept = (g for g in group_flags(arguments) if flag_name(g[0]) not in FRONTEND_ONLY)
+    kept = (g for g in group_flags(arguments) if not _of_server(g[0]))
     return [part for group in kept for part in group]
 
 
@@ -134,15 +118,17 @@ def of_pullfill() -> set[str]:
 def _check_name(flag: str) -> None:
     """Refuse what is no whole name of a flag of vLLM. Raises ConfigError."""
     # vLLM also takes the beginning of a name. Here all who look for a flag would have to know.
+    theirs, _ = of_vllm()
     name = flag_name(flag).partition(".")[0]  # of --config.key
-    if name in (LONG if flag.startswith("--") else SHORT) or flag.startswith("-O"):
-        return
+    dashes = "--" if flag.startswith("--") else "-"
+    if not theirs or f"{dashes}{name}" in theirs or flag.startswith("-O"):
+        return  # without vLLM nothing starts: `machine.refuse_wrong_packages`
     ours = of_pullfill()
     if flag in ours:
         raise ConfigError(
             f"this command has no flag {flag}: see --help. Others of pullfill have it"
         )
-    known = sorted(ours | {f"--{long}" for long in LONG})
+    known = sorted(each for each in ours | theirs if each.startswith("--"))
     near = [long for long in known if long.startswith(f"--{name}")][:_FEW]
     near = near or get_close_matches(flag.replace("_", "-"), known, n=1)
     hint = f"did you mean {' or '.join(near)}?" if near else "--help lists those of pullfill"
@@ -181,7 +167,7 @@ def of_role(option: str, text: str | None) -> list[str]:
         raise ConfigError(f"{option}: {exc}") from None
     if option.endswith(_ROLE_ARGS):
         for flag in (group[0] for group in group_flags(arguments)):
-            if flag_name(flag) in FRONTEND_ONLY:
+            if _of_server(flag):
                 raise ConfigError(
                     f"{flag.partition('=')[0]} in {option} is a flag of frontends: give it to "
                     "`pullfill up` itself"
@@ -191,83 +177,36 @@ def of_role(option: str, text: str | None) -> list[str]:
 
 # --------------------------------------------------------------------------- vLLM's names
 
-# To read them from vLLM would take seconds: it must be imported. A test compares them with the
-# installed release (tests/integration/test_vllm_names.py). All supported releases are here.
+# The files of vLLM that add flags to its parsers. A class of the second has a field for each flag
+# of the API server. A test compares the names with those parsers
+# (`tests/integration/test_vllm_names.py`).
+_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+_ADDED = re.compile(r'add_argument\(\s*((?:"-[\w-]+",\s*)+)')
+_CLASS = re.compile(r"^class \w*FrontendArgs\b.*?(?=^\S)", re.DOTALL | re.MULTILINE)
+# Ours, or read before vLLM's other flags. Workers have them, too.
+_OF_ALL = frozenset(("--config", "--host", "--port"))
 
-# What older supported releases know, and the newest does not.
-GONE = frozenset({"enable-mamba-fine-grained-prefix-cache"})
 
-# Without `--`, and without `--no-`, which turns off what can be turned off.
-_ENGINE = frozenset(
-    """
-    additional-config aggregate-engine-logging all2all-backend allow-deprecated-quantization
-    allowed-local-media-path allowed-media-domains api-server-count async-scheduling
-    attention-backend attention-config aux-output-config block-size code-revision
-    collect-detailed-traces compilation-config config config-format convert
-    cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params
-    cudagraph-capture-sizes cudagraph-metrics custom-histogram-buckets data-parallel-address
-    data-parallel-backend data-parallel-external-lb data-parallel-hybrid-lb
-    data-parallel-multi-port-external-lb data-parallel-rank data-parallel-rpc-port
-    data-parallel-size data-parallel-size-local data-parallel-start-rank
-    data-parallel-supervisor-port dbo-decode-token-threshold dbo-prefill-token-threshold
-    dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate decode-context-parallel-size
-    default-mm-loras device-ids device-memory-utilization diffusion-config disable-cascade-attn
-    disable-chunked-mm-input disable-custom-all-reduce disable-hybrid-kv-cache-manager
-    disable-log-stats disable-nccl-for-dp-synchronization disable-sliding-window
-    distributed-executor-backend distributed-timeout-seconds download-dir
-    dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
-    dp-supervisor-probe-timeout-s dp-sync-interval dtype ec-manager-config ec-transfer-config
-    elastic-ep-max-dp-size enable-batch-sharded-sampling enable-chunked-prefill
-    enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-eplb
-    enable-expert-parallel enable-fault-tolerance enable-flashinfer-autotune enable-hc-sp
-    enable-layerwise-nvtx-tracing enable-logging-iteration-details enable-lora
-    enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint enable-mfu-metrics
-    enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend
-    enable-prefix-caching enable-prompt-embeds enable-return-routed-experts enable-shm-tensor-arena
-    enable-sleep-mode enable-tower-connector-lora enable-trace-replay enforce-eager engram-config
-    eplb-config expert-placement-strategy fail-on-environ-validation fault-tolerance-config
-    fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization grpc grpc-port
-    headless help hf-config-path hf-overrides hf-token host ignore-patterns interleave-mm-strings
-    io-processor-plugin ir-op-priority jit-monitor-mode jit-monitor-verbose kda-decode-backend
-    kda-prefill-backend kernel-config kv-cache-dtype kv-cache-dtype-skip-layers
-    kv-cache-memory-bytes kv-cache-metrics kv-cache-metrics-sample kv-events-config
-    kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill kv-transfer-config
-    language-model-only limit-mm-per-prompt linear-backend load-format log-config-file log-level
-    logging-config logits-processors logprobs-mode long-prefill-token-threshold
-    long-prefill-token-threshold-adaptive lora-dtype lora-target-modules mamba-backend
-    mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds
-    mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr master-port max-cpu-loras
-    max-cudagraph-capture-size max-logprobs max-lora-cls-labels max-lora-rank max-loras
-    max-model-len max-num-active-seqs max-num-batched-tokens max-num-queued-reqs
-    max-num-queued-tokens max-num-scheduled-tokens max-num-seqs max-parallel-loading-workers
-    media-io-kwargs mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype
-    mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path
-    mm-encoder-only mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb
-    mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs
-    mm-shm-cache-max-object-size-mb mm-tensor-ipc model model-class-overrides model-impl
-    model-loader-extra-config moe-backend nnodes node-rank num-gpu-blocks-override numa-bind
-    numa-bind-cpus numa-bind-nodes offload-backend offload-group-size offload-num-in-group
-    offload-params offload-prefetch-step optimization-level otlp-traces-endpoint
-    override-generation-config per-request-spec-decode-metrics performance-mode
-    pipeline-parallel-size pooler-config port prefill-context-parallel-size
-    prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo
-    prefix-match-unit profiler-config pt-load-map-location quantization quantization-config
-    ray-workers-use-nsight reasoning-config reasoning-parser reasoning-parser-plugin
-    renderer-num-workers replayssm-buffer-len return-sampling-mask revision runner
-    safetensors-load-strategy safetensors-prefetch-block-size safetensors-prefetch-num-threads
-    scheduler-cls scheduler-reserve-full-isl scheduling-policy seed served-model-name
-    show-hidden-metrics-for-version shutdown-timeout skip-mm-profiling skip-tokenizer-init
-    sleep-mode-offload-cudagraph sleep-preserve-parameter-names sparse-indexer-topk-backend
-    spec-method spec-model spec-tokens specialize-active-lora speculative-config stream-interval
-    structured-outputs-config swa-bounded-replay tensor-parallel-size tokenizer tokenizer-mode
-    tokenizer-revision trust-remote-code ubatch-size uds use-fp64-gumbel use-replayssm
-    use-tqdm-on-load video-pruning-method video-pruning-rate watermark watermark-config
-    weight-transfer-config worker-cls worker-extension-cls
-    """.split()
-)
-LONG = GONE | FRONTEND_ONLY | _ENGINE
+@cache
+def of_vllm() -> tuple[frozenset[str], frozenset[str]]:
+    """Return vLLM's flags, and those of them that only its API server has. Without `--no-`, which
+    turns off what can be turned off. Empty: vLLM is not installed."""
+    # To ask its parsers would take seconds: vLLM must be imported.
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return frozenset(), frozenset()
+    texts = [(Path(vllm.origin).parent / name).read_text() for name in _FILES]
+    engine, server = ({f for flags in _ADDED.findall(t) for f in _quoted(flags)} for t in texts)
+    for fields in _CLASS.findall(texts[1]):
+        names = re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE)
+        server.update(f"--{name.replace('_', '-')}" for name in names)
+    return frozenset(engine | server), frozenset(server - engine - _OF_ALL)
 
-# Without `-`. Also -O, which is followed by a number or a key at once.
-SHORT = frozenset(
-    "ac asc cc dc dcp dp dpa dpb dpe dph dpl dpm dpn dpp dpr ep h n pcp pp q r sc tp".split()
-)
+
+def _quoted(flags: str) -> list[str]:
+    return [flag.replace("--no-", "--") for flag in re.findall(r'"([^"]+)"', flags)]
+
+
+def _of_server(flag: str) -> bool:
+    """Whether only vLLM's API server has the flag. Workers have no such server."""
+    return f"--{flag_name(flag)}" in of_vllm()[1]

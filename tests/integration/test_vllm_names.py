@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 import pullfill
-from pullfill import releases
 from pullfill.deploy import vllm_flags
-from pullfill.engine import check
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
 from pullfill.errors import ConfigError
@@ -70,12 +68,8 @@ def test_the_names_of_all_flags_are_known() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
     options = [o for a in make_arg_parser(flag_parser("up"))._actions for o in a.option_strings]
-    names = {o.removeprefix("--").removeprefix("no-") for o in options if o.startswith("--")}
-    short = {o.removeprefix("-") for o in options if not o.startswith("--")}
-    assert names <= vllm_flags.LONG
-    assert short <= vllm_flags.SHORT
-    if releases.VLLM in check.installed_builds().values():
-        assert (names, short) == (vllm_flags.LONG - vllm_flags.GONE, vllm_flags.SHORT)
+    names = {option.replace("--no-", "--") for option in options} - {"-h", "--help"}
+    assert vllm_flags.of_vllm()[0] == names
 
 
 def test_workers_are_given_no_flag_of_vllms_api_server() -> None:
