@@ -1,15 +1,12 @@
-"""`pullfill logs`: prints the logs of a local cluster, and follows them.
+"""`pullfill logs`: prints the logs of a local cluster, and follows them, by the program `tail`.
 
 `up` appends the output of each process to `STATE/logs/NAME.log`. So logs are there also when the
-cluster runs no more. A new `up` puts another file in the place of one.
+cluster runs no more. A new `up` puts another file in the place of one, which `tail -F` notices.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections import deque
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -30,31 +27,10 @@ def show(
     """Print the last lines of the logs. Return the exit code.
 
     name: of a process, like `decode-0`; a role, for all of it; or an instance id. None: all."""
-    files = chosen(state, name)
-    read: dict[Path, tuple[int, int]] = {}  # inode, and how much of the file was printed
-    last, tail = files[0] if len(files) == 1 else None, lines
+    follow_too = ["-F"] if follow else []
+    command = ["tail", "-n", str(lines), *follow_too, *map(str, chosen(state, name))]
     with suppress(KeyboardInterrupt):  # how a user ends --follow
-        while True:
-            for path in files:
-                # A new `up` takes the files away for a moment.
-                with suppress(FileNotFoundError), path.open("rb") as file:
-                    now = os.fstat(file.fileno())
-                    inode, offset = read.get(path, (now.st_ino, 0))
-                    # It may be another file, or be emptied by a tool that rotates logs.
-                    file.seek(offset if inode == now.st_ino and offset <= now.st_size else 0)
-                    text = b"".join(deque(file, maxlen=tail))
-                    read[path] = now.st_ino, file.tell()
-                    if text and path != last:
-                        print(f"==> {path} <==", flush=True)
-                        last = path
-                    sys.stdout.buffer.write(text)
-            sys.stdout.flush()
-            if not follow:
-                break
-            time.sleep(0.3)
-            tail = sys.maxsize  # of what is new, all lines
-            with suppress(ConfigError):
-                files = chosen(state, name)  # a process may have been started
+        return subprocess.call(command)
     return 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,33 +35,18 @@ def test_the_last_lines(state: StateDir, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out.split()[:3] == ["==>", str(state.log_of("decode-0")), "<=="]
 
 
-def test_new_lines_and_files_are_followed(
-    state: StateDir, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def later(_: float) -> None:
-        match steps.pop(0):
-            case "line":
-                with state.log_of("decode-0").open("a") as file:
-                    file.write("next\n")
-            case "another up":
-                for log in list(state.logs.glob("*.log")):
-                    log.replace(log.with_suffix(".log.1"))
-            case "its worker":
-                state.log_of("decode-0").write_text("begins\n")
-            case "rotated":
-                state.log_of("decode-0").write_text("x\n")
-            case "another worker":
-                state.log_of("decode-2").write_text("first\n")
-            case "Ctrl-C":
-                raise KeyboardInterrupt
-
-    steps = ["line", "another up", "its worker", "rotated", "another worker", "Ctrl-C"]
-    monkeypatch.setattr(logs.time, "sleep", later)
-    assert logs.show(state, "decode", follow=True, lines=0) == 0
-    assert [line for line in capfd.readouterr().out.splitlines() if line] == [
-        f"==> {state.log_of('decode-0')} <==", "next", "begins", "x",
-        f"==> {state.log_of('decode-2')} <==", "first",
-    ]  # fmt: skip
+def test_the_log_of_another_up_is_followed(state: StateDir) -> None:
+    log = state.log_of("decode-0")
+    command = [sys.executable, "-m", "pullfill", "logs", "decode-0", "-f", "-n", "1"]
+    where = ["--state-dir", str(state.path)]
+    with subprocess.Popen([*command, *where], stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "decode-0 line 29\n"
+        log.replace(log.with_suffix(".log.1"))
+        log.write_text("begins\n")
+        assert follower.stdout.readline() == "begins\n"
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait() == 0
 
 
 def test_a_role_or_an_instance_id_names_processes(state: StateDir) -> None:
