@@ -24,7 +24,6 @@ import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.rate import Rate
-from pullfill.runtime import metrics
 from pullfill.wire import PredictedMs
 
 # A shorter prompt says little about a prefill worker's speed.
@@ -430,21 +429,17 @@ class CostModel:
     def _first_token(self, one: Prefill, now: float) -> FirstToken:
         one.streaming = True
         change(self._itl, one.targets.itl_s, 1)
-        took, path = now - one.decided, one.choice.value
+        took = now - one.decided
         if one.choice is Choice.REMOTE:
             step_s = self.rates.base(self.streams)
             self._remote.observe(*one.work, max(0.0, took - step_s), now)
-        metrics.COST_OUTCOME.labels(path).observe(took)
         if one.option is None or one.option.ttft_s <= 0:
             return FirstToken(took * 1e3)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
-        metrics.COST_PREDICTED.labels(path).observe(one.option.ttft_s)
-        metrics.COST_ERROR.labels(path).observe(error)
         other = Choice.LOCAL if one.choice is Choice.REMOTE else Choice.REMOTE
         if other not in one.options:
             return FirstToken(took * 1e3, error=error)
         regret = max(0.0, took - one.options[other].ttft_s)
-        metrics.COST_REGRET.labels(path).observe(regret)
         return FirstToken(took * 1e3, regret * 1e3, error)
 
 

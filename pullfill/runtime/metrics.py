@@ -91,30 +91,6 @@ SELF_CHECK = Counter(
     "Comparisons of a remote with a local prefill, made when two workers met",
     ["result"],
 )
-COST_PREDICTED = Histogram(
-    "pullfill_cost_predicted_seconds",
-    "Time to first token that the policy cost predicted for its choice",
-    ["choice"],
-    buckets=_STAGE_BUCKETS,
-)
-COST_OUTCOME = Histogram(
-    "pullfill_cost_outcome_seconds",
-    "Time from the decision to the first token",
-    ["choice"],
-    buckets=_STAGE_BUCKETS,
-)
-COST_ERROR = Histogram(
-    "pullfill_cost_error_ratio",
-    "Difference of prediction and outcome, as a share of the outcome",
-    ["choice"],
-    buckets=(0.05, 0.1, 0.2, 0.4, 0.6, 1.0, 2.0, 5.0),
-)
-COST_REGRET = Histogram(
-    "pullfill_cost_regret_seconds",
-    "How much sooner another choice was expected",
-    ["choice"],
-    buckets=_STAGE_BUCKETS,
-)
 BACKLOG_SECONDS = Gauge(
     "pullfill_backlog_seconds",
     "Seconds that the prefill workers need for the open jobs of this decode worker. Without one: "

@@ -72,8 +72,6 @@ def test_predictions_and_outcomes_are_explained(cluster: Cluster, oracle: Oracle
     assert all(one["outcome_ms"] > 0 for one in told)
     assert all((one["choice"] == "remote") == (one["path"] == "remote") for one in told)
     assert any(one["regret_ms"] is not None for one in told)
-    for name in ("predicted", "outcome", "regret"):
-        assert cluster.counter(f"pullfill_cost_{name}_seconds_count") > 0
 
 
 @pytest.mark.essential
