@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -250,7 +249,5 @@ async def test_numbers_grow_and_an_etcd_that_lost_its_data_gets_them_back(
     one.board._on_event(Delete(key.encode(), 1))  # a store that is younger than the record
     assert "x" in one.served
     await client.put(keys.adapter(ns, "odd"), b"nonsense")
-    async with asyncio.timeout(15):
-        while await client.get(key) is None:  # noqa: ASYNC110 - etcd is asked
-            await asyncio.sleep(0.01)
+    await soon(lambda: client.get(key))
     assert list(one.served) == ["x"]

@@ -17,7 +17,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.suspect_records import SuspectBoard, posted
 from tests.support.etcd import EtcdServer
 from tests.support.fake_vllm import request
-from tests.support.frontend_rig import PATIENCE_S, FakeDecode, Rig, rig
+from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.waiting import soon
 
 FATAL = 666
@@ -104,9 +104,7 @@ async def test_a_refusal_waits_for_etcd_and_serving_does_not(tmp_path: Path, ns:
             await soon(lambda: "good" in r.sink.finished)
             await asyncio.to_thread(etcd.start)
             client = await EtcdClient.connect(etcd.url, wait_s=10)
-            async with asyncio.timeout(PATIENCE_S):
-                while not await posted(client, ns):  # noqa: ASYNC110 - etcd tells nobody
-                    await asyncio.sleep(0.02)
+            await soon(lambda: posted(client, ns))
             await client.close()
 
 

@@ -139,9 +139,7 @@ async def test_poison_and_forgery_write_nothing(
         served = decode.send(prompt(3 * BLOCK))
         before = decode.pages.copy()
         await settled(served)
-        async with asyncio.timeout(10):
-            while len(await cluster.dead()) != 1:  # noqa: ASYNC110 - asks a server
-                await asyncio.sleep(0.01)
+        assert len(await soon(cluster.dead)) == 1
         assert served.loaded is False
         trace = decode.traces.finish(served.request.request_id)
         assert trace is not None

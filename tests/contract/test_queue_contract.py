@@ -142,9 +142,7 @@ async def test_gone_are_the_jobs_whose_message_was_removed(bench: Bench) -> None
     async def gone() -> list[str]:
         return [receipt.job_id for receipt in await bench.producer.gone(receipts)]
 
-    async with asyncio.timeout(SOON_S):
-        while len(await gone()) < 2:  # noqa: ASYNC110 - an ack takes a moment
-            await asyncio.sleep(0.01)
+    await soon(gone, good=lambda found: len(found) > 1)  # an ack takes a moment
     assert await gone() == [acked.job_id, "c"], "not one in flight, nor one that waits"
 
 
@@ -184,10 +182,7 @@ async def test_max_deliver_ends_in_a_dead_letter_and_an_empty_queue(bench: Bench
         assert job.number == number
         await job.nak()
     assert await bench.consumer.pull(0.1) is None
-    async with asyncio.timeout(SOON_S):
-        while not (letters := await bench.dead_letters()):  # noqa: ASYNC110 - asks a server
-            await asyncio.sleep(0.02)
-    [letter] = letters
+    [letter] = await soon(bench.dead_letters)
     assert (letter.job_id, letter.reason, letter.body) == ("a", "max_deliver", b"body")
     assert letter.deliveries == 3
     await bench.depth_is(0, in_flight=0)

@@ -107,14 +107,12 @@ async def test_jobs_whose_last_worker_died_become_dead_letters(
     assert await dies.pull(5)
     await dies.close()
     pending = f"CONSUMER.INFO.{producer.streams.names.stream}.{NORMAL}"
-    async with asyncio.timeout(HANG_S):
-        while (await producer.connection.api(pending))["num_ack_pending"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await soon(
+        lambda: producer.connection.api(pending), good=lambda info: not info["num_ack_pending"]
+    )
     await producer.publish("b", b"other", 10)
     comes = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
-    async with asyncio.timeout(HANG_S):
-        while not (letters := await dead_letters(producer.connection, config)):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    letters = await soon(lambda: dead_letters(producer.connection, config))
     assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
     assert await comes.pull(5), "what waits is no dead letter"
     await asyncio.gather(producer.close(), comes.close())
@@ -225,10 +223,8 @@ async def test_a_pull_that_was_withdrawn_has_left_the_server(
     producer, leaving = lasting
     other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
     pulling = asyncio.create_task(leaving.pull(HANG_S))
-    async with asyncio.timeout(HANG_S):
-        info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
-        while not (await producer.connection.api(info))["num_waiting"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
+    await soon(lambda: producer.connection.api(info), good=lambda found: found["num_waiting"])
     transport, loop = leaving.connection.client._transport, asyncio.get_running_loop()
     write = transport.writelines
     transport.writelines = lambda lines: loop.call_later(0.05, write, list(lines))

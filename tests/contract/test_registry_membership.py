@@ -48,9 +48,9 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     assert await me.set_state(WorkerState.DRAINING)
     assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
     me.note_state(WorkerState.READY)
-    async with asyncio.timeout(10):
-        while (await registered(client, ns))["decode-1"].state is not WorkerState.READY:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await soon(
+        lambda: registered(client, ns), good=lambda all: all["decode-1"].state is WorkerState.READY
+    )
     await me.leave()
     await me.leave()
     assert await registered(client, ns) == {}

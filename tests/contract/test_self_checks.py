@@ -68,8 +68,7 @@ async def test_a_success_that_etcd_lost_is_written_again(client: EtcdClient) -> 
         checks.keep("a", result(passed=True))
         key = keys.self_check("lost", "a")
         for _ in range(2):
-            while await client.get(key) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await soon(lambda: client.get(key))
             await client.delete(key)
         assert checks.why_not("a", "d", "p") == ""
         assert checks.why_not("b", "d", "p").startswith("self_check_pending")
@@ -186,9 +185,7 @@ async def test_a_prefill_worker_registers_as_checking(client: EtcdClient) -> Non
         assert await state() is WorkerState.CHECKING
         results.keep(pair_of(COMPAT.hash(), "a", "ours"), result(passed=True))
         links.start(membership.refresh)
-        async with asyncio.timeout(5):
-            while await state() is not WorkerState.READY:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await soon(state, good=WorkerState.READY.__eq__)
     finally:
         await links.close()
         await membership.leave()

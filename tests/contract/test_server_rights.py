@@ -71,9 +71,7 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
         async def dead() -> set[str]:
             return {letter.job_id for letter in await dead_letters(producer.connection, QUEUE)}
 
-        async with asyncio.timeout(HANG_S):
-            while await dead() != {"poison", "used up"}:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await soon(dead, good={"poison", "used up"}.__eq__)
         login = nats.url.replace("://", f"://demo:{PASSWORD}@")
         assert [*(await doctor.ask_nats(ClusterRef("demo", "", login))).values()] == [2]
     finally:

@@ -44,10 +44,8 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
                         found: dict[str, object] = (await http.get("/ready")).json()
                         return found
 
-                    async with asyncio.timeout(PATIENCE_S):
-                        while (await ready())["stock"] != {"prefill": 1, "decode": 1}:  # noqa: ASYNC110
-                            await asyncio.sleep(0.05)
-                    told = await ready()
+                    both = {"prefill": 1, "decode": 1}
+                    told = await soon(ready, good=lambda found: found["stock"] == both)
                     assert (told["ready"], told["degraded"], told["reasons"]) == (True, False, [])
                     got = await http.post(
                         "/v1/completions",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.support.frontend_http import (
     workers,
 )
 from tests.support.frontend_rig import FakeDecode
+from tests.support.waiting import soon
 
 Pair = tuple[str, Served, Served]
 PROMPT = {"model": "m", "prompt": "hello", "max_tokens": 3}
@@ -52,10 +52,7 @@ async def found(url: str, request_id: str, header: dict[str, str] | None = None)
 
 async def soon_found(url: str, request_id: str) -> None:
     """The other frontend has one second to tell of its request. A busy machine may need more."""
-    async with asyncio.timeout(PATIENCE_S):
-        while (code := await found(url, request_id)) == 404:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert code == 200
+    assert await soon(lambda: found(url, request_id), good=lambda code: code != 404) == 200
 
 
 @pytest.mark.essential

@@ -27,6 +27,7 @@ from tests.support.checkpoint import tiny_checkpoint
 from tests.support.etcd import EtcdServer
 from tests.support.fake_vllm import answer
 from tests.support.frontend_rig import FakeDecode
+from tests.support.waiting import soon
 from tests.support.zygote import Forked, zygote
 
 if TYPE_CHECKING:
@@ -166,9 +167,7 @@ async def generated(http: httpx.AsyncClient, served: Served) -> float:
 
 async def taken(http: httpx.AsyncClient, served: Served, tokens: float) -> None:
     """Returns once the frontend has got so many. What a worker has sent may still be on its way."""
-    async with asyncio.timeout(PATIENCE_S):
-        while await generated(http, served) < tokens:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await soon(lambda: generated(http, served), good=lambda found: found >= tokens)
 
 
 def expected(prompt: list[int], count: int) -> str:

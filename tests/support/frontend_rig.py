@@ -57,7 +57,7 @@ from tests.support.fake_vllm import (
     next_token,
 )
 from tests.support.listening import serving
-from tests.support.waiting import soon as until
+from tests.support.waiting import soon
 from tests.support.workers import record
 
 PATIENCE_S = 20.0
@@ -409,11 +409,11 @@ class Rig:
     workers: list[FakeDecode]
 
     async def ready(self, count: int) -> None:
-        await until(lambda: len(self.pool.candidates()) == count)
+        await soon(lambda: len(self.pool.candidates()) == count)
 
     async def told(self, name: str) -> Explained:
         """Return the record of a request that has ended, or will."""
-        await until(lambda: (r := self.requests.get(name)) is not None and r.state != "running")
+        await soon(lambda: (r := self.requests.get(name)) is not None and r.state != "running")
         await self.requests.settled(name)
         found = self.requests.get(name)
         assert found is not None
@@ -753,7 +753,7 @@ class ForwardRig:
 
     async def idle(self) -> None:
         """Wait until no server works at anything."""
-        await until(lambda: not any(fake.open for fake in self.all))
+        await soon(lambda: not any(fake.open for fake in self.all))
 
     async def states(self, **wanted: int) -> None:
         """Wait until so many servers are in each state."""
@@ -762,7 +762,7 @@ class ForwardRig:
             found = [s.state for s in self.servers.known.values()]
             return all(found.count(state) == count for state, count in wanted.items())
 
-        await until(now)
+        await soon(now)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
 from tests.support.etcd import ServerProcess, free_ports
+from tests.support.waiting import soon
 
 START_TIMEOUT_S = 20.0
 
@@ -95,9 +96,8 @@ class NatsCluster:
         """Returns when all servers run and JetStream answers, which takes a leader."""
         for member in self.members:
             member.launch()
-        async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
-            while "error" in await self.api(client, "INFO"):  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.02)
+        async with self.client() as client:
+            await soon(lambda: self.api(client, "INFO"), good=lambda told: "error" not in told)
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 import time
@@ -48,6 +49,23 @@ def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
         # Asked each time: the load average of a run that has just begun is low.
         assert time.monotonic() < began + patience(within_s), f"not within {within_s} s: {what}"
         time.sleep(0.05)
+
+
+async def soon(
+    look: Callable[[], Any], within_s: float = 20.0, good: Callable[[Any], object] = bool
+) -> Any:
+    """Return the first good value of `look`, while other tasks of the event loop run.
+
+    look: may be a coroutine function, which asks a server. within_s: as of `until`."""
+    began = time.monotonic()
+    while True:
+        found = look()
+        if inspect.isawaitable(found):
+            found = await found
+        if good(found):
+            return found
+        assert time.monotonic() < began + patience(within_s), "it never came"
+        await asyncio.sleep(0.005)
 
 
 class Call(threading.Thread):
