@@ -30,12 +30,6 @@ def refused() -> float:
     return metrics.AUTH_REFUSED.labels("control")._value.get()
 
 
-async def test_with_the_key_a_job_is_claimed_and_committed(decode: Decode, connect: Any) -> None:
-    prefill = await connect(key=KEY)
-    decode.open()
-    assert (await prefill.commit(await prefill.claim())).ok
-
-
 @pytest.mark.parametrize("theirs", [None, OTHER], ids=["none", "other"])
 async def test_without_the_right_key_nobody_gets_in_and_both_sides_say_which_to_check(
     decode: Decode, connect: Any, caplog: pytest.LogCaptureFixture, theirs: ClusterKey | None

@@ -16,7 +16,7 @@ from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import StockLoad, load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
-from tests.support.frontend_rig import PATIENCE_S, ForwardRig, Got, forwarding
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, forwarding
 from tests.support.waiting import soon
 
 METRICS = """\
@@ -107,13 +107,13 @@ async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -
     async with forwarding(decode=2) as rig:
         first, second = rig.decode
         first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
-        asking = [asyncio.create_task(rig.ask(prompt=f"p{n}")) for n in range(2)]
+        asked = [rig.begin(prompt=f"p{n}") for n in range(2)]
         await soon(lambda: first.open and second.open)
         rig.servers.set("test", list(rig.servers.known)[:-1])
         await rig.states(ready=2)
         first.stalls.set()
         second.stalls.set()
-        assert [got.status for got in await asyncio.gather(*asking)] == [200, 200]
+        assert [(await got.ended()).status for got in asked] == [200, 200]
         assert (await rig.ask()).status == (await rig.ask()).status == 200
         assert [len(fake.requests) for fake in rig.decode] == [3, 1]
         assert second.left == 0
@@ -150,10 +150,10 @@ async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_co
     async with forwarding(how, "p2p") as rig:
         prefill, decode = rig.prefill[0], rig.decode[0]
         prefill.connector = ""
-        asking = asyncio.create_task(rig.ask(stream=stream))
+        got = rig.begin(stream=stream)
         await soon(lambda: decode.open and prefill.requests)
         prefill.metrics = ASKED % ("1.0", "64.0", "0.0")
-        got = await asking
+        await got.ended()
         assert got.status == 503
         assert f"decode server {decode.url} waits for KV, and prefill server" in got.message
         assert f"{prefill.url} is refused: it has no KV connector" in got.message
@@ -174,17 +174,17 @@ async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_wi
     gone: bool,
 ) -> None:
     """gone: and it is registered no more. It is looked at until its answers have ended."""
-    got = Got(reads=(reads := asyncio.Event()))
     async with forwarding() as rig:
         rig.decode[0].stops = True
-        asking = asyncio.create_task(rig.ask(stream=True, got=got))
-        await got.first.wait()
+        got = rig.begin(stream=True)
+        got.reads = asyncio.Event()
+        await soon(lambda: got.parts)
         if gone:
             rig.servers.set("test", [])
         rig.decode[0].alive = False
         await asyncio.sleep(0.2)  # many looks
-        reads.set()
-        await asking
+        got.reads.set()
+        await got.ended()
     assert got.parts[1].startswith(b'data: {"error"')
     assert got.parts[1].endswith(b"data: [DONE]\n\n")
 

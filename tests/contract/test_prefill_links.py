@@ -17,10 +17,11 @@ from pullfill.net.channel import FIRST_FRAME, HELLO_FRAME
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import Hello, encode
-from tests.support.control_rig import Decode, FakeDirectory
+from tests.support.control_rig import Decode
 from tests.support.handoff_rig import Make, hold, prompt, settled, stuck_in_a_write
 from tests.support.transfer_rigs import COMPAT, DENSE, shm_rig
 from tests.support.waiting import soon
+from tests.support.workers import FakeDirectory
 
 HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
 

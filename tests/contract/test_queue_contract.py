@@ -96,18 +96,6 @@ async def pulled(consumer: JetStreamConsumer, count: int) -> list[Delivery]:
     return [job for _ in range(count) if (job := await consumer.pull(SOON_S))]
 
 
-async def test_publish_pull_ack(hasty: Bench) -> None:
-    receipt = await hasty.producer.publish("a", b"body", 100)
-    assert not receipt.duplicate
-    job = await hasty.consumer.pull(SOON_S)
-    assert (job.job_id, job.body, job.tokens, job.number) == ("a", b"body", 100, 1)
-    await hasty.depth_is(1, in_flight=1)
-    await job.ack()
-    await hasty.depth_is(0, in_flight=0)
-    await asyncio.sleep(1.5 * ACK_WAIT_S)
-    assert await hasty.consumer.pull(0.05) is None
-
-
 async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
     first = await bench.producer.publish("a", b"body", 100)
     again = await bench.producer.publish("a", b"body", 100)

@@ -1,30 +1,235 @@
-"""The least rights of docs/operations.md are enough, and reach no other namespace: real servers."""
+"""Logins, TLS and rights at real servers that want them."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pullfill.config import ClusterRef
-from pullfill.deploy import doctor
-from pullfill.errors import ConfigError
+from pullfill.deploy import doctor, local_servers
+from pullfill.errors import ConfigError, NotNow
+from pullfill.net.security import Security, load
 from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
+from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer, dead_letters
 from tests.support.waiting import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "correct-horse-battery-staple"
-HANG_S = 20.0
 QUEUE = QueueConfig("demo", "0123456789abcdef", publish_timeout_s=1.0, max_deliver=1, ack_wait_s=1)
+HANG_S = 20.0
+
+
+def write(directory: Path, toml: str, **secrets: str) -> Security:
+    """The loaded security file of one test; `secrets` become files beside it."""
+    for name, text in secrets.items():
+        path = directory / name
+        path.touch(0o600)
+        path.write_text(text + "\n")
+    (directory / "security.toml").write_text(toml)
+    return load(directory / "security.toml")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
+
+
+# ------------------------------------------------------------------ NATS
+
+
+def nats_tls(certificates: Certificates) -> str:
+    return (
+        f'tls {{ cert_file: "{certificates.cert}", key_file: "{certificates.key}", '
+        f'ca_file: "{certificates.ca}", verify: true }}\n'
+    )
+
+
+LOGIN = f'authorization {{ user: pullfill, password: "{PASSWORD}" }}\n'
+
+
+@pytest.fixture
+def locked_nats(tmp_path: Path, certificates: Certificates) -> Iterator[NatsServer]:
+    """Wants a password and a client certificate."""
+    with NatsServer(tmp_path / "nats", extra=LOGIN + nats_tls(certificates)) as server:
+        yield server
+
+
+def nats_toml(tls: Certificates, ca: Path | None = None, user: str = "pullfill") -> str:
+    return (
+        f'[nats]\nuser = "{user}"\npassword_file = "password"\n'
+        f'ca = "{ca or tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [("password", "refuses the login"), ("ca", "no TLS with NATS"), ("none", "no TLS with NATS")],
+)
+async def test_what_waiting_cannot_mend_ends_at_once_and_says_which_key_to_check(
+    tmp_path: Path, locked_nats: NatsServer, certificates: Certificates, wrong: str, advice: str
+) -> None:
+    ca = certificates.other_ca if wrong == "ca" else None
+    text = "" if wrong == "none" else nats_toml(certificates, ca)
+    password = "not the one" if wrong == "password" else PASSWORD
+    security = write(tmp_path, text, password=password)
+    async with asyncio.timeout(HANG_S):  # not the 100 s that it would wait for a dead server
+        with pytest.raises(ConfigError, match=advice) as caught:
+            await JetStreamProducer.connect(
+                locked_nats.url, QUEUE, wait_s=100.0, connect_options=security.nats.options()
+            )
+    assert caught.value.retryable, "while certificates and passwords are renewed, it passes"
+    assert "[nats]" in str(caught.value)
+    assert password not in str(caught.value)
+
+
+def test_a_creds_file_signs_the_servers_nonce(tmp_path: Path) -> None:
+    """The server knows the public key only. So the signature is what lets us in."""
+    key = Ed25519PrivateKey.generate()
+    seed = base64.b32encode(b"SU" + key.private_bytes_raw() + b"\0\0").decode().rstrip("=")
+    creds = (
+        "-----BEGIN NATS USER JWT-----\nnot.a.jwt\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------"
+    )
+    security = write(tmp_path, '[nats]\ncredentials = "user.creds"\n', **{"user.creds": creds})
+    options = security.nats.options()
+    assert bytes(options["user_jwt_cb"]()) == b"not.a.jwt"
+    key.public_key().verify(base64.b64decode(options["signature_cb"]("nonce")), b"nonce")
+
+
+# ------------------------------------------------------------------ etcd
+
+
+@pytest.fixture(scope="module")
+def locked_etcd(
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[EtcdServer]:
+    """Wants a client certificate and a login."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd"), certificates) as server:
+        server.enable_auth(PASSWORD)
+        yield server
+
+
+def etcd_toml(tls: Certificates, ca: Path | None = None, login: bool = True) -> str:
+    text = '[etcd]\nuser = "root"\npassword_file = "password"\n' if login else "[etcd]\n"
+    return f'{text}ca = "{ca or tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
+
+
+async def test_a_watch_outlives_a_changed_password(
+    tmp_path: Path,
+    locked_etcd: EtcdServer,
+    certificates: Certificates,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends all tokens, as their time does."""
+    caplog.set_level(logging.DEBUG)
+    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
+    assert local_servers.etcd_ready(locked_etcd.url, 5.0, security.etcd.tls()) is None
+    client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
+    seen: list[bytes] = []
+
+    async def follow() -> None:
+        async for event in watch_prefix(client, "p/", idle_s=0.3, refused_s=0.2):
+            if isinstance(event, Put):
+                seen.append(event.value)
+
+    async def change(password: str) -> None:
+        user = {"name": "root", "password": password}
+        await client.call("/auth/user/changepw", user, dict)
+
+    following = asyncio.create_task(follow())
+    try:
+        await client.put("p/0", b"0")
+        await soon(lambda: seen == [b"0"], HANG_S)
+        await change("another")
+        await soon(lambda: not client.health.up, HANG_S)
+        assert "password_file" in client.health.outage()
+        (tmp_path / "password").write_text("another")
+        await soon(lambda: client.health.up, HANG_S)
+        await client.put("p/1", b"1")
+        await soon(lambda: seen == [b"0", b"1"], HANG_S)
+        await change(PASSWORD)
+        await soon(lambda: not client.health.up, HANG_S)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await client.close()
+    assert not client.health.fails("watch of p/"), "nobody watches any more"
+    assert PASSWORD not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        ("password", "check user and password_file of \\[etcd\\]"),
+        ("login", "check user and password_file of \\[etcd\\]"),
+        ("ca", "check ca, cert and key of \\[etcd\\]"),
+    ],
+)
+async def test_a_refused_login_or_certificate_is_told_at_once(
+    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates, wrong: str, advice: str
+) -> None:
+    ca = certificates.other_ca if wrong == "ca" else None
+    text = etcd_toml(certificates, ca, login=wrong != "login")
+    security = write(tmp_path, text, password="no" if wrong == "password" else PASSWORD)
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(NotNow, match=advice):
+            await EtcdClient.connect(locked_etcd.url, wait_s=100.0, security=security.etcd)
+
+
+@pytest.mark.parametrize("what", ["handshake", "full watch"])
+async def test_a_server_that_hangs_keeps_no_socket_of_ours_open(
+    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates, what: str
+) -> None:
+    """TLS is ended by both sides; a connection whose server does not answer must not be left."""
+    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
+    before = sockets_of_this_process()
+    client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
+    request = {"create_request": {"key": b"w", "range_end": b"x"}}
+    try:
+        if what == "handshake":
+            locked_etcd.pause()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await EtcdClient.connect(locked_etcd.url, security=security.etcd)
+        else:
+            async with client.stream("/watch", request, idle_s=HANG_S) as lines:
+                await anext(lines)
+                for _ in range(3):  # more than anybody reads: it is not even polled then
+                    await client.put("w", bytes(400_000))
+                locked_etcd.pause()
+        assert sockets_of_this_process() > before
+        await client.close()
+        assert sockets_of_this_process() == before
+    finally:
+        locked_etcd.resume()
+        await client.close()
+
+
+def sockets_of_this_process() -> set[str]:
+    links = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of this very listing
+            links.add(os.readlink(entry.path))
+    return {link for link in links if link.startswith("socket:")}
+
+
+# --------------------------------------------------------------------------
+# The least rights of docs/operations.md are enough, and reach no other namespace: real servers.
 
 
 def block_of(marker: str) -> str:

@@ -3,6 +3,7 @@ who can reach whom; and what ends when it goes wrong. NCCL and the GPUs are of p
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pullfill.errors import Fenced, PeerUnavailable, TransferFailed
+from pullfill.errors import Fenced, TransferFailed
 from pullfill.transfer.contract import Direction, PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
 from pullfill.transfer.nccl.nccl_backend import PEER
@@ -70,15 +71,22 @@ def writing(session: PeerSession, token: FenceToken, blocks: range) -> Call:
     return Call(session.move, "write", token, blocks, blocks)
 
 
-def hanging(place: Place, session: PeerSession, token: FenceToken) -> Call:
-    """A write whose kernels never end, both sides inside."""
-    session.move("write", token, range(1), range(1))
-    place.world.set(hang=True)
+def hanging(
+    place: Place, session: PeerSession, token: FenceToken, *, launched: bool = True
+) -> Call:
+    """A write whose kernels never end, both sides inside. Or its groups are never launched."""
+    world = place.world
+    if launched:
+        session.move("write", token, range(1), range(1))
+    world.set(**({"hang": True} if launched else {"hang_issue": True}))
     call = writing(session, token, range(1, 40))
-    eventually(
-        lambda: place.world.waiting("GPU-0") == place.world.waiting("GPU-1") == 1,
-        "the kernels do not start",
-    )
+
+    def inside() -> bool:
+        if launched:
+            return world.waiting("GPU-0") == world.waiting("GPU-1") == 1
+        return sum(comm.doing == "issue" for comm in world.comms.values()) == 2
+
+    eventually(inside, "it does not begin")
     return call
 
 
@@ -146,24 +154,12 @@ def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) ->
 # ---------------------------------------------------------------------- who can reach whom
 
 
-def test_both_on_one_gpu_is_refused_where_nccl_cannot(tmp_path: Path) -> None:
-    kind = FakeKind(World())
-    rig = stream_rig(tmp_path, kind)
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    with pytest.raises(PeerUnavailable, match="same GPU"):
-        rig.connect(mine, region)
-    reason = rig.transport.can_reach(region.descriptor)
-    region.owner.close()
-    assert reason is not None
-    assert "NCCL_MULTI_RANK_GPU_ENABLE" in reason
-
-
 @pytest.mark.parametrize(
     ("detail", "why"),
     [
         ("23203/GPU-1/0", None),
         ("23201/GPU-1/0", None),
-        ("23203/GPU-0/1", "same GPU"),
+        ("23203/GPU-0/1", "same GPU.*NCCL_MULTI_RANK_GPU_ENABLE"),
         ("22903/GPU-1/0", "it has NCCL 2.29.3, we have 2.32.3"),
         ("", "no version"),
         ("x/GPU-1/0", "no version"),
@@ -173,22 +169,25 @@ def test_both_on_one_gpu_is_refused_where_nccl_cannot(tmp_path: Path) -> None:
 def test_can_reach_says_why_not(detail: str, why: str | None) -> None:
     reason = FakeKind(World()).can_reach(detail)
     assert (reason is None) == (why is None)
-    assert why is None or why in str(reason)
+    assert why is None or re.search(why, str(reason))
 
 
 # ---------------------------------------------------------------------- when it goes wrong
 
 
+@pytest.mark.parametrize("launched", [True, False])
 @pytest.mark.essential
-def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(make: Make) -> None:
+def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(
+    make: Make, launched: bool
+) -> None:
     place = make()
     session, token = place.connect(), place.token()
-    call = hanging(place, session, token)
+    call = hanging(place, session, token, launched=launched)
     fences = place.region.owner.fences
     assert not fences.try_revoke(token)
     eventually(lambda: fences.try_revoke(token), "never proved")
     place.region.data[:] = 7
-    place.world.set(hang=False)
+    place.world.set(hang=False, hang_issue=False)
     assert isinstance(call.end(), Fenced)
     assert bool((place.region.data == 7).all())
     fresh = place.token()
@@ -209,21 +208,6 @@ def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> N
         assert not fences.try_revoke(token)
         time.sleep(0.002)  # the threads that would let go of the fence have time to do it
     place.world.set(dumb_streams=0)
-    eventually(lambda: fences.try_revoke(token), "never proved")
-    assert isinstance(call.end(), Fenced)
-    session.close()
-
-
-def test_a_group_that_is_never_launched_is_ended_by_a_revoke_too(make: Make) -> None:
-    place = make()
-    session, token = place.connect(), place.token()
-    place.world.set(hang_issue=True)
-    call = writing(session, token, range(40))
-    eventually(
-        lambda: sum(comm.doing == "issue" for comm in place.world.comms.values()) == 2,
-        "the groups do not begin",
-    )
-    fences = place.region.owner.fences
     eventually(lambda: fences.try_revoke(token), "never proved")
     assert isinstance(call.end(), Fenced)
     session.close()

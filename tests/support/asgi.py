@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 
 class Client:
@@ -28,17 +28,17 @@ class Client:
         self.takes.set()
         scope = {"type": "http", "method": method, "path": path, "headers": list(headers), **more}
         # As uvicorn does: a task, with a context of its own.
-        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self.take))
 
-    async def _send(self, message: Any) -> None:
+    async def take(self, message: Any) -> None:
         await self.takes.wait()
         self.sent.append(message)
 
-    async def ended(self) -> Client:
+    async def ended(self) -> Self:
         await self.task
         return self
 
-    def say(self, body: bytes = b"{}", more: bool = False) -> Client:
+    def say(self, body: bytes = b"{}", more: bool = False) -> Self:
         self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": more})
         return self
 

@@ -33,6 +33,7 @@ from pullfill.wire import (
 from tests.support import framing, workers
 from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import COMPAT
+from tests.support.workers import FakeDirectory
 
 BLOCKS = (0, 5, 6)
 
@@ -216,30 +217,3 @@ class Raw:
 
 def hello(name: str = "raw", compat: str | None = None) -> Hello:
     return Hello(prefill_instance=name, compat=compat or COMPAT.hash())
-
-
-class FakeDirectory:
-    """The registry's Directory as far as prefill workers use it."""
-
-    def __init__(self) -> None:
-        self.members: dict[str, WorkerRecord] = {}
-        self.reachable = True
-        self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
-
-    def workers(self, role: str) -> dict[str, WorkerRecord]:
-        return {name: record for name, record in self.members.items() if record.role == role}
-
-    def subscribe(self, callback: Any) -> Callable[[], None]:
-        self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
-
-    def put(self, record: WorkerRecord) -> None:
-        old = self.members.get(record.instance_id)
-        self.members[record.instance_id] = record
-        for callback in self._callbacks:
-            callback(old, record)
-
-    def remove(self, instance_id: str) -> None:
-        old = self.members.pop(instance_id)
-        for callback in self._callbacks:
-            callback(old, None)

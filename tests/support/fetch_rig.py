@@ -192,7 +192,6 @@ class FetchWorker(DecodeHalf):
         tokens = served.request.prompt_token_ids or []
         if served.loaded:
             assert holds(self.pages, served.table, tokens[: len(served.table) * BLOCK])
-            self.pool.cache(served.request.block_hashes, served.table)
             self.pool.release(served.table)
         elif served.request.request_id in self.computed:
             self.pool.release(served.table)
@@ -204,6 +203,14 @@ class FetchWorker(DecodeHalf):
         record = self.traces.finish(served.request.request_id)
         assert record is not None
         return record
+
+    def step(self) -> None:
+        """What has come is cached before the next prompt is looked at, as in vLLM."""
+        waiting = [served for served in self.requests.values() if served.loaded is None]
+        super().step()
+        for served in waiting:
+            if served.loaded and not served.over:
+                self.pool.cache(served.request.block_hashes, served.table)
 
     def expire(self) -> None:
         """Have the time of all leases that this worker gave be over now."""

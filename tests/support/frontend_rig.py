@@ -46,6 +46,7 @@ from pullfill.net.this_host import host_id
 from pullfill.options import ForwarderName
 from pullfill.snapshot import Explained
 from pullfill.wire import DecodePolicy, ExplainRecord, Timings, WorkerRecord, u32
+from tests.support.asgi import Client
 from tests.support.fake_vllm import (
     LENGTH,
     Output,
@@ -58,7 +59,7 @@ from tests.support.fake_vllm import (
 )
 from tests.support.listening import serving
 from tests.support.waiting import soon
-from tests.support.workers import record
+from tests.support.workers import FakeDirectory, record
 
 PATIENCE_S = 20.0
 # Of what was sent where. A frontend has 13 MB for each role: to touch them takes longer than most
@@ -315,31 +316,6 @@ class FakeDecode:
 
     def _send(self, identity: bytes, *frames: bytes) -> None:
         self._socket.send_multipart([identity, *frames])
-
-
-class FakeDirectory:
-    """The registry's view, set by hand."""
-
-    def __init__(self, *records: WorkerRecord) -> None:
-        self.records = {record.instance_id: record for record in records}
-        self._callbacks: list[Callable[[Any, Any], None]] = []
-
-    def workers(self, role: str) -> dict[str, WorkerRecord]:
-        return {k: r for k, r in self.records.items() if r.role == role}
-
-    def subscribe(self, callback: Callable[[Any, Any], None]) -> None:
-        self._callbacks.append(callback)
-
-    def put(self, record: WorkerRecord) -> None:
-        self.records[record.instance_id] = record
-        self._notify(record)
-
-    def remove(self, instance_id: str) -> None:
-        self._notify(self.records.pop(instance_id))
-
-    def _notify(self, record: WorkerRecord) -> None:
-        for callback in self._callbacks:
-            callback(None, record)
 
 
 # --------------------------------------------------------------------------- the frontend
@@ -646,18 +622,26 @@ class FakeStock:
         return None
 
 
-@dataclass
-class Got:
-    """What a client gets. parts: the pieces of the body as they came.
+class Got(Client):
+    """A request, and what its client gets. reads: once it has a piece of the body, the client takes
+    the next one when this is set."""
 
-    first: set with the first of them. reads: the next one is taken when this is set."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    parts: list[bytes] = field(default_factory=list)
-    ended: bool = False
-    first: asyncio.Event = field(default_factory=asyncio.Event)
     reads: asyncio.Event | None = None
+
+    async def take(self, message: Any) -> None:
+        assert not self.whole
+        await super().take(message)
+        if "body" in message and self.reads is not None:
+            await self.reads.wait()
+
+    @property
+    def parts(self) -> list[bytes]:
+        """The pieces of the body as they came."""
+        return [message.get("body", b"") for message in self.sent[1:]]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
 
     @property
     def body(self) -> bytes:
@@ -710,46 +694,18 @@ class ForwardRig:
     def all(self) -> list[FakeStock]:
         return [*self.prefill, *self.decode]
 
-    async def ask(
-        self,
-        body: Any = None,
-        *,
-        path: str = "/v1/completions",
-        headers: Any = (),
-        leave: asyncio.Event | None = None,
-        got: Got | None = None,
-        **fields: Any,
+    def begin(
+        self, body: Any = None, *, path: str = "/v1/completions", headers: Any = (), **fields: Any
     ) -> Got:
-        """Send a request. leave: when set, the client goes away."""
-        if body is None:
-            body = {"model": "m", "prompt": "hello", **fields}
+        """Send a request."""
+        body = body or {"model": "m", "prompt": "hello", **fields}
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        messages = [{"type": "http.request", "body": raw, "more_body": False}]
-        got, leave = got or Got(), leave or asyncio.Event()
-        scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
+        return Got(self.layer, path, headers=headers).say(raw)
 
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await leave.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                assert not got.status
-                got.status = message["status"]
-                got.headers = {k.decode(): v.decode() for k, v in message["headers"]}
-                return
-            assert not got.ended
-            got.parts.append(message.get("body", b""))
-            got.first.set()
-            if got.reads is not None:
-                await got.reads.wait()
-            got.ended = not message.get("more_body", False)
-
+    async def ask(self, body: Any = None, **more: Any) -> Got:
+        """Send a request, and wait for its end."""
         async with asyncio.timeout(PATIENCE_S):
-            await self.layer(scope, receive, send)
-        return got
+            return await self.begin(body, **more).ended()
 
     async def idle(self) -> None:
         """Wait until no server works at anything."""

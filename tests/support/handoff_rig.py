@@ -51,12 +51,13 @@ from pullfill.wire import (
     WorkerRecord,
 )
 from tests.support import workers
-from tests.support.control_rig import FakeDirectory, handoff_of
+from tests.support.control_rig import handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.nats import NatsServer, dead_letters
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
 from tests.support.waiting import soon
+from tests.support.workers import FakeDirectory
 
 _serial = itertools.count()
 COMPATIBLE = msgspec.structs.replace(COMPAT, block_size=BLOCK)

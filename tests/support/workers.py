@@ -1,7 +1,8 @@
-"""Worker records and memberships for registry tests."""
+"""Worker records, memberships and directories."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -83,3 +84,30 @@ def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any)
     ttl_s = options.pop("ttl_s", 2)
     make = maker(instance_id, made=made, **changes)
     return Membership(client, namespace, ttl_s, make, **options)
+
+
+class FakeDirectory:
+    """The registry's Directory, set by hand."""
+
+    def __init__(self, *records: WorkerRecord) -> None:
+        self.members = {one.instance_id: one for one in records}
+        self.reachable = True
+        self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
+
+    def workers(self, role: str) -> dict[str, WorkerRecord]:
+        return {name: record for name, record in self.members.items() if record.role == role}
+
+    def subscribe(self, callback: Any) -> Callable[[], None]:
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
+
+    def put(self, record: WorkerRecord) -> None:
+        old = self.members.get(record.instance_id)
+        self.members[record.instance_id] = record
+        for callback in self._callbacks:
+            callback(old, record)
+
+    def remove(self, instance_id: str) -> None:
+        old = self.members.pop(instance_id)
+        for callback in self._callbacks:
+            callback(old, None)

@@ -188,7 +188,7 @@ REF = ClusterRef("default", "http://h:1", "nats://h:1")
 
 
 def look(monkeypatch: pytest.MonkeyPatch, told: dict[str, Any]) -> planner.Plan:
-    """One look without --apply. tests/contract/test_planner_orders.py shows what that orders."""
+    """One look without --apply. tests/contract/test_operate.py shows what that orders."""
     monkeypatch.setattr(planner, "ask", lambda _: told)
     return planner.look(REF, NOW, PlanState(), apply=False)
 

@@ -1,4 +1,4 @@
-"""What `pullfill plan --apply` writes to one real etcd."""
+"""What operators' commands (`plan`, `drain`) write and say, with one real etcd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.config import ClusterRef
+from pullfill.config import ClusterRef, pod_name
 from pullfill.deploy import operate, planner
 from pullfill.deploy.planner import Plan, PlanMember, PlanSettings, PlanState
 from pullfill.errors import UnavailableError
@@ -18,6 +18,7 @@ from pullfill.registry.directory import last_move
 from pullfill.snapshot import Report
 from pullfill.wire import RoleOrder, WorkerRole, decode
 from tests.support.etcd import EtcdServer
+from tests.support.http_stub import serving
 from tests.support.workers import member
 
 DECODES = ("decode-1", "decode-2")
@@ -81,3 +82,41 @@ async def test_an_order_that_is_refused_costs_a_pause(
         await step(ref)
     assert await client.get(keys.role_order(ref.namespace, "decode-1")) is None
     assert not (await step(ref)).move
+
+
+# --------------------------------------------------------------------------
+# What `pullfill drain` says and does, with a real etcd.
+
+
+POD = "demo-decode-5d9c7-x2x4z"
+
+
+@pytest.mark.parametrize("told", [{}, {"pod": POD}], ids=["host", "pod"])
+async def test_drain_says_what_kubernetes_does_next(
+    client: EtcdClient, etcd: EtcdServer, ns: str, told: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The Deployment starts the worker again. The line says how one becomes fewer for good."""
+    with serving(lambda path, _: (200 if path == "/status" else 404, told)) as url:
+        worker = member(client, ns, "decode-1", ttl_s=10, changes={"http": url})
+        await worker.join()
+        ref = ClusterRef(ns, etcd.url, "nats://")
+        assert await operate.drain(ref, "decode-1", wait=False, timeout_s=1.0) == 0
+        await asyncio.wait_for(worker.revoked.wait(), 10)
+        await worker.leave()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.endswith("it takes no new work and exits when its work is done")
+    assert len(lines) == len(told)
+    for line in lines:
+        assert f"{POD}: its Deployment starts it again" in line
+        assert f"kubectl annotate pod {POD} " in line
+
+
+def test_a_process_knows_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("POD_NAME", POD)
+    assert not pod_name()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert pod_name() == POD
+    monkeypatch.delenv("POD_NAME")
+    assert pod_name()

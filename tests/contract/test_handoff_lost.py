@@ -1,0 +1,477 @@
+"""Jobs that are withdrawn, lost, delivered twice or out of reach: handoffs without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+from msgspec.structs import replace
+
+from pullfill.decode_worker import ledger
+from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.net.channel import split_address
+from pullfill.prefill_worker import handoff
+from pullfill.prefill_worker.puller import Puller
+from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
+from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.queue.contract import Delivery, Receipt, Urgency
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamDelivery
+from pullfill.queue.streams import Names
+from pullfill.transfer.contract import LocalMemory
+from pullfill.transfer.stream.stream_peer import StreamTransport
+from pullfill.transfer.stream.tcp_backend import TcpKind
+from pullfill.wire import RegionDescriptor
+from tests.support.control_rig import Raw
+from tests.support.fakes import FakeClock
+from tests.support.handoff_rig import (
+    COMPATIBLE,
+    Cluster,
+    DecodeHalf,
+    Make,
+    PrefillHalf,
+    Served,
+    hold,
+    prompt,
+    settled,
+    stuck_in_a_write,
+)
+from tests.support.nats import NatsServer
+from tests.support.transfer_rigs import DENSE, tcp_rig
+from tests.support.waiting import soon
+from tests.support.workers import FakeDirectory, record
+
+
+class SlowProducer:
+    """A producer whose answers to publishes wait for `go`."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.go = asyncio.Event()
+        self.go.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
+        receipt: Receipt = await self._inner.publish(job_id, body, tokens, urgency)
+        await self.go.wait()
+        return receipt
+
+
+def otherwise(how: str, decode: DecodeHalf, served: Served) -> None:
+    """The decode worker decides that it needs no prefill worker."""
+    if how == "abort":
+        decode.abort(served)
+    else:
+        decode.pass_time(11.0)  # nobody has claimed the job: the prompt is computed here
+
+
+async def stop_at(
+    when: str, decode: DecodeHalf, prefill: PrefillHalf, claims: asyncio.Event
+) -> Served:
+    """Send a request, and let its job come so far. One job of another request waits before it."""
+    producer: Any = decode.producer
+    if when == "being published":
+        producer.go.clear()
+    served = decode.send(prompt(40, seed=2))
+    (job_id,) = [e.job_id for e in decode.ledger._jobs.values()
+                 if e.request_id == served.request.request_id]  # fmt: skip
+    if when == "before the publish":
+        return served
+    await soon(lambda: producer.depth().depth_jobs == 2)
+    if when != "pulled":
+        return served
+    claims.clear()
+    prefill.puller.start()
+    await soon(lambda: job_id in prefill.puller._jobs)
+    return served
+
+
+@pytest.mark.parametrize("how", ["abort", "claim timeout"])
+@pytest.mark.parametrize("when", ["before the publish", "being published", "queued", "pulled"])
+@pytest.mark.essential
+async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
+    clock = FakeClock()
+    claims = asyncio.Event()
+    claims.set()
+    async with make(clock=clock, timeout_s=10.0, wrap=SlowProducer) as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(pull=False)
+        find = prefill.links.find
+
+        async def late(instance_id: str, **how: bool) -> Any:
+            await claims.wait()
+            return await find(instance_id, **how)
+
+        computed: list[int] = []
+        submit = prefill.engine.submit
+
+        def noted(task: Any) -> None:
+            computed.append(len(task.token_ids))
+            submit(task)
+
+        prefill.links.find = late  # type: ignore[method-assign]
+        prefill.engine.submit = noted  # type: ignore[method-assign]
+        first = decode.send(prompt(30))
+        await soon(lambda: decode.producer.depth().depth_jobs == 1)
+        unwanted = await stop_at(when, decode, prefill, claims)
+        otherwise(how, decode, unwanted)
+        decode.producer.go.set()  # type: ignore[attr-defined]
+        claims.set()
+        if when != "pulled":
+            prefill.puller.start()
+        await settled(first, unwanted)
+        last = decode.send(prompt(20, seed=3))
+        await settled(last)
+        assert decode.right(last)
+        assert not unwanted.loaded
+        # The clock has passed for the first job, too.
+        assert computed == ([29, 19] if how == "abort" else [19])
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ the queue loses it
+
+
+async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
+    """Let the message of the only job disappear, after it was published."""
+    names = Names(cluster.config.namespace, cluster.config.compat_hash)
+    (producer,) = [decode.producer for decode in cluster.decodes.values()]
+    connection: Any = producer.connection  # type: ignore[attr-defined]
+    if how == "purge":
+        assert (await connection.api(f"STREAM.PURGE.{names.stream}"))["purged"] == 1
+    elif how == "delete":
+        await connection.api(f"STREAM.DELETE.{names.stream}")
+    else:
+        for _ in range(cluster.config.max_deliver if how == "max_deliver" else 1):
+            delivery = await consumer.pull(30.0)
+            await (delivery.term("it is poison") if how == "term" else delivery.nak())
+        assert not await consumer.pull(0.2)
+
+
+@pytest.mark.parametrize("how", ["purge", "delete", "term", "max_deliver"])
+async def test_a_job_whose_message_is_gone_is_local(
+    make: Make, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within a second, not after the claim timeout of 10 s. It is told, and the next one is remote.
+
+    An older job, which a prefill worker holds, stays where it is."""
+    caplog.set_level(logging.WARNING)
+    async with make() as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
+        consumer = await JetStreamConsumer.connect(cluster.server.url, cluster.config)
+        beside = how in ("term", "max_deliver")
+        if beside:
+            older = decode.send(prompt(30))
+            await soon(lambda: decode.producer.depth().depth_jobs == 1)
+            held = await consumer.pull(30.0)
+        served = decode.send(prompt(20, seed=2))
+        await soon(lambda: decode.producer.depth().depth_jobs == 1 + beside)
+        await lose(how, cluster, consumer)
+        began = time.monotonic()
+        await settled(served)
+        assert time.monotonic() - began < 5.0
+        assert served.loaded is False
+        trace = decode.traces.finish(served.request.request_id)
+        assert trace is not None
+        assert trace.fallback == "job_gone"
+        assert "1 jobs are gone from the queue" in caplog.text
+        if beside:
+            assert older.loaded is None
+            await held.nak()
+        await consumer.close()
+        prefill.puller.start()
+        await soon(lambda: decode.producer.available)
+        last = decode.send(prompt(20, seed=3))
+        await settled(last)
+        assert decode.right(last)
+        await cluster.check_clean()
+
+
+# --------------------------------------------------------------------------
+# A real NATS server delivers a job twice, while the first worker is alive. Two prefill workers
+# and a decode worker without vLLM, otherwise real. A job stays with a worker that is alive. A
+# link that breaks causes one more delivery, not one from each end.
+
+
+NEVER_S = 60.0
+"""An `ack_wait` that no test reaches: only a nak brings a message back."""
+
+
+@pytest.fixture
+async def cluster(
+    tmp_path: Path, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
+    # busy machine may take longer than that to deliver the message again.
+    monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
+    async with Cluster(tmp_path, server, ack_wait_s=NEVER_S) as cluster:
+        yield cluster
+        server.resume()
+
+
+@pytest.fixture
+def deliveries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count, by job id, how often prefill workers have started the job. Jobs that the last pull of
+    a stopped worker brings are given back and do not count."""
+    seen: Counter[str] = Counter()
+    numbers = set()
+    real = Puller.begin
+
+    def begin(self: Puller, delivery: Delivery, **how: bool) -> None:
+        numbers.add((delivery.job_id, delivery.number))
+        seen[delivery.job_id] = sum(job == delivery.job_id for job, _ in numbers)
+        real(self, delivery, **how)
+
+    monkeypatch.setattr(Puller, "begin", begin)
+    return seen
+
+
+async def nothing(*_: object) -> None: ...
+
+
+async def a_writer_at_work(
+    cluster: Cluster,
+) -> tuple[DecodeHalf, PrefillHalf, PrefillHalf, Served, Any]:
+    """A decode worker, a prefill worker that is stopped inside a write, and one that pulls."""
+    decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
+    faults = hold(decode)
+    served = decode.send(prompt(30))
+    await stuck_in_a_write(decode)
+    return decode, holder, await cluster.prefill(), served, faults
+
+
+async def test_a_nats_outage_takes_no_job_from_its_writer(
+    cluster: Cluster,
+    server: NatsServer,
+    deliveries: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server hangs, gets no heartbeat for `ack_wait` and delivers the job again."""
+    # A busy machine may send some heartbeats late, but not for as long as that.
+    ack_wait_s = 2.0
+    cluster.config = dataclasses.replace(cluster.config, ack_wait_s=ack_wait_s)
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    with pytest.MonkeyPatch.context() as lost:  # heartbeats get lost in the outage
+        lost.setattr(JetStreamDelivery, "in_progress", nothing)
+        server.pause()
+        await asyncio.sleep(0.2)
+        server.resume()
+        await soon(lambda: max(deliveries.values()) == 2)
+    await soon(lambda: other.puller.in_flight == 0)
+    beats = Counter[str]()
+    real = JetStreamDelivery.in_progress
+
+    async def beat(delivery: JetStreamDelivery) -> None:
+        beats[delivery.job_id] += 1
+        await real(delivery)
+
+    monkeypatch.setattr(JetStreamDelivery, "in_progress", beat)
+    await soon(lambda: max(beats.values(), default=0) > 5)  # 1.7 times `ack_wait`
+    assert max(deliveries.values()) == 2
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    await cluster.check_clean()
+    assert (holder.budget.completed, other.budget.completed) == (1, 0)
+    assert other.engine.computed_tokens == 0
+
+
+# ------------------------------------------------------------------ unreadable frames
+
+
+@pytest.mark.parametrize("to", ["decode", "prefill"])
+@pytest.mark.essential
+async def test_an_unreadable_frame_ends_the_control_connection(
+    cluster: Cluster, deliveries: Counter[str], to: str
+) -> None:
+    """Its jobs go on at the other worker; the link is made anew. Both ends see it break, and only
+    the decode worker hands the delivery back."""
+    decode, holder, other, served, faults = await a_writer_at_work(cluster)
+    await holder.puller.stop()
+    (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
+    (link,) = holder.links.links.values()
+    channel = link._channel if to == "decode" else peer.channel
+    assert channel is not None
+    channel._writer.write(struct.pack("<I", 5) + b"\xc1" * 5)
+    await soon(lambda: max(deliveries.values()) == 2)
+    faults.resume()
+    await settled(served)
+    assert decode.right(served)
+    await soon(lambda: holder.links.connected == [decode.name])
+    assert link._channel is not channel
+    await asyncio.sleep(0.3)  # a second hand-back would come 0.05 s after the first
+    assert max(deliveries.values()) == 2
+    await cluster.check_clean()
+    assert (holder.budget.completed, other.budget.completed) == (0, 1)
+
+
+# --------------------------------------------------------------------------
+# The handoff when a decode worker is out of reach.
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """An address where nobody listens. Its port stays taken, so that nobody else gets it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def unreachable(cluster: Cluster, nowhere: str, name: str = "decode-1") -> FakeDirectory:
+    """The directory of a prefill worker that cannot reach this decode worker."""
+    cluster.links["appear_s"] = 0.01
+    directory = FakeDirectory()
+    for known in cluster.directory.members.values():
+        cut = known.instance_id == name
+        directory.put(replace(known, control=nowhere) if cut else known)
+    return directory
+
+
+async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
+    make: Make, nowhere: str
+) -> None:
+    """Served locally when nobody claimed it in time, which removes it from the queue."""
+    async with make(clock=FakeClock()) as cluster:
+        decode = await cluster.decode()
+        address = split_address(decode.control.address)
+        busy = Raw(*await asyncio.open_connection(*address))  # it takes nothing, but it is there
+        await busy.hello(COMPATIBLE.hash())
+        cluster.directory = unreachable(cluster, nowhere)
+        prefill, tries = await cluster.prefill(pull=False, reaches=False), list[int]()
+        begin = prefill.puller.begin
+        prefill.puller.begin = lambda d: tries.append(d.number) or begin(d)  # type: ignore
+        prefill.puller.start()
+        served = decode.send(prompt(30))
+        await soon(lambda: tries == [1, 2, 3])
+        assert served.loaded is None
+        assert decode.producer.depth().depth_jobs == 1
+        decode.pass_time(11.0)  # router.claim_timeout_s is 10
+        await settled(served)
+        assert served.loaded is False
+        await cluster.check_clean()
+        assert not await cluster.dead()
+        busy.writer.close()
+
+
+async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worker(
+    make: Make, monkeypatch: pytest.MonkeyPatch, nowhere: str
+) -> None:
+    """An idle prefill worker that reaches it gets them at once. Jobs of a decode worker that both
+    reach are taken by both."""
+    async with make() as cluster:
+        far, near = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        everybody, cluster.directory = cluster.directory, unreachable(cluster, nowhere)
+        cut, pulled = await cluster.prefill(reaches=False), list[str]()
+        start = cut.puller.begin
+        monkeypatch.setattr(cut.puller, "begin", lambda d: pulled.append(d.job_id) or start(d))
+        cluster.directory = everybody
+        other, deliveries = await cluster.prefill(pull=False), list[int]()
+        begin = other.puller.begin
+        monkeypatch.setattr(
+            other.puller, "begin", lambda d: deliveries.append(d.number) or begin(d)
+        )
+        first = far.send(prompt(9))
+        await soon(lambda: pulled and not cut.puller.in_flight)
+        other.puller.start()
+        await settled(first)
+        served = [first]
+        for seed in range(8):
+            served.append(far.send(prompt(9, seed=seed)))
+            await settled(served[-1])
+        assert max(deliveries[1:]) <= 2, "what was given back went to the worker that is idle"
+        served += [far.send(prompt(9, seed=seed)) for seed in range(8, 12)]
+        await settled(*served)
+        assert all(far.right(one) for one in served)
+        await other.puller.stop()
+        alone = near.send(prompt(9))
+        await settled(alone)
+        assert near.right(alone)
+        await cluster.check_clean()
+        assert (cut.budget.completed, other.budget.completed) == (1, 13)
+
+
+@pytest.mark.essential
+async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else answers at its KV port. Its jobs are computed there; those of others go on."""
+    monkeypatch.setattr(handoff, "patience", partial(handoff.patience, soonest_s=0.01))
+    attempts: list[str] = []
+
+    async def nonsense() -> TransferWorker:
+        attempts.append("decode-1")
+        raise BadMessage("a frame of 1347703880 bytes")
+
+    async with make(timeout_s=2.0) as cluster:
+        cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        prefill = await cluster.prefill()
+        prefill.links.links["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
+        lost = [cut.send(prompt(20 + i)) for i in range(6)]
+        served = fine.send(prompt(30))
+        await settled(*lost, served)
+        assert fine.right(served)
+        assert not any(request.loaded for request in lost)
+        assert attempts == ["decode-1"]
+        await cluster.check_clean()
+        assert not await cluster.dead()
+        assert prefill.budget.completed == 1
+
+
+# ------------------------------------------------------------------ what is said of the memory
+
+
+class Registry:
+    """A `Directory` as far as descriptors go."""
+
+    def __init__(self, *descriptors: RegionDescriptor) -> None:
+        self._descriptors = descriptors
+
+    async def descriptor(self, name: str, rank: int, *, expect: object) -> RegionDescriptor:
+        return self._descriptors[rank]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
+    """A prefill worker's memory, and a decode worker's that is served over tcp."""
+    rig = tcp_rig(tmp_path)
+    region, rank = rig.region(DENSE), rig.local(DENSE)
+    yield [rank.memory], region.descriptor
+    region.owner.close()
+
+
+async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
+    directory: Any = Registry(*descriptors)
+    transports = [StreamTransport(TcpKind())]
+    return await open_transfer_worker(
+        record("decode-1"), memories=memories, directory=directory, compat=COMPATIBLE,
+        transports=transports, absent={}, credits=Credits(1 << 30), copiers=WeakSet(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": MAX_RANKS + 1}],
+    ids=["nbytes", "incarnation", "world_size"],
+)
+async def test_a_descriptor_that_contradicts_itself_or_its_worker(
+    served: tuple[list[LocalMemory], RegionDescriptor], wrong: dict[str, Any]
+) -> None:
+    memories, descriptor = served
+    right = await opened(memories, descriptor)
+    right.close()
+    assert (right.transport, right.join(10)) == ("tcp", True)
+    with pytest.raises(PeerUnavailable):
+        await opened(memories, replace(descriptor, **wrong))
