@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import pytest
 
 from tests.support.checked import STEPS, checked
-from tests.support.cluster import Cluster, until
+from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask, ask_all, assert_right, random_prompt
+from tests.support.prompts import ask_all, assert_right, random_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -42,30 +39,3 @@ def test_pull_answers_as_the_oracle_does(pulling: Cluster, oracle: Oracle) -> No
     assert pulling.counter(WRITTEN, role="prefill") == 0, "nothing is written"
     assert pulling.counter(READ, role="decode") > 0
     assert pulling.counter(READ, role="prefill") > 0, "prefix hits"
-
-
-@pytest.mark.long
-def test_a_stopped_reader_keeps_what_it_reads(pulling: Cluster, oracle: Oracle) -> None:
-    """In the middle of a batch it holds the fence of the prefill worker's blocks: they are not used
-    for anything else, however long it takes. Its one slow read keeps no later prompt local."""
-    (decode,), (prefill,) = pulling.of("decode"), pulling.of("prefill")
-    decode.arm("shm.read.batch=stop@1")
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask, pulling, random_prompt(1500, seed=9500), STEPS)
-        until(lambda: decode.stopped, 20, "stopped in a read")
-        blocks = pulling.load_of(prefill)
-        until(lambda: not pulling.load_of(prefill)["decode_workers"], 20, "its lease is gone")
-        assert blocks["kv_free_blocks"] < blocks["kv_blocks"]
-        assert pulling.load_of(prefill)["kv_free_blocks"] == blocks["kv_free_blocks"], "no proof"
-        decode.signal(signal.SIGCONT)
-        decode.arm("")
-        assert isinstance(asking.exception(30), openai.OpenAIError | None)  # served or refused
-    until(lambda: pulling.load_of(prefill)["kv_free_blocks"] == blocks["kv_blocks"], 20, "let go")
-    until(lambda: pulling.load_of(prefill)["decode_workers"], 20, "connected again")
-    until(
-        lambda: not any(pulling.load_of(decode)[key] for key in ("requests", "open_jobs")),
-        20, "nothing of the stopped time is left",
-    )  # fmt: skip
-    # The queue may deliver the job of the stopped time once more. Its claim is refused.
-    with checked(pulling, oracle, stale={"claim": (0, 1)}) as check:
-        check.ask(random_prompt(900, seed=9501))

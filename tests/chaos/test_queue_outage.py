@@ -69,7 +69,7 @@ class Traffic:
         enough = len(self.pulled_at) + jobs
         try:
             await soon(lambda: len(self.pulled_at) >= enough, HANG_S)
-        except TimeoutError:
+        except AssertionError:
             raise AssertionError(
                 f"{enough - len(self.pulled_at)} of {jobs} jobs did not come. "
                 f"{len(self.refused)} publishes failed. Producer: {self.producer.health.status()}. "

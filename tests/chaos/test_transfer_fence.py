@@ -23,6 +23,7 @@ from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.shm.files import sweep
 from tests.support.transfer_rigs import Region, shm_rig, tcp_rig
 from tests.support.transfer_writer import FOREIGN, OURS, PATIENCE_S, Writer
+from tests.support.waiting import eventually
 
 REPO = Path(__file__).parents[2]
 APART = (8 << 10) + 512
@@ -32,15 +33,6 @@ LAYOUT = KvLayout(
 """4096 runs that do not merge: four batches of `BATCH_RUNS`."""
 WRITTEN = LAYOUT.num_blocks * LAYOUT.block_bytes
 """Bytes of one write, 32 MiB; the rest of the region is padding."""
-
-
-def wait_until(condition: Callable[[], bool]) -> float:
-    """Seconds it took. Fails when it never holds."""
-    started = time.perf_counter()
-    while not condition():
-        assert time.perf_counter() - started < PATIENCE_S, "it never came"
-        time.sleep(0.0005)
-    return time.perf_counter() - started
 
 
 Start = Callable[..., Writer]
@@ -85,14 +77,16 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(region: Region, start: St
     token = fences.open(range(64))
     writer = start("shm.write.batch=stop@2;stream.write.batch=stop@2")
     writer.tell("write", token)
-    wait_until(writer.stopped)
+    eventually(writer.stopped)
     writer.process.send_signal(signal.SIGKILL)
-    took = wait_until(lambda: fences.try_revoke(token))
+    began = time.monotonic()
+    eventually(lambda: fences.try_revoke(token))
+    took = time.monotonic() - began
     region.data[:] = OURS
     assert writer.process.wait(PATIENCE_S) == -signal.SIGKILL
     # A reaper that polls, or a lock that outlives its holder, would take far longer.
     assert took < 1.0
-    wait_until(lambda: not region.owner._server.peers)
+    eventually(lambda: not region.owner._server.peers)
     assert foreign(region) == 0
 
 
@@ -106,9 +100,9 @@ def test_blocks_of_a_stopped_writer_are_free_at_once(
     token = fences.open(range(64))
     writer = start(f"{point}=stop@2")
     writer.tell("write", token)
-    wait_until(writer.stopped)
-    wait_until(lambda: foreign(region) >= 16 << 20)  # the first batch
-    wait_until(lambda: fences.try_revoke(token))
+    eventually(writer.stopped)
+    eventually(lambda: foreign(region) >= 16 << 20)  # the first batch
+    eventually(lambda: fences.try_revoke(token))
     region.data[:] = OURS
     reused = [fences.open(range(64)) for _ in range(64)]  # the same slot is live again
     assert token.slot in {t.slot for t in reused}
@@ -131,15 +125,15 @@ def test_writer_stopped_at_any_moment(rig: Any, region: Region, start: Start) ->
     for _ in range(15):
         token = fences.open(range(64))
         writer.tell("loop", token)
-        wait_until(lambda: foreign(region) > 0)
+        eventually(lambda: foreign(region) > 0)
         time.sleep(rng.random() * 0.02)
         writer.process.send_signal(signal.SIGSTOP)
-        wait_until(writer.stopped)
+        eventually(writer.stopped)
         if not fences.try_revoke(token):
             held += 1
             if rig is shm_rig:
                 writer.process.send_signal(signal.SIGCONT)
-            wait_until(lambda token=token: fences.try_revoke(token))
+            eventually(lambda token=token: fences.try_revoke(token))
         region.data[:] = OURS
         writer.process.send_signal(signal.SIGCONT)
         assert writer.answer() == "fenced"

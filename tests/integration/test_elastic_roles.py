@@ -6,16 +6,13 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support.answers import ask_for
 from tests.support.cluster import Cluster, Worker, pullfill, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
-from tests.support.prompts import random_prompt, truth
 
 pytestmark = pytest.mark.engine
 # Below those that the kernel gives to whoever asks for any.
@@ -119,25 +116,6 @@ def test_a_worker_with_two_ranks_changes_its_role(elastic: Cluster, oracle: Orac
     elastic.workers.remove(ranked)
 
 
-@pytest.mark.long
-def test_streams_that_run_are_finished(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
-    """The worker leaves routing at once, and keeps its role until its streams have ended."""
-    prompts = [random_prompt(60, seed=3100 + i) for i in range(4)]
-    worker.arm("engine.step=sleep:0.2")  # so that the streams outlast the order
-    answers = [ask_for(elastic, prompt, 150) for prompt in prompts]
-    until(lambda: elastic.load_of(worker).get("requests"), 30, "it has streams")
-    with ThreadPoolExecutor(1) as pool:
-        ordered = pool.submit(order, elastic, worker, "prefill")
-        until(lambda: ("decode", "draining") in states(elastic, worker), 25, "it drains")
-        worker.arm("")
-    assert ordered.result().returncode == 0
-    assert all(answer.done.wait(60) for answer in answers)
-    until(lambda: states(elastic, worker) == {("prefill", "ready")}, 30, "it has changed")
-    expected = truth(oracle, prompts, 150)
-    assert [answer.tokens for answer in answers] == [tokens for tokens, _ in expected]
-    assert not any(elastic.explain(answer.request_id)["migrated_from"] for answer in answers)
-
-
 @pytest.mark.essential
 def test_a_worker_that_is_both_decodes_and_prefills(
     elastic: Cluster, worker: Worker, oracle: Oracle
@@ -152,41 +130,3 @@ def test_a_worker_that_is_both_decodes_and_prefills(
         until(lambda: prefilled_by(load, worker) > 2 and decoded_by(load, worker) > 2, 60, "both")
     load.check(oracle)
     elastic.assert_clean()
-
-
-@pytest.mark.long
-def test_a_worker_that_is_both_pulls_nothing_while_its_streams_leave_no_time(
-    elastic: Cluster, worker: Worker
-) -> None:
-    usual = elastic.of("decode")[0]
-
-    def pulling() -> int:
-        return int(elastic.load_of(usual).get("prefill_workers_pulling", 0))
-
-    elastic.set_router(itl_ms=10_000)
-    become(elastic, worker, "both")
-    with Load(elastic, seed=3240, max_tokens=3) as load:
-        until(lambda: prefilled_by(load, worker), 60, "a step is measured")
-    elastic.set_router(itl_ms=0.01)
-    until(lambda: pulling() == 2, 20, "it is asked for nothing")
-    worker.arm("engine.step=sleep:0.05")
-    answers = [ask_for(elastic, random_prompt(40, seed=3250 + i), 100) for i in range(2)]
-    until(lambda: pulling() == 1, 10, "its streams go first")
-    worker.arm("")
-    assert all(answer.done.wait(60) for answer in answers)
-    until(lambda: pulling() == 2, 10, "it pulls again")
-    elastic.set_router(itl_ms=50)
-    elastic.assert_clean()
-
-
-@pytest.mark.long
-def test_it_drains_in_its_new_roles(elastic: Cluster, worker: Worker, oracle: Oracle) -> None:
-    become(elastic, worker, "both")
-    with Load(elastic, seed=3500) as load:
-        until(lambda: decoded_by(load, worker), 60, "it decodes")
-        assert worker.stop() == 0
-        load.more(4)
-    load.check(oracle)
-    until(lambda: len(elastic.incarnations()) == 2, 20, "the others are registered")
-    elastic.assert_clean()
-    assert not elastic.log_errors()

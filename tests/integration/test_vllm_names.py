@@ -1,10 +1,12 @@
-"""Names of vLLM that unit tests fake: here they are vLLM's own. No engine is started."""
+"""Names and objects that unit tests fake: here they are vLLM's own. No engine is started."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,18 +14,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pullfill
 from pullfill.deploy import vllm_flags
+from pullfill.engine import features, front_wire
 from pullfill.engine.args import build_config, flag_parser, flags_read
 from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
-from pullfill.errors import ConfigError
+from pullfill.engine.requests import UNTRACKED, own_request, prepare
+from pullfill.errors import BadMessage, ConfigError
+from pullfill.worker import memory
+from pullfill.worker.connector import WorkerConnector
+from pullfill.worker.context import WorkerContext
+from pullfill.worker.ports import StepReport
 from tests.support.chart import pods, render, the_container
+from tests.support.features import feature
 from tests.support.flags import split
-from tests.support.late import Late
+from tests.support.prompts import random_prompt
 from tools.vllm_names import missing
-
-torch: Any = Late("torch")
 
 
 def test_flags_and_the_platform_are_looked_at_before_the_model(
@@ -134,28 +144,6 @@ def test_vllms_flag_names_the_mock_and_the_mock_has_no_model() -> None:
     assert device_of(config) == "cuda"
 
 
-def test_the_mock_needs_no_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the connector has none. `meta` stands for the GPU: a device without memory."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from pullfill.testing import mock_executor
-
-    registered: dict[str, Any] = {}
-    connector = SimpleNamespace(
-        get_mem_pool_context=lambda: None, register_kv_caches=registered.update
-    )
-    monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: connector)
-    monkeypatch.setattr(mock_executor, "device_of", lambda config: "meta")
-    made = mock_executor.MockExecutor.__new__(mock_executor.MockExecutor)
-    made.vllm_config = SimpleNamespace(kv_transfer_config=object())
-    spec = SimpleNamespace(block_size=16, head_size=8, num_kv_heads=1, dtype=torch.bfloat16)
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])
-    made.initialize_from_config([SimpleNamespace(kv_cache_groups=[group], num_blocks=3)])
-    assert {name: (t.device.type, t.shape) for name, t in registered.items()} == {
-        name: ("meta", (3, 1, 16, 16)) for name in ("a", "b")
-    }
-
-
 @pytest.mark.essential
 def test_the_installed_vllm_has_every_name() -> None:
     """What is listed, and what is imported, also in functions that no test runs."""
@@ -183,3 +171,180 @@ def has(module: str, name: str) -> bool:
     with suppress(ImportError):
         return hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None
     return False
+
+
+# --------------------------------------------------------------------------
+# What the intake makes of a prompt: the request that vLLM would have made.
+
+
+@pytest.mark.parametrize("length", [0, 5, 16, 5000])
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str | None) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    class Core:
+        mm_receiver_cache = None
+        request_block_hasher = staticmethod(get_request_block_hasher(16, sha256))
+        preprocess_add_request = EngineCore.preprocess_add_request
+
+    core: Any = Core()
+    sent = own_request(
+        "r", random_prompt(length, seed=1), cache_salt=salt, priority=0, arrival_time=0.0
+    )
+    request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))
+    assert not request.prompt_token_ids
+    made = prepare(core, request, tokens)
+    plain = Request.from_engine_core_request(sent, core.request_block_hasher)
+    assert made.prompt_token_ids == plain.prompt_token_ids
+    assert list(made.all_token_ids) == list(plain.all_token_ids)
+    assert made.block_hashes == plain.block_hashes
+    assert len(made.block_hashes) == length // 16
+    lists = (made.prompt_token_ids, made._all_token_ids, made.block_hashes)
+    long = length > UNTRACKED
+    assert not (long and any(map(gc.is_tracked, lists))), "100 prompts cost 0.3 s a collection"
+    for request in (made, plain):
+        request.append_output_token_ids(list(range(20)))
+    assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
+
+
+def test_a_prompt_of_embeddings_is_taken() -> None:
+    """It has no token ids: with an empty list of them vLLM would refuse it."""
+    import torch
+    from vllm.v1.request import Request
+
+    sent = own_request("r", (), cache_salt=None, arrival_time=0.0)
+    sent.prompt_token_ids, sent.prompt_embeds = None, torch.zeros(5, 8)
+    request, tokens = front_wire.WorkerCodec().request(front_wire.FrontendCodec().encode(sent))
+
+    class Core:
+        def preprocess_add_request(self, request: Any) -> tuple[Request, int]:
+            return Request.from_engine_core_request(request, None), 0
+
+    made = prepare(Core(), request, tokens)
+    assert (made.prompt_token_ids, made.num_prompt_tokens) == (None, 5)
+
+
+# --------------------------------------------------------------------------
+# Multimodal inputs arrive at a prefill worker as they were, and what is none is refused.
+
+
+@pytest.mark.essential
+def test_what_a_prefill_worker_decodes_is_what_was_encoded() -> None:
+    made = [feature(0, 4), feature(6, 3, modality="video", nbytes=4000)]
+    found = features.decode(features.encode(made), tokens=9)
+    assert found == made
+    assert torch.equal(found[1].data["pixels"].data, made[1].data["pixels"].data)
+    assert features.may_go(made, tokens=9)
+    assert features.nbytes(made) == 4300
+
+
+@cache
+def good() -> bytes:
+    return features.encode([feature(0, 4), feature(4, 4)])
+
+
+@given(st.data())
+def test_what_is_not_features_is_a_bad_message_by_hypothesis(draw: st.DataObject) -> None:
+    at, byte = draw.draw(st.integers(0, len(good()) - 1)), draw.draw(st.integers(0, 255))
+    changed = good()[:at] + bytes([byte]) + good()[at + 1 :]
+    data = draw.draw(st.sampled_from([changed, good()[:at]]) | st.binary(max_size=200))
+    try:
+        found = features.decode(data, tokens=8)
+    except BadMessage:
+        return
+    assert all(f.mm_position.offset + f.mm_position.length <= 8 for f in found)
+
+
+def test_positions_beyond_the_prompt_and_empty_features_are_refused() -> None:
+    for made in ([feature(5, 4)], [feature(-1, 2)], [feature(0, 2, nbytes=0)]):
+        with pytest.raises(BadMessage, match="not where the prompt is"):
+            features.decode(features.encode(made), tokens=8)
+
+
+# --------------------------------------------------------------------------
+# Which side of a worker gets a call that vLLM makes to the connector. No engine runs.
+
+
+pytestmark = pytest.mark.engine
+
+
+class Half:
+    """Notes the calls about requests. mine: ids of its requests."""
+
+    def __init__(self, name: str, mine: set[str]) -> None:
+        self.name, self.mine = name, mine
+        self.context = WorkerContext("worker-1")
+        self.requests: list[tuple[str, str]] = []
+        self.has_work = False
+
+    def attached(self, context: WorkerContext, first: Any) -> None:
+        assert context is self.context
+
+    def owns(self, request_id: str) -> bool:
+        return request_id in self.mine
+
+    def matched(self, request: Any, hit: int) -> tuple[int, bool]:
+        self.requests.append(("matched", request.request_id))
+        return hit, False
+
+    def allocated(self, request: Any, tables: Any, external: int) -> None:
+        self.requests.append(("allocated", request.request_id))
+
+    def finished(self, request_id: str, tables: Any) -> bool:
+        self.requests.append(("finished", request_id))
+        return self.name == "prefill"
+
+    def scheduled(self, output: Any) -> StepReport:
+        name = self.name
+        return StepReport({f"{name} {output}"}, {f"{name} failed"}, {f"{name} sent"})
+
+
+@pytest.fixture
+def connector() -> Any:
+    made: Any = WorkerConnector.__new__(WorkerConnector)
+    made._halves = [Half("decode", set()), Half("prefill", {"job"})]
+    made._contexts = [half.context for half in made._halves]
+    return made
+
+
+def test_a_job_goes_to_the_prefill_side_and_all_else_to_the_decode_side(connector: Any) -> None:
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
+    for name in ("job", "client"):
+        request = SimpleNamespace(request_id=name)
+        connector.get_num_new_matched_tokens(request, 3)
+        connector.update_state_after_alloc(request, blocks, 0)
+        assert connector.request_finished_all_groups(request, ([1],)) == (name == "job", None)
+    decode, prefill = connector._halves
+    assert prefill.requests == [(call, "job") for call in ("matched", "allocated", "finished")]
+    assert [name for _, name in decode.requests] == ["client"] * 3
+
+
+def test_both_sides_number_the_adapters_of_their_engine_together(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would take two adapters with one number for one."""
+    monkeypatch.setattr(memory, "attach", lambda *_: None)
+    decode, prefill = connector._contexts
+    assert prefill.adapters is not decode.adapters
+    connector.attach({}, 1, None)
+    assert prefill.adapters is decode.adapters
+    assert prefill.ranks is decode.ranks
+
+
+def test_what_both_sides_report_of_a_step_reaches_vllm(connector: Any) -> None:
+    assert not connector.has_pending_push_work()
+    connector._halves[1].has_work = True
+    assert connector.has_pending_push_work()
+    connector._connector_metadata = connector.build_connector_meta("step")
+    found = connector.get_transfer_results(set())
+    assert found.finished_sending == {"decode sent", "prefill sent"}
+    failed = {"decode failed", "prefill failed"}
+    assert found.failed_recving == failed
+    assert found.finished_recving == {"decode step", "prefill step"} | failed
+    connector._connector_metadata = None
+    assert not connector.get_transfer_results(set()).finished_recving

@@ -29,14 +29,6 @@ def eventually(
         time.sleep(0.002)
 
 
-async def soon(holds: Callable[[], object], within_s: float = 20.0) -> None:
-    """`eventually`, beside other tasks."""
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() < began + patience(within_s), "it never came"
-        await asyncio.sleep(0.005)
-
-
 def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
     """Return the first true value of `check`. Raises AssertionError naming `what`.
 

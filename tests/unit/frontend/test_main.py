@@ -1,4 +1,6 @@
-"""The addresses that the frontend listens on. Its end: tests/integration/test_frontend_stop.py."""
+"""The addresses that the frontend listens on.
+
+Its end: tests/integration/test_frontend_processes.py."""
 
 from __future__ import annotations
 

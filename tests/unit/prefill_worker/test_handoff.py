@@ -498,7 +498,7 @@ async def test_after_a_preemption_no_negative_number_of_blocks_is_told() -> None
     worker.begin(Delivered())
     task = await worker.computing()
     for told, (scheduled, written) in enumerate(((5, 3), (7, 1), (9, 4))):
-        task.scheduled, task.written_blocks = scheduled, written
+        done(task, scheduled, written)
         await soon(lambda told=told: len(worker.sent) > told)  # type: ignore[misc]
     await worker.puller.abandon()
     blocks = [decode(encode(said), Progress).blocks for said in worker.sent[:3]]
