@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.checkpoint import tiny_checkpoint
-from tests.support.cluster import Cluster, until
-from tests.support.prompts import ask, going_away, random_prompt
+from tests.support.cluster import Cluster
+from tests.support.prompts import ask, random_prompt
 from tests.support.recorder import RECORD, Call, Window, read
 
 IDLE = 1
@@ -42,31 +42,7 @@ def hit(cluster: Cluster) -> None:
     ask(cluster, [*random_prompt(320, seed=90), *random_prompt(300, seed=92)])
 
 
-def chunks(cluster: Cluster) -> None:
-    """A prompt of four chunks."""
-    ask(cluster, random_prompt(2000, seed=93))
-
-
-def cancel(cluster: Cluster) -> None:
-    """A client that goes away while its prompt is computed remotely."""
-    (prefill,) = cluster.of("prefill")
-    prefill.arm("prefill.before_write=sleep:0.3")
-    with going_away(cluster, random_prompt(1500, seed=94)):
-        until(lambda: cluster.load_of(prefill)["jobs"], 10, "the job is there")
-    cluster.assert_clean()
-    prefill.arm("")
-
-
-def killed(cluster: Cluster) -> None:
-    """A prefill worker that is killed while it writes."""
-    (prefill,) = cluster.of("prefill")
-    prefill.arm("shm.write.batch=kill@2")
-    ask(cluster, random_prompt(1500, seed=95))
-
-
-CASES: dict[str, Callable[[Cluster], None]] = {
-    case.__name__: case for case in (plain, hit, chunks, cancel, killed)
-}
+CASES: dict[str, Callable[[Cluster], None]] = {case.__name__: case for case in (plain, hit)}
 # Two runs differ by a few functions: a regular task may come by in one and not in the other.
 FILES, FUNCTIONS = 87, 460
 """The budget of the case `plain` over shm: all."""

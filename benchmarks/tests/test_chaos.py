@@ -120,7 +120,6 @@ def test_the_first_matching_log_line_after_a_moment(tmp_path: Path) -> None:
     lines = [f"2026-01-01 00:00:0{i},500 W frontend pullfill.x: lost d{i % 2}" for i in range(4)]
     log.write_text("\n".join(["noise", *lines, ""]))
     first = logged_at(log, "lost d0", 0.0)
-    assert first is not None
     assert logged_at(log, "lost d1", first) == first + 1
     assert logged_at(log, "lost d0", first + 1) == first + 2
     assert logged_at(log, "lost d9", 0.0) is None

@@ -47,7 +47,6 @@ class Target:
         (self.decode,) = cluster.of("decode")
         (self.prefill,) = cluster.of("prefill")
         self.record = cluster.records("decode")[self.decode.instance_id]
-        assert self.record.compat is not None
         self.compat = self.record.compat.hash()
         self.names = Names(cluster.namespace, self.compat)
 
@@ -105,7 +104,6 @@ class Target:
         async def work(stream: JetStreamContext, name: str) -> None:
             info = await stream.stream_info(name)
             found = await stream.get_msg(name, info.state.last_seq)
-            assert found.subject is not None
             await stream.delete_msg(name, info.state.last_seq)
             # The id must be forgotten first, or the forgery is refused as a duplicate.
             window, info.config.duplicate_window = info.config.duplicate_window, 0.1
@@ -203,7 +201,7 @@ async def mallory(target: Target, job_id: str) -> list[str]:
 
     async def ask(message: msgspec.Struct) -> Any:
         framing.write(writer, message)
-        while isinstance(answer := await framing.read(reader, ToPrefill), Revoke):  # type: ignore[arg-type]
+        while isinstance(answer := await framing.read(reader, ToPrefill), Revoke):
             pass
         return answer
 

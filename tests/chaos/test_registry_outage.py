@@ -140,7 +140,7 @@ async def test_a_watch_follows_over_restarts(
     writing = asyncio.create_task(write_all())
     for end in (etcd.kill, etcd.stop):
         seen = len(watched)
-        await soon(lambda seen=seen: len(watched) > seen + 30)  # type: ignore[misc]
+        await soon(lambda seen=seen: len(watched) > seen + 30)
         await asyncio.to_thread(end)
         await asyncio.to_thread(etcd.start)
     await asyncio.wait_for(writing, 60)

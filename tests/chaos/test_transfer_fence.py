@@ -156,7 +156,6 @@ def test_files_of_a_killed_owner_are_swept(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert owner.stdout is not None
         assert owner.stdout.readline() == "up\n"
         names = {f"pullfill-decode-dead{end}" for end in (".fence", "-0.kv", "-1.kv")}
         assert sweep(tmp_path) == []

@@ -130,12 +130,12 @@ async def test_what_one_loads_all_serve_until_one_unloads_it(
     assert await two.weights("org/x") == b"A"
     restarted = await cluster.frontend()
     for frontend in (one, two, restarted):
-        await soon(lambda f=frontend: f.served == {"org/x": str(path)})  # type: ignore[misc]
+        await soon(lambda f=frontend: f.served == {"org/x": str(path)})
     assert await restarted.weights("org/x") == b"A"
     await two.unload("org/x")
     assert two.served == {}
     for frontend in (one, restarted):
-        await soon(lambda f=frontend: f.served == {})  # type: ignore[misc]
+        await soon(lambda f=frontend: f.served == {})
     with pytest.raises(BadMessage, match="org/x was unloaded"):
         await one.weights("org/x")
 

@@ -136,8 +136,8 @@ def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -
     """Many batches: each is over (synchronised) when its fence is left."""
     driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
     session = gpu_rig.connect(mine, gpu_region)
-    session._limits = 4096, 8  # type: ignore[attr-defined]
-    hold, left = session._hold, []  # type: ignore[attr-defined]
+    session._limits = 4096, 8
+    hold, left = session._hold, []
     leave = hold.leave
 
     def watched(token: FenceToken) -> None:
@@ -421,7 +421,6 @@ def test_every_head_gets_where_it_belongs(
 ) -> None:
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
     owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
-    assert owner is not None
     transport = CudaIpcTransport([0], lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
     session = connect(prefill.memories, seen_by_others(owner), [transport])
@@ -468,7 +467,6 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
     """Another transport is taken then. Rank 0 alone would say that this one works."""
     decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
     owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
-    assert owner is not None
     (descriptor,) = seen_by_others(owner)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
     assert gpus == [0, 1]

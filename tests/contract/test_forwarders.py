@@ -69,7 +69,6 @@ async def test_explain_names_the_servers_of_a_stream_whose_client_left() -> None
         asked.leave()
         await asked.ended()
         record = rig.requests.get("cmpl-r1")
-        assert record is not None
         assert record.decode_instance == rig.decode[0].url
         assert record.prefill_instance == rig.prefill[0].url
         assert [stage.result for stage in record.stages] == ["ok", "cancelled"]
@@ -175,7 +174,6 @@ async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> Non
         got = await rig.ask()
         assert got.status == 200
         record = rig.requests.get(got.json["id"])
-        assert record is not None
         assert record.reason == "no_prefill"
         assert rig.decode[0].remote == 0
 
@@ -209,7 +207,6 @@ async def test_what_one_prefill_cannot_stand_for_has_none(
     async with forwarding(*how) as rig:
         got = await rig.ask(**fields)
         record = rig.requests.get(got.json["id"])
-        assert record is not None
         assert record.reason == reason
         assert not rig.prefill[0].requests
 
@@ -307,7 +304,7 @@ async def test_the_error_of_a_server_that_then_ends_is_the_one_that_is_told() ->
                 decode.refuse = None
             return await answer(*request)
 
-        decode._answer = ends  # type: ignore[method-assign]
+        decode._answer = ends
         got = await rig.ask()
         assert len(decode.requests) == 2
     assert got.status == 500
@@ -344,7 +341,6 @@ async def test_a_prompt_without_a_whole_block_is_computed_by_the_decode_server(
         assert got.status == 200
         assert "kv_transfer_params" not in rig.decode[0].requests[0][2]
         record = rig.requests.get(got.json["id"])
-        assert record is not None
         assert record.reason == "no_kv"
         assert len(rig.servers.ready("prefill")) == 1
 

@@ -36,7 +36,6 @@ async def worker_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, Wo
         sys.executable, "-c", WORKER,
         stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert process.stdout is not None
     template = FakeDecode("decode-1")
     try:
         address = (await process.stdout.readline()).decode().strip()

@@ -162,7 +162,6 @@ async def test_poison_and_forgery_write_nothing(
         assert len(await soon(cluster.dead)) == 1
         assert served.loaded is False
         trace = decode.traces.finish(served.request.request_id)
-        assert trace is not None
         assert trace.fallback == outcome.value
         assert (decode.pages == before).all()
         clean = True
@@ -228,7 +227,6 @@ async def test_every_mode_brings_the_right_bytes(make: Make, transport: str, mod
         assert prefill.engine.computed_tokens == sum(lengths) - len(lengths)
         for one in served:
             record = decode.traces.finish(one.request.request_id)
-            assert record is not None
             assert (record.transport, record.kv_bytes > 0) == (transport, True)
 
 
@@ -263,9 +261,8 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> No
         await prefill.puller.stop()
         for link in prefill.links.links.values():
             link.retired = True
-            assert link._channel is not None
             link._channel.abort()
-        prefill.read_grants.revoke = lambda task: False  # type: ignore[method-assign]
+        prefill.read_grants.revoke = lambda task: False
         await soon(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
@@ -571,10 +568,8 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         (writer,) = decode.control.peers
         asked: list[Queue] = []
         meter: Any = SimpleNamespace(predict=lambda _, hit, queue, config: asked.append(queue))
-        assert decode.outlook is not None
         decode.outlook.meter = meter
         grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
-        assert grant is not None
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
         assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2)]

@@ -121,13 +121,13 @@ async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
             computed.append(len(task.token_ids))
             submit(task)
 
-        prefill.links.find = late  # type: ignore[method-assign]
-        prefill.engine.submit = noted  # type: ignore[method-assign]
+        prefill.links.find = late
+        prefill.engine.submit = noted
         first = decode.send(prompt(30))
         await soon(lambda: decode.producer.depth().depth_jobs == 1)
         unwanted = await stop_at(when, decode, prefill, claims)
         otherwise(how, decode, unwanted)
-        decode.producer.go.set()  # type: ignore[attr-defined]
+        decode.producer.go.set()
         claims.set()
         if when != "pulled":
             prefill.puller.start()
@@ -148,7 +148,7 @@ async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
     """Let the message of the only job disappear, after it was published."""
     names = Names(cluster.config.namespace, cluster.config.compat_hash)
     (producer,) = [decode.producer for decode in cluster.decodes.values()]
-    connection: Any = producer.connection  # type: ignore[attr-defined]
+    connection: Any = producer.connection
     if how == "purge":
         assert (await connection.api(f"STREAM.PURGE.{names.stream}"))["purged"] == 1
     elif how == "delete":
@@ -184,7 +184,6 @@ async def test_a_job_whose_message_is_gone_is_local(
         assert time.monotonic() - began < 5.0
         assert served.loaded is False
         trace = decode.traces.finish(served.request.request_id)
-        assert trace is not None
         assert trace.fallback == "job_gone"
         assert "1 jobs are gone from the queue" in caplog.text
         if beside:
@@ -304,7 +303,6 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
     (link,) = holder.links.links.values()
     channel = link._channel if to == "decode" else peer.channel
-    assert channel is not None
     channel._writer.write(struct.pack("<I", 5) + b"\xc1" * 5)
     await soon(lambda: max(deliveries.values()) == 2)
     faults.resume()
@@ -352,7 +350,7 @@ async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
         cluster.directory = unreachable(cluster, nowhere)
         prefill, tries = await cluster.prefill(pull=False, reaches=False), list[int]()
         begin = prefill.puller.begin
-        prefill.puller.begin = lambda d: tries.append(d.number) or begin(d)  # type: ignore
+        prefill.puller.begin = lambda d: tries.append(d.number) or begin(d)
         prefill.puller.start()
         served = decode.send(prompt(30))
         await soon(lambda: tries == [1, 2, 3])
@@ -418,7 +416,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
     async with make(timeout_s=2.0) as cluster:
         cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill()
-        prefill.links.links["decode-1"].transfer._open = nonsense  # type: ignore[method-assign]
+        prefill.links.links["decode-1"].transfer._open = nonsense
         lost = [cut.send(prompt(20 + i)) for i in range(6)]
         served = fine.send(prompt(30))
         await settled(*lost, served)

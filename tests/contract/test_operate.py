@@ -55,11 +55,9 @@ async def test_a_move_is_an_order_to_the_worker(client: EtcdClient, ref: Cluster
     found = await step(ref)
     assert found.move == PlanMember("decode-1", "decode", 1)
     ordered = await client.get(keys.role_order(ref.namespace, "decode-1"))
-    assert ordered is not None
     assert decode(ordered.value, RoleOrder).role is WorkerRole.PREFILL
     assert await client.get(keys.role_order(ref.namespace, "decode-2")) is None
     last, revision = await last_move(client, ref.namespace)
-    assert last is not None
     assert (last.instance_id, last.after) == ("decode-1", WorkerRole.PREFILL)
     again = await step(ref)
     assert (again.move, (await last_move(client, ref.namespace))[1]) == (None, revision)
@@ -70,7 +68,6 @@ async def test_of_many_planners_one_orders(client: EtcdClient, ref: ClusterRef) 
     plans = await asyncio.gather(*(step(ref) for _ in range(6)))
     assert sum(one.move is not None for one in plans) == 1
     kv = await client.get(keys.planner(ref.namespace))
-    assert kv is not None
     assert kv.version == 1
 
 

@@ -79,7 +79,7 @@ class Peer:
         self.writer = writer
         try:
             while True:
-                message: Any = await framing.read(reader, ToDecode)  # type: ignore[arg-type]
+                message: Any = await framing.read(reader, ToDecode)
                 if isinstance(message, Claim):
                     self.asked[message.job_id] = message.rid
                 elif isinstance(message, Heartbeat):
@@ -145,7 +145,7 @@ async def test_what_comes_in_the_moment_of_a_cancellation_is_not_lost() -> None:
     async with connected() as (link, peer):
         asked = asyncio.create_task(link.claim("a"))
         await soon(lambda: peer.asked)
-        link.on_message = lambda _: asked.cancel()  # type: ignore[method-assign,assignment]
+        link.on_message = lambda _: asked.cancel()
         answer = peer.answer("a")
         peer.say(Revoke(job_id="j", attempt=1, reason="x"))  # read together with the answer
         with pytest.raises(asyncio.CancelledError):

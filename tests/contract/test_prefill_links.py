@@ -39,7 +39,7 @@ async def following(
     await decode.server.start("127.0.0.1")
     seen: Any = directory
     links = DecodeLinks(
-        seen, hello, COMPAT, no_transfer_worker, key, **more  # type: ignore[arg-type]
+        seen, hello, COMPAT, no_transfer_worker, key, **more
     )  # fmt: skip
     links.start()
     try:

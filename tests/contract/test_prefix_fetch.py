@@ -64,7 +64,6 @@ class Pair:
     def allocate(self, request: Any) -> Served:
         """Allocate blocks for the prefix of a request of the asker."""
         table = self.asker.pool.allocate(PREFIX // BLOCK)
-        assert table is not None
         served = self.asker.requests[request.request_id] = Served(request, table)
         return served
 
@@ -185,7 +184,6 @@ async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
     served = await pair.reading(gate)
     leased = {block for (_, block) in pair.holder.pool.cached.items()}
     others = pair.holder.pool.allocate(NUM_BLOCKS - len(leased))
-    assert others is not None
     assert not leased & set(others)
     assert pair.holder.pool.allocate(1) is None, "all that is left is pinned"
     gate.open.set()
@@ -461,7 +459,6 @@ async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     request = await pair.leased()
     served = pair.allocate(request)
     fetch = pair.asker.fetches._open.get(request.request_id)
-    assert fetch is not None
     pair.asker.fetches._stop(fetch)  # what `close` does
     pair.asker.side.enqueue(request, [served.table], PREFIX)
     await soon(lambda: served.loaded is not None)

@@ -67,7 +67,7 @@ def pair(rig: Rig, stuck: Stuck) -> tuple[Region, Local]:
     return rig.region(LONG), rig.local(LONG)
 
 
-def failure_of(move: Callable[[], object], reached: threading.Event, end: Callable[[], None]):  # type: ignore[no-untyped-def]
+def failure_of(move: Callable[[], object], reached: threading.Event, end: Callable[[], None]):
     """What `move` raises on another thread when `end` comes after it got stuck."""
     with ThreadPoolExecutor(1) as thread:
         moving = thread.submit(move)

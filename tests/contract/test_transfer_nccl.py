@@ -217,7 +217,7 @@ def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) 
     """As behind a firewall: the hosts reach each other's KV port, but not NCCL's."""
     place = make()
     session, token = place.connect(), place.token()
-    session._connection.set_stall(0.5)  # type: ignore[attr-defined]
+    session._connection.set_stall(0.5)
     place.world.set(hang_init=True)
     with pytest.raises(TransferFailed):
         session.move("write", token, range(40), range(40))
@@ -272,7 +272,7 @@ def test_a_communicator_that_the_owner_does_not_have_is_made_anew(make: Make) ->
     place = make()
     session, token = place.connect(), place.token()
     session.move("write", token, range(10), range(10))
-    backend: Any = session._backend  # type: ignore[attr-defined]
+    backend: Any = session._backend
     backend._generation += 1  # another one than the owner knows
     with pytest.raises(TransferFailed):
         session.move("write", token, range(10, 20), range(10, 20))

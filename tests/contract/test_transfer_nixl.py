@@ -46,7 +46,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def agents(region: Region, session: object) -> list[Agent]:
     """Those alive at this moment, of the owner's connections and of our session."""
     backends = [peer._backend for peer in region.owner._server.peers]
-    backends.append(session._backend)  # type: ignore[attr-defined]
+    backends.append(session._backend)
     return [b.resource for b in backends if b is not None and b.resource is not None]
 
 
@@ -129,7 +129,7 @@ def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof
             eventually(lambda: foreign(big) > 0, "nothing arrives")
             time.sleep(chance.random() * 0.02)
             writer.process.send_signal(number)
-            eventually(lambda t=token: fences.try_revoke(t), "never proved")  # type: ignore[misc]
+            eventually(lambda t=token: fences.try_revoke(t), "never proved")
             big.data[:] = OURS
             if number is signal.SIGSTOP:
                 writer.process.send_signal(signal.SIGCONT)

@@ -60,7 +60,7 @@ def theirs(owner: GpuProgram, blocks: Sequence[int]) -> bytes:
     return bytes.fromhex(owner.ask("digest", ",".join(map(str, blocks))))
 
 
-def test_writes_land_in_the_named_blocks_and_nowhere_else(
+def test_writes_and_reads_move_the_named_blocks_and_no_other(
     owner: GpuProgram, mine: GpuMemory, session: PeerSession
 ) -> None:
     assert owner.ask("fill", 7) == "filled"
@@ -75,34 +75,11 @@ def test_writes_land_in_the_named_blocks_and_nowhere_else(
     # One run of neighbours in each layer.
     session.move("write", token, range(BLOCKS), range(BLOCKS))
     assert theirs(owner, range(BLOCKS)) == digest(mine, range(BLOCKS))
-    assert owner.revoke(token)
-
-
-def test_reads_bring_what_the_owner_has(
-    owner: GpuProgram, mine: GpuMemory, session: PeerSession
-) -> None:
-    assert owner.ask("fill", 9) == "filled"
-    token, kept = owner.open(), digest(mine, [0, 1])
+    kept = digest(mine, [0, 1])
     session.move("read", token, [3, 30, 4], [10, 11, 20])
-    digests = digest(mine, [10, 11, 20])
-    assert digests == theirs(owner, [3, 30, 4])
+    assert digest(mine, [10, 11, 20]) == theirs(owner, [3, 30, 4])
     assert digest(mine, [0, 1]) == kept
     assert owner.revoke(token)
-
-
-def test_two_hundred_connects_leave_nothing(owner: GpuProgram, mine: GpuMemory) -> None:
-    transport, descriptor, token = CudaIpcTransport([0]), owner.descriptor(), owner.open()
-
-    def once() -> None:
-        session = transport.connect(mine.memory, descriptor)
-        session.move("write", token, [0], [0])
-        session.close()
-
-    once()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(200):
-        once()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_the_end_of_a_process_ends_its_copies_here() -> None:
@@ -179,17 +156,11 @@ def test_an_owner_that_dies_takes_nobody_with_it(
     killing.join()
     with pytest.raises(TransferFailed, match="owned the GPU memory has ended"):
         session.move("write", token, range(BLOCKS), range(BLOCKS))
-    assert digest(mine, range(BLOCKS)) == before
-    assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
-
-
-def test_an_owner_that_is_gone(owner: GpuProgram, mine: GpuMemory) -> None:
-    transport, descriptor = CudaIpcTransport([0]), owner.descriptor()
-    owner.process.kill()
-    owner.process.wait()
     # The fence file is still there (nobody swept it), but the memory's handle opens no more.
     with pytest.raises(PeerUnavailable):
-        transport.connect(mine.memory, descriptor)
+        CudaIpcTransport([0]).connect(mine.memory, owner.descriptor())
+    assert digest(mine, range(BLOCKS)) == before
+    assert int((mine.buffer + 1 - mine.buffer).sum(dtype=torch.int64)) == mine.buffer.numel()
 
 
 def test_gpu_memory_once_told_is_not_given_to_others() -> None:
@@ -197,7 +168,6 @@ def test_gpu_memory_once_told_is_not_given_to_others() -> None:
     raw = torch.full((LAYERS * BLOCKS * HEADS * PAGE,), 7, dtype=torch.int8, device="cuda")
     whole = raw.view(LAYERS, BLOCKS, HEADS, PAGE // 4, 4)
     told = tell(None, {f"layers.{i}": whole[i] for i in range(LAYERS)}, BLOCKS).memory
-    assert told is not None
     del raw, whole
     gc.collect()
     torch.cuda.empty_cache()

@@ -21,8 +21,6 @@ from tests.support.prompts import (
     Answer,
     ask,
     ask_all,
-    forget_decode_prefixes,
-    going_away,
     random_prompt,
     truth,
 )
@@ -123,19 +121,6 @@ def test_a_prefix_that_only_the_decode_worker_has_is_read(
     pair.assert_clean()
 
 
-def test_a_prefix_that_only_the_prefill_worker_has_is_written(pair: GpuPair, plain: Oracle) -> None:
-    prompts = [random_prompt(n, seed=4) for n in (65, 257, 1200)]
-    check(ask_all(pair, prompts, STEPS), prompts, plain)
-    forget_decode_prefixes(pair)
-    again = [prompt + random_prompt(40, seed=5) for prompt in prompts]
-    answers = ask_all(pair, again, STEPS)
-    check(answers, again, plain)
-    for prompt, answer in zip(again, answers, strict=True):
-        told = pair.explain(answer.request_id)
-        assert (told["path"], told["remote_tokens"]) == ("remote", len(prompt) - 1)
-    pair.assert_clean()
-
-
 @pytest.mark.parametrize("point", [0, 1])
 def test_a_killed_prefill_worker_costs_an_answer_nothing(
     pair: GpuPair, plain: Oracle, transport: str, point: int
@@ -168,16 +153,3 @@ def test_nobody_waits_for_a_stopped_prefill_worker(
         zombie.signal(signal.SIGCONT)
         until(lambda: not pair.counter("pullfill_quarantined_blocks"), 10, "proved quiet")
         pair.set_router(policy="always_remote", remote_timeout_s=60)
-
-
-@pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
-def test_a_client_that_leaves_revokes_a_write_under_way(pair: GpuPair, plain: Oracle) -> None:
-    worker = pair.prefill
-    late = dict.fromkeys(("revoked", "write"), (0, 1))
-    with checked(pair, plain, cancelled=1, stale=late):
-        worker.arm("cuda_ipc.queued=stop@2")
-        with going_away(pair, random_prompt(1500, seed=300)):
-            until(lambda: worker.stopped, 20, "stopped with copies in flight")
-        until(lambda: pair.counter("pullfill_quarantined_blocks"), 10, "in quarantine")
-        worker.signal(signal.SIGCONT)
-        until(lambda: not pair.counter("pullfill_quarantined_blocks"), 10, "proved quiet")

@@ -139,7 +139,6 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     )
     wait_for((state / "launch.json").exists, "up did not begin")
     launch = StateDir(state).launch()
-    assert launch is not None
     output, _ = up.communicate(timeout=180)
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output

@@ -110,7 +110,7 @@ class Prefills:
             running = len(core.scheduler.running)
             self.seats.append((running, len(seats._taken)))
 
-        side.before_step, side.read_prefix = before_step, began  # type: ignore[method-assign]
+        side.before_step, side.read_prefix = before_step, began
 
     @contextmanager
     def together(self) -> Iterator[None]:

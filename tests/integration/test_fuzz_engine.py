@@ -24,7 +24,7 @@ from pullfill.engine import check, front_wire
 from pullfill.engine.requests import own_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
-from tests.support.request_server_rig import own_loop
+from tests.support.request_server_rig import FakeCore, own_loop
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
@@ -105,21 +105,13 @@ def test_pickle_is_off_by_default_and_the_worker_says_so(
 # ------------------------------------------------------------------ the request server
 
 
-class _Core:
-    """Takes every request; its utilities fail in every way."""
-
-    request_block_hasher = None
-    vllm_config = SimpleNamespace(speculative_config=None)
+class _Core(FakeCore):
+    """Takes every request; a utility of it fails."""
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
-        return SimpleNamespace(_all_token_ids=[], block_hashes=[]), 0
-
-    def add_request(self, request: Any) -> None: ...
-
-    def abort_requests(self, request_ids: list[str]) -> None: ...
-
-    def reset_prefix_cache(self, *args: Any) -> bool:
-        return True
+        return SimpleNamespace(
+            request_id="r", arrival_time=0.0, _all_token_ids=[], block_hashes=[]
+        ), 0
 
     def is_sleeping(self) -> bool:
         raise RuntimeError("no")

@@ -25,7 +25,7 @@ def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dic
         max_tokens=count,
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
-    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    tokens: list[int] = answer.choices[0].token_ids
     return list(tokens), cluster.explain(answer.id)
 
 

@@ -237,7 +237,6 @@ def served(
 def test_cold(served: Served) -> None:
     cluster = served.cluster
     for record in [*cluster.records("decode").values(), *cluster.records("prefill").values()]:
-        assert record.compat is not None
         assert len(record.compat.kv_groups.split()) == served.model.groups
         assert record.compat.attention != NO_ATTENTION, "vLLM's layers say it"
     cold = [random_prompt(length, seed=1) for length in SHORT_PROMPTS]

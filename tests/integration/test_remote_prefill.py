@@ -190,7 +190,7 @@ def sample(cluster: Cluster, prompt: list[int], count: int = 8, **more: object) 
         max_tokens=count,
         extra_body={"return_token_ids": True, "ignore_eos": True, **SAMPLED, **more},
     )
-    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    tokens: list[int] = answer.choices[0].token_ids
     return list(tokens)
 
 

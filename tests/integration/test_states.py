@@ -48,14 +48,13 @@ def ask(cluster: Cluster, prompt: list[int], count: int = COUNT) -> dict[str, An
         extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     told = cluster.explain(answer.id)
-    assert list(answer.choices[0].token_ids) == answer_to(prompt, count), told  # type: ignore[attr-defined]
+    assert list(answer.choices[0].token_ids) == answer_to(prompt, count), told
     return told
 
 
 def blocks_written(cluster: Cluster, told: dict[str, Any]) -> float:
     """How many blocks of KV and states the prefill worker wrote."""
     (record,) = cluster.records("decode").values()
-    assert record.compat is not None
     return told["kv_bytes"] / (record.compat.page_bytes * record.compat.num_layers)
 
 
@@ -84,6 +83,5 @@ def test_the_state_at_the_end_of_a_hit_is_read(cluster: Cluster) -> None:
     assert (told["path"], told["prefix_hit_tokens"]) == ("remote", hit)
     assert blocks_written(cluster, told) == -(-more // BLOCK) + 1
     (record,) = cluster.records("decode").values()
-    assert record.compat is not None
     read = cluster.counter("pullfill_kv_read_bytes_total") - read
     assert read == (hit // BLOCK + 1) * record.compat.page_bytes * record.compat.num_layers

@@ -85,13 +85,12 @@ async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
     heard = Heartbeats(socket, (), lambda entries: known.__setitem__(slice(None), entries), 1.0)
     task = asyncio.create_task(heard.run())
     payload = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": PREFILL_KV}
-    payload |= {"dp_size": 1, "tp_size": 1, "transfer_mode": "WRITE"}  # type: ignore[dict-item]
+    payload |= {"dp_size": 1, "tp_size": 1, "transfer_mode": "WRITE"}
     command = [sys.executable, str(sender), heard.url, "0.2", "3"]
     with subprocess.Popen(  # noqa: ASYNC220 - it is short
         command, stdin=subprocess.PIPE, text=True, env={"PYTHONPATH": str(tmp_path)}
     ) as process:
         try:
-            assert process.stdin is not None
             process.stdin.write(json.dumps(payload) + "\n")
             process.stdin.flush()
             await soon(lambda: known == [make("prefill", "10.0.0.1:8100", PREFILL_KV)])

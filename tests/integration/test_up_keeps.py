@@ -49,7 +49,6 @@ def kill(state: Path, *names: str) -> None:
 def wait_restarted(state: Path, restarts: int, *names: str) -> None:
     def back() -> bool:
         file = StateDir(state).cluster()
-        assert file is not None
         found = {e.name: e for e in file.processes}
         return all(found[n].restarts == restarts and is_alive(found[n]) for n in names)
 

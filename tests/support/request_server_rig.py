@@ -63,7 +63,7 @@ class _Codec:
         return [str(obj).encode()]
 
 
-class _Core:
+class FakeCore:
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=None)
         self.prepared: list[str] = []
@@ -80,7 +80,7 @@ class _Core:
         self.added.append(request.request_id)
         self.arrivals.append(request.arrival_time)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, *_: Any) -> bool:
         self.added.append("(reset)")
         return True
 
@@ -102,7 +102,7 @@ class Rig:
     `settle`."""
 
     def __init__(self, receive_limit: int = 0) -> None:
-        self.core = _Core()
+        self.core = FakeCore()
         self.clock = FakeClock()
         self.follow: Callable[..., object] = lambda *told: None
         self.todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
