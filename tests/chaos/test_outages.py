@@ -62,7 +62,7 @@ class Wires:
         return time.monotonic() - begin, self.cluster.explain(answer.id)
 
     def ready(self) -> dict[str, Any]:
-        body: dict[str, Any] = web.get(f"{self.cluster.frontend_url}/ready", timeout=10.0).json()
+        body: dict[str, Any] = web.get(f"{self.cluster.frontend_url}/ready").json()
         return body
 
     def whole(self) -> bool:

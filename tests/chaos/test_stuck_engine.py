@@ -30,7 +30,7 @@ def launch(cluster: Cluster, role: str) -> Worker:
 
 def unready(url: str) -> dict[str, Any] | None:
     """What /ready says, None if it is ready."""
-    answer = web.get(f"{url}/ready", timeout=5.0)
+    answer = web.get(f"{url}/ready")
     body: dict[str, Any] = answer.json()
     return None if answer.status_code == 200 else body
 

@@ -65,7 +65,7 @@ class Keeper:
 
 
 def running(url: str) -> int:
-    status = web.get(f"{url}/pullfill/status", timeout=10).json()
+    status = web.get(f"{url}/pullfill/status").json()
     return sum(worker["load"].get("running", 0) for worker in status["workers"])
 
 

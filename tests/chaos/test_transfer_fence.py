@@ -23,7 +23,7 @@ from pullfill.transfer.contract import KvLayout
 from pullfill.transfer.shm.files import sweep
 from tests.support.transfer_rigs import Region, shm_rig, tcp_rig
 from tests.support.transfer_writer import FOREIGN, OURS, PATIENCE_S, Writer
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patience
 
 REPO = Path(__file__).parents[2]
 APART = (8 << 10) + 512
@@ -85,7 +85,7 @@ def test_writer_killed_inside_a_batch_frees_its_blocks(region: Region, start: St
     region.data[:] = OURS
     assert writer.process.wait(PATIENCE_S) == -signal.SIGKILL
     # A reaper that polls, or a lock that outlives its holder, would take far longer.
-    assert took < 1.0
+    assert took < patience(1.0)
     eventually(lambda: not region.owner._server.peers)
     assert foreign(region) == 0
 

@@ -92,7 +92,6 @@ async def test_what_one_frontend_refuses_the_other_refuses_until_it_is_cleared(
 
 
 async def test_a_refusal_waits_for_etcd_and_serving_does_not(tmp_path: Path, ns: str) -> None:
-    (tmp_path / "etcd").mkdir()
     with EtcdServer(tmp_path / "etcd") as etcd:
         fakes = deadly("decode-1", "decode-2", "decode-3")
         async with frontend(etcd, ns, *fakes) as (r, board):

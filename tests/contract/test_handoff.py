@@ -408,12 +408,12 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         await soon(puller.no_jobs.is_set)
         assert puller.in_flight == 0
         if device is None:
-            await asyncio.wait_for(drain, 5)
+            await asyncio.wait_for(drain, 20)
         await asyncio.sleep(0.05)
         assert drain.done() == (device is None)
         assert not kept & prefill.engine.pool.free
         faults.resume()
-        await asyncio.wait_for(drain, 5)
+        await asyncio.wait_for(drain, 20)
         await settled(served)
         await cluster.check_clean()
 

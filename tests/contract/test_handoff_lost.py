@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -179,9 +178,7 @@ async def test_a_job_whose_message_is_gone_is_local(
         served = decode.send(prompt(20, seed=2))
         await soon(lambda: decode.producer.depth().depth_jobs == 1 + beside)
         await lose(how, cluster, consumer)
-        began = time.monotonic()
         await settled(served)
-        assert time.monotonic() - began < 5.0
         assert served.loaded is False
         trace = decode.traces.finish(served.request.request_id)
         assert trace.fallback == "job_gone"

@@ -107,7 +107,6 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--own-port", "0")
     where = tmp_path_factory.mktemp("pair")
-    (where / "etcd").mkdir()
     with (
         EtcdServer(where / "etcd") as etcd,
         frontend(etcd, where / "one.log", model_path, *flags) as one,
@@ -188,7 +187,6 @@ class Secure:
 def secure(model_path: Path, tmp_path: Path) -> Iterator[Secure]:
     old, new = (make_certificates(tmp_path / name) for name in ("old", "new"))
     put(old, live := tmp_path / "live")
-    (tmp_path / "etcd").mkdir()
     flags = (f"--ssl-certfile={live / 'cert.pem'}", f"--ssl-keyfile={live / 'key.pem'}")
     log = tmp_path / "frontend.log"
     with (
@@ -239,7 +237,6 @@ BODY = {"model": "m", "prompt": "hello", "max_tokens": 3}
 async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_path: Path) -> None:
     world = World()
     prefill, decode = (FakeStock(world, root=str(model_path)) for _ in range(2))
-    (tmp_path / "etcd").mkdir()
     async with prefill.running(), decode.running():
         servers = f"prefill={prefill.url},decode={decode.url}"
         flags = ("--port", "0", "--servers", servers)

@@ -34,7 +34,7 @@ def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:
 
     def computed() -> int:
         """By the prefill worker."""
-        rows = web.get(f"{url}/pullfill/status", timeout=60).json()["workers"]
+        rows = web.get(f"{url}/pullfill/status").json()["workers"]
         return sum(int(row["load"].get("completed", 0)) for row in rows)
 
     def remote_again() -> bool:

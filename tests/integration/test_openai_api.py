@@ -231,7 +231,7 @@ class Both:
                 body["previous_response_id"] = self.ids[before][number]
             if number and name == "echo logprobs stream":
                 del body["stream"]  # vLLM's own stream often fails
-            told.append(whole(web.post(f"{url}{path}", json=body, timeout=60.0)))
+            told.append(whole(web.post(f"{url}{path}", json=body)))
         self.ids[name] = tuple(request_id for request_id, _ in told)
         return [said for _, said in told]
 

@@ -162,7 +162,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
 
     def answers() -> bool:
         try:
-            reply = web.post(f"{url}/v1/completions", json=body, timeout=20)
+            reply = web.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError:
             return False
         return reply.status_code == 200
@@ -170,7 +170,7 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     def ready() -> dict[str, tuple[str, int]]:
         """Return instance id and restarts of each ready worker, by role."""
         try:
-            found = web.get(f"{url}/pullfill/status", timeout=5).json()["workers"]
+            found = web.get(f"{url}/pullfill/status").json()["workers"]
         except httpx.HTTPError:
             return {}
         return {

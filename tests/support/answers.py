@@ -89,6 +89,6 @@ def ask_for(cluster: Asked, prompt: Sequence[Any], max_tokens: int, **options: A
 def chat_tokens(cluster: Cluster, message: str) -> list[int]:
     """The prompt that a chat of one message becomes."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": message}]}
-    answer = web.post(f"{cluster.frontend_url}/tokenize", json=body, timeout=10.0)
+    answer = web.post(f"{cluster.frontend_url}/tokenize", json=body)
     tokens: list[int] = answer.raise_for_status().json()["tokens"]
     return tokens

@@ -375,7 +375,7 @@ class Cluster:
 
     def _get(self, path: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"}
-        answer = web.get(f"{self.frontend_url}{path}", timeout=10.0, headers=headers)
+        answer = web.get(f"{self.frontend_url}{path}", headers=headers)
         result: dict[str, Any] = answer.raise_for_status().json()
         return result
 
@@ -415,7 +415,7 @@ class Cluster:
         metrics of every worker that lives."""
         give_up = time.monotonic() + patience(LATE_S)
         while True:
-            text = web.get(f"{self.frontend_url}/metrics", timeout=10.0).text
+            text = web.get(f"{self.frontend_url}/metrics").text
             late = [w for w in self._answering() if f'instance_id="{w.instance_id}"' not in text]
             late = [w for w in late if w.answers]
             if not late:
@@ -495,6 +495,6 @@ def pullfill(
         command(cluster, *words),
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patience(timeout_s),
         env={**os.environ, "COLUMNS": "400", **env},
     )

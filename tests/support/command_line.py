@@ -13,7 +13,7 @@ from typing import Any
 
 from pullfill.config import ProcessEntry
 from pullfill.deploy.state import Launch, StateDir, is_alive
-from tests.support.waiting import until
+from tests.support.waiting import patience, until
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
@@ -28,7 +28,7 @@ def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.Compl
         [*PULLFILL, *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patience(timeout),
         env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
     )
 

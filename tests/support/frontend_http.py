@@ -60,7 +60,6 @@ class Served:
 @contextmanager
 def serve(directory: Path, model: Path, *flags: str) -> Iterator[Served]:
     """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
-    (directory / "etcd").mkdir()
     pages = ("--allowed-origins", f'["{PAGE}"]')
     with (
         EtcdServer(directory / "etcd") as etcd,

@@ -64,7 +64,7 @@ def unharmed(cluster: Cluster, oracle: Oracle) -> Iterator[None]:
     before = [worker.pid for worker in cluster.workers if worker.alive]
     yield
     assert [worker.pid for worker in cluster.workers if worker.alive] == before, "one died"
-    ready = web.get(f"{cluster.frontend_url}/ready", timeout=10.0)
+    ready = web.get(f"{cluster.frontend_url}/ready")
     assert ready.json()["decode"] == len(cluster.of("decode")), ready.text
     prompt = random_prompt(300, seed=80)
     assert_right(oracle, [prompt], [ask(cluster, prompt)])

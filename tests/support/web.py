@@ -14,6 +14,7 @@ import httpx
 _client = httpx.Client(
     verify=False,  # only servers of our own are asked
     trust_env=False,
+    timeout=60.0,  # a busy machine may stop a process for as long as httpx waits by itself
     limits=httpx.Limits(max_keepalive_connections=0),  # these servers are killed and started again
 )
 get = _client.get
