@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_cluster, machine, report
+from benchmarks import machine, report
 
 
 class TestRows:
@@ -51,28 +51,3 @@ class TestQuiet:
             clock.update(busy=12.0, own=5.1)
             time.sleep(0.01)
         assert not quiet.quiet
-
-
-class TestHandoffRows:
-    @staticmethod
-    def record(queue: float, *, path: str = "remote", hit: int = 0) -> dict[str, object]:
-        timings: dict[str, float | None] = dict.fromkeys(bench_cluster.STAGES, 1.0)
-        timings["queue"] = queue
-        timings["prefix_read"] = 9.0 if hit else 0.0
-        return {"path": path, "prefix_hit_tokens": hit, "timings_ms": timings}
-
-    def rows(self, *records: dict[str, object]) -> dict[str, report.Row]:
-        return {row.metric: row for row in bench_cluster.handoff_rows(list(records))}
-
-    def test_the_median_is_held_against_the_target(self) -> None:
-        rows = self.rows(self.record(4.0), self.record(5.0), self.record(90.0))
-        name = bench_cluster.STAGES["queue"][0]
-        assert rows[f"{name}, p50"].value == 5.0
-        assert rows[f"{name}, p50"].ok
-        assert rows[f"{name}, p99"].value > 80
-        assert not self.rows(self.record(5.2))[f"{name}, p50"].ok
-
-    def test_a_local_request_is_a_miss_and_not_measured(self) -> None:
-        rows = self.rows(self.record(4.0), self.record(99.0, path="local"))
-        assert not rows["requests prefilled remotely"].ok
-        assert rows[f"{bench_cluster.STAGES['queue'][0]}, p99"].value == 4.0

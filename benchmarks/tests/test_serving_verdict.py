@@ -1,22 +1,120 @@
-"""Targets of the serving benchmark, both ways, on figures made up here; tables."""
+"""What the serving benchmark asks, what it makes of the answers, and its targets: by hand."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
 
-from benchmarks import report
+from benchmarks import bench_rates, report
+from benchmarks.serving import stats, workloads
 from benchmarks.serving.campaign import Measured, Trouble
 from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
 from benchmarks.serving.load import Result
 from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import CONTROL, LONGS
+from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
 from benchmarks.serving.window import Window
+from benchmarks.serving.workloads import Longs, Prompts, Workload
+
+VOCABULARY = range(5, 300)
+
+
+def prompts(*seed: object) -> Prompts:
+    return Prompts(VOCABULARY, *seed)
+
+
+def answer(*token_s: float, due: float = 0.0, kind: Kind = Kind.SHORT, error: str = "") -> Answer:
+    asked = Ask(kind, (1, 2, 3), len(token_s), "lane")
+    return Answer(asked, due, due, list(token_s), list(range(len(token_s))), error=error)
+
+
+ALL = {
+    "interference": lambda p: workloads.interference(p, 10.0, Longs()),
+    "control": lambda p: workloads.interference(p, 10.0, None),
+    "chat": lambda p: workloads.chat(p, 2, 3),
+    "warm-up": lambda p: workloads.warm_up(p, (256, 512)),
+}
+
+
+class TestWorkloads:
+    @pytest.mark.parametrize("name", ALL)
+    def test_a_seed_fixes_everything_and_no_two_prompts_begin_alike(self, name: str) -> None:
+        made: Workload = ALL[name](prompts(name, 1))
+        assert made == ALL[name](prompts(name, 1))
+        other: Workload = ALL[name](prompts(name, 2))
+        beginnings = [a.prompt[:16] for w in (made, other) for a in w.asks]
+        assert len(set(beginnings)) == len(beginnings)
+        assert all(token in VOCABULARY for a in made.asks for token in a.prompt)
+
+
+class TestGaps:
+    def test_tokens_that_came_together_are_one_arrival(self) -> None:
+        lumpy = answer(1.0, 2.0, 2.0, 2.0, 2.5)
+        assert stats.gaps([lumpy]) == [1.0, 0.5]
+
+    def test_a_stall_at_the_end_of_the_window_is_kept_and_what_began_later_is_not(self) -> None:
+        assert stats.timed_gaps([answer(9.0, 9.5, 12.0, 12.5)], 10.0) == [(9.5, 0.5), (12.0, 2.5)]
+
+    def test_time_in_long_gaps_counts_by_length(self) -> None:
+        assert stats.stalled([0.25, 0.25, 0.5], 0.3) == 0.5
+        assert stats.stalled([0.25], 0.3) == 0.0
+        assert math.isnan(stats.stalled([], 0.3))
+
+
+class TestRates:
+    def test_ttft_is_from_when_it_was_due(self) -> None:
+        late = Answer(Ask(Kind.LONG, (1,), 1, "l"), sent_s=5.0, due_s=3.0, token_s=[6.0])
+        assert stats.ttft(late) == 3.0
+        assert stats.ttfts([late, answer(1.0)], Kind.LONG) == [3.0]
+        assert stats.ttfts([answer(1.0, error="no")]) == []
+
+
+# --------------------------------------------------------------------------
+# What the serving benchmark's systems are made of, without starting one.
+
+
+def test_every_system_that_the_verdicts_know_can_be_started() -> None:
+    assert set(SYSTEMS) == set(Name)
+    assert all(name == one.name and one.note for name, one in SYSTEMS.items())
+
+
+def came(rate: float, good: float, share: float, failed: int = 0) -> bench_rates.Rate:
+    return bench_rates.Rate(rate, 9, failed, 0.1, 0.2, 0.01, 0.02, 100.0, good, share)
+
+
+class TestGoodput:
+    def test_ours_is_held_against_the_best_aggregated_of_the_run(self) -> None:
+        rows = bench_rates.rows_of(
+            {
+                Name.PULLFILL: [came(1, 1.0, 1.0), came(4, 3.0, 0.75)],
+                Name.AGGREGATED: [came(1, 0.5, 0.5), came(4, 1.0, 0.25)],
+                Name.ROUND_ROBIN: [came(1, 1.0, 1.0), came(4, 1.5, 0.4)],
+                Name.NIXL: [came(1, 9.0, 1.0)],
+            },
+            {},
+        )
+        (best,) = [row for row in rows if row.peer]
+        assert (best.value, best.peer, best.peer_value) == (3.0, Name.ROUND_ROBIN, 1.5)
+
+    def test_a_rate_is_sustained_when_nothing_failed_and_enough_was_good(self) -> None:
+        rates = [came(3, 2.9, 0.95), came(1, 1.0, 0.95), came(2, 1.9, 0.95, failed=1)]
+        row = bench_rates.rows_of({Name.AGGREGATED: rates}, {"nixl": "not there"})
+        kept = {r.metric: r.value for r in row}
+        assert kept["aggregated: highest rate up to which 90 % are good"] == 1.0, (
+            "3 came after a miss"
+        )
+        assert kept["nixl: goodput"] is None
+
+
+# --------------------------------------------------------------------------
+# Targets of the serving benchmark, both ways, on figures made up here; tables.
+
 
 IDS = itertools.count()
 
