@@ -20,11 +20,10 @@ from pullfill.runtime import probe
 from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.probe import ProbeServer
 from pullfill.snapshot import UNTOLD
-from pullfill.wire import WorkerRecord
 from tests.support.http_stub import serving
 from tests.support.listening import listening
 from tests.support.waiting import soon
-from tests.support.workers import record
+from tests.support.workers import FakeDirectory, record
 
 AT_ONCE = {"again_s": 0.0, "most_asked": math.inf}
 PATIENT = {"fetch_s": 60.0, "fresh_s": 60.0, "ready_s": 60.0}
@@ -32,27 +31,15 @@ PATIENT = {"fetch_s": 60.0, "fresh_s": 60.0, "ready_s": 60.0}
 AWAY = {"up": False, "since_s": 5.0, "error": "nats://h:1: refused"}
 
 
-class Known:
-    """A directory that etcd has just confirmed."""
-
-    age_s = 0.0
-
-    def __init__(self, *records: WorkerRecord) -> None:
-        self.records = records
-
-    def workers(self, role: str) -> dict[str, WorkerRecord]:
-        return {r.instance_id: r for r in self.records if r.role == role}
-
-
 @asynccontextmanager
 async def viewed(*urls: str, **times: float) -> AsyncIterator[ClusterView]:
-    known = Known(*(record(f"decode-{n}", http=url) for n, url in enumerate(urls)))
+    known = FakeDirectory(*(record(f"decode-{n}", http=url) for n, url in enumerate(urls)))
     async with viewing(known, **times) as view:
         yield view
 
 
 @asynccontextmanager
-async def viewing(known: Known, **times: float) -> AsyncIterator[ClusterView]:
+async def viewing(known: Any, **times: float) -> AsyncIterator[ClusterView]:
     etcd = ServerHealth("etcd", "http://h:2")
     etcd.ok()
     view = ClusterView(known, etcd, "blue", **(PATIENT | times))
@@ -135,11 +122,11 @@ async def test_a_worker_that_hangs_is_lost() -> None:
 
 async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
     async with hanging() as stopped, answering({"load": {}}) as (url, _asked):
-        known = Known(record("decode-0", http=stopped.url))
+        known = FakeDirectory(record("decode-0", http=stopped.url))
         async with viewing(known) as view:
             looking = asyncio.create_task(view.status())
             await asyncio.wait_for(stopped.asked.wait(), 10)
-            known.records += (record("decode-1", http=url),)
+            known.put(record("decode-1", http=url))
             stopped.ended.set()
             states = {r.instance_id: r.state for r in (await looking).workers}
             assert states == {"decode-0": "lost"}
@@ -167,10 +154,10 @@ async def test_questions_at_once_cost_each_worker_one() -> None:
 
 async def test_what_a_worker_said_long_ago_is_not_repeated() -> None:
     said = {"load": {}, "servers": {"nats": AWAY}}
-    known = Known()
+    known = FakeDirectory()
     async with viewing(known, **AT_ONCE) as view, viewing(known, fresh_s=0.0, **AT_ONCE) as strict:
         async with answering(said) as (url, _):
-            known.records = (record("decode-0", http=url),)
+            known.put(record("decode-0", http=url))
             assert await view.reasons()
             await strict.reasons()
         assert await view.reasons() == ["NATS unreachable for 5 s: nats://h:1: refused"], "slow?"
@@ -199,7 +186,7 @@ async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only
         return 200, {"request_id": "cmpl-ä/1"}
 
     with serving(tell) as url:
-        async with viewing(Known(record("frontend-1", http=url))) as view:
+        async with viewing(FakeDirectory(record("frontend-1", http=url))) as view:
             for header in (f"Bearer {key}", "", "Basic x"):
                 told = await view.record_elsewhere("cmpl-ä/1", header)
                 assert json.loads(told or b"") == {"request_id": "cmpl-ä/1"}

@@ -82,12 +82,12 @@ async def test_watch_renews_a_silent_stream_without_a_break(client: EtcdClient, 
 
     task = asyncio.create_task(watch())
     for i in range(20):
-        await client.put(f"{ns}/{i}", b"")
+        await client.put(f"{ns}/{i:02}", b"")
         await asyncio.sleep(0.03 if i % 2 else 0.08)
     await soon(lambda: len([e for e in events if isinstance(e, Put)]) >= 20)
     task.cancel()
     assert [e.key for e in events if isinstance(e, Put)] == [
-        f"{ns}/{i}".encode() for i in range(20)
+        f"{ns}/{i:02}".encode() for i in range(20)
     ]
     assert not broken
 

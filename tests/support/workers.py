@@ -91,7 +91,7 @@ class FakeDirectory:
 
     def __init__(self, *records: WorkerRecord) -> None:
         self.members = {one.instance_id: one for one in records}
-        self.reachable = True
+        self.reachable, self.age_s = True, 0.0
         self._callbacks: list[Callable[[WorkerRecord | None, WorkerRecord | None], None]] = []
 
     def workers(self, role: str) -> dict[str, WorkerRecord]:
