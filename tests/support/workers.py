@@ -10,23 +10,7 @@ import msgspec
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Make, Membership
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, WorkerState
-
-COMPAT = Compat(
-    model="demo",
-    model_fingerprint="f00d",
-    vllm="0.32.0",
-    dtype="float32",
-    kv_cache_dtype="auto",
-    block_size=16,
-    layout="LBHNC",
-    num_layers=2,
-    num_kv_heads=2,
-    page_bytes=4096,
-    isa="avx2",
-    attention="a",
-    kv_scales="1",
-    kv_groups="FullAttention",
-)
+from tests.support.transfer_rigs import COMPAT
 
 
 def compat(**changes: Any) -> Compat:
