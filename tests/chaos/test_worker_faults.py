@@ -113,7 +113,7 @@ def test_row_11_engine_dies_inside_a_worker(role: str, paired: Cluster, oracle: 
     with checked(paired, oracle, stale={"claim": (0, 3), "write": (0, 3)}) as check:
         with check.load(threads=3, lengths=(600, 900), max_tokens=1, seed=12_500) as load:
             victim.arm("engine.step=error:the engine broke@30")
-            assert victim.process.wait(60) == STEP_FAILED
+            assert victim.wait(60) == STEP_FAILED
             assert victim.instance_id not in paired.records(role)
             load.more(5)
         assert "the engine broke" in victim.log.read_text()
@@ -163,7 +163,7 @@ def test_row_20_lease_revoked_mid_write(paired: Cluster, oracle: Oracle) -> None
         paired.revoke_lease(worker)
         until(lambda: "lease revoked: draining" in worker.log.read_text(), 10, "it drains")
         worker.arm("")
-        assert worker.process.wait(30) == 0
+        assert worker.wait(30) == 0
         told = check.told(answer.result(30))
         assert (told["path"], told["attempts"]) == ("remote", 1)
         assert told["prefill_instance"] == worker.instance_id
@@ -187,7 +187,7 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
         assert all(a.done.wait(60) for a in answers)
         assert [a.error for a in answers] == ["", ""]
         assert [a.tokens for a in answers] == [t for t, _ in truth(oracle, prompts, 200)]
-        assert leaving.process.wait(20) == 0
+        assert leaving.wait(20) == 0
         assert paired.counter(continued) == elsewhere
 
 
@@ -199,11 +199,12 @@ def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
         victim.arm(SLOW)
         streams = streams_on(paired.client(), 2, 4000)
         victim.signal(signal.SIGTERM)
+        until(lambda: "SIGTERM: draining" in victim.log.read_text(), 10, "it drains")
         time.sleep(0.5)
         assert victim.alive, "the first one lets its streams finish"
         assert "migrating" not in victim.log.read_text()
         victim.signal(signal.SIGTERM)
-        assert victim.process.wait(10) == 0
+        assert victim.wait(10) == 0
         assert "migrating 1 unfinished requests" in victim.log.read_text()
         for stream in streams:
             stream.close()
@@ -273,4 +274,5 @@ def test_row_27_preemption_while_remote_prefills_are_outstanding(
         options = {"threads": 8, "lengths": (500, 900, 1300), "max_tokens": 150, "seed": 15_000}
         with check.load(**options) as load:
             load.more(11, 120)
-        assert small.counter("vllm:num_preemptions_total") > 0, "nothing was preempted"
+            # Not before prompts meet at the worker, which on a busy machine come one by one.
+            until(lambda: small.counter("vllm:num_preemptions_total"), 60, "one is preempted")

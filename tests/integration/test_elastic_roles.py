@@ -94,7 +94,7 @@ def test_a_worker_that_dies_in_the_middle_harms_nobody(
         until(lambda: decoded_by(load, worker), 60, "it decodes")
         worker.arm("elastic.left=kill")
         assert order(elastic, worker, "prefill").returncode == 0
-        worker.process.wait(60)
+        worker.wait(60)
         load.more(7)
     load.check(oracle)
     until(lambda: len(elastic.incarnations()) == 2, 20, "its lease is gone")

@@ -32,7 +32,7 @@ def test_second_prefill_joins_by_hand_and_leaves_by_lease_revocation(
         until(lambda: second.instance_id in load.prefill_instances(), 30, "it takes work")
         done_before = len(load.done)
         cluster.revoke_lease(second)
-        assert second.process.wait(30) == 0
+        assert second.wait(30) == 0
         until(lambda: len(load.done) > done_before + 6, 30, "load goes on")
     load.check(oracle)
     load.check_fallbacks()
@@ -47,7 +47,7 @@ def test_second_decode_joins_by_hand_and_is_drained_by_command(
         until(lambda: second.instance_id in load.decode_instances(), 30, "it takes work")
         drained = pullfill(cluster, "drain", second.instance_id, "--wait", "--timeout", "30")
         assert drained.returncode == 0, drained.stdout + drained.stderr
-        assert second.process.wait(10) == 0
+        assert second.wait(10) == 0
         done_before = len(load.done)
         until(lambda: len(load.done) > done_before + 3, 30, "load goes on")
     load.check(oracle)
@@ -58,7 +58,7 @@ def test_second_decode_joins_by_hand_and_is_drained_by_command(
 
 def last_error(worker: Worker, within_s: float = 90.0) -> str:
     """Waits for the process to end with a failure; its one `error:` line."""
-    code = worker.process.wait(within_s)
+    code = worker.wait(within_s)
     lines = [x for x in worker.log.read_text().splitlines() if x.startswith("error: ")]
     assert code in (1, 2), worker.tail()
     assert len(lines) == 1, worker.tail()

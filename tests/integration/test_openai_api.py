@@ -326,7 +326,7 @@ def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
             extra_body={"ignore_eos": True},
         )
         next(iter(stream))
-        assert running() == 1
+        until(lambda: running() == 1, 10.0, "its worker has told of it")
         stream.close()
         until(lambda: running() == 0, 10.0, "the request is aborted")
     finally:

@@ -162,7 +162,7 @@ def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(
                 worker.arm("engine.step=sleep:0.01")
                 until(lambda worker=worker: busy(cluster, worker), 30, "it has work")
                 os.kill(ranks_of(worker)[1], signal.SIGKILL)
-                assert worker.process.wait(30) != 0, worker.tail()
+                assert worker.wait(30) != 0, worker.tail()
                 assert kv_files(worker) == []
                 load.more(5)
         load.check(oracle)

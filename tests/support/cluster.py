@@ -136,7 +136,11 @@ class Worker:
     def stop(self, within_s: float = 30.0) -> int:
         """Send SIGTERM (drain), wait, and return the exit code."""
         self.signal(signal.SIGTERM)
-        return self.process.wait(within_s)
+        return self.wait(within_s)
+
+    def wait(self, within_s: float) -> int:
+        """Wait for its end, and return the exit code. within_s: as of `until`."""
+        return self.process.wait(patience(within_s))
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tests.support import web
-from tests.support.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, assert_right, random_prompt
 
@@ -64,7 +64,7 @@ def unharmed(cluster: Cluster, oracle: Oracle) -> Iterator[None]:
     before = [worker.pid for worker in cluster.workers if worker.alive]
     yield
     assert [worker.pid for worker in cluster.workers if worker.alive] == before, "one died"
-    ready = web.get(f"{cluster.frontend_url}/ready")
-    assert ready.json()["decode"] == len(cluster.of("decode")), ready.text
+    url, count = cluster.frontend_url, len(cluster.of("decode"))
+    until(lambda: web.ready(url).get("decode") == count, 20, "all decode workers are ready")
     prompt = random_prompt(300, seed=80)
     assert_right(oracle, [prompt], [ask(cluster, prompt)])
