@@ -22,7 +22,7 @@ from pullfill.errors import AuthFailed, BadMessage, NotNow, OtherVersion, Pullfi
 from pullfill.net.channel import Channel, accept, listen
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
-from pullfill.runtime.lifecycle import end, stop_listening
+from pullfill.runtime.lifecycle import Tasks, end, stop_listening
 from pullfill.wire import (
     SILENT_S,
     Claim,
@@ -76,7 +76,7 @@ class ControlServer:
         self._serial = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._serving: set[asyncio.Task[None]] = set()
+        self._serving = Tasks()
         self._timers: list[asyncio.Task[None]] = []
         self._seldom = log.Seldom(60.0)
         self.address = ""
@@ -132,9 +132,7 @@ class ControlServer:
     # ------------------------------------------------------------------ one connection
 
     def _opened(self, channel: Channel) -> None:
-        task = asyncio.create_task(self._serve(channel))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._serving.begin(self._serve(channel), "control connection")
 
     async def _serve(self, channel: Channel) -> None:
         peer: Peer | None = None

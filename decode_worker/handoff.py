@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from pullfill.ids import job_digest
 from pullfill.queue.contract import Urgency
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.runtime import failpoints, log, metrics
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.wire import (
     MAX_TEXT,
     Adapter,
@@ -118,7 +118,7 @@ class Handoff:
         self._instance_id = instance_id
         self._compat_hash = compat_hash
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks = Tasks()
         self._watching: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -139,7 +139,7 @@ class Handoff:
 
     def _begin(self, job: OpenedJob) -> None:
         self.pulling_changed()  # the engine thread may have seen a worker that is gone now
-        self._spawn(self._publish(job))
+        self._tasks.begin(self._publish(job), "publish")
         if self._watching is None or self._watching.done():
             self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
 
@@ -288,7 +288,7 @@ class Handoff:
         if isinstance(entry, str):
             self._answer(peer, ready, entry, None)
         else:
-            self._spawn(self._read(peer, ready, entry))
+            self._tasks.begin(self._read(peer, ready, entry), "read")
 
     async def _read(self, peer: Peer, ready: Ready, entry: Entry) -> None:
         assert peer.reader is not None
@@ -388,16 +388,6 @@ class Handoff:
                     if (peer := self.peers.get(name)) is not None:
                         peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
                 case CancelMessage(receipt):
-                    self._spawn(self._queue.cancel(receipt))
+                    self._tasks.begin(self._queue.cancel(receipt), "delete a job")
                 case NakDelivery(ack_subject, receipt):
-                    self._spawn(self._queue.nak(ack_subject, receipt))
-
-    def _spawn(self, work: Awaitable[object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            logger.warning("could not settle a message: %s", exc)
+                    self._tasks.begin(self._queue.nak(ack_subject, receipt), "nak a delivery")

@@ -14,7 +14,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import nats.errors
@@ -44,7 +44,7 @@ from pullfill.queue.streams import (
     subject_tokens,
 )
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.wire import QueueSettings, QueueStatus
 
 logger = log.get("queue")
@@ -378,7 +378,7 @@ class JetStreamConsumer(QueueEnd):
         self._wake = asyncio.Event()
         self._draining = self._known = self._pulling = False
         self._repairing: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def ack_wait_s(self) -> float:
@@ -445,7 +445,7 @@ class JetStreamConsumer(QueueEnd):
     def _give_back(self) -> None:
         """Give back the jobs that have arrived."""
         while self._arrived:
-            self._spawn(self._arrived.popleft().nak())
+            self._tasks.begin(self._arrived.popleft().nak(), "nak a job")
 
     async def _next(self, wait_s: float) -> JetStreamDelivery | None:
         """Return one job. None: none came within `wait_s`, or drain. Raises QueueUnavailable."""
@@ -532,7 +532,7 @@ class JetStreamConsumer(QueueEnd):
             self._arrived.append(job)
             self._wake.set()
         else:  # its request was withdrawn, or given up
-            self._spawn(job.nak())
+            self._tasks.begin(job.nak(), "nak a job")
 
     def _withdraw(self) -> asyncio.Task[None]:
         """Take the requests back, by leaving the inbox that they name.
@@ -540,7 +540,7 @@ class JetStreamConsumer(QueueEnd):
         Jobs that the server has sent before it knows still come, and are given back."""
         subscription, self._subscription = self._subscription, None
         self._live.clear()
-        return self._spawn(self._leave(subscription))
+        return self._tasks.begin(self._leave(subscription), "unsubscribe")
 
     async def _leave(self, subscription: Subscription | None) -> None:
         if subscription is None:
@@ -553,12 +553,6 @@ class JetStreamConsumer(QueueEnd):
         with contextlib.suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     # ------------------------------------------------------------------ connection
 
     async def _connected(self) -> None:
@@ -568,7 +562,7 @@ class JetStreamConsumer(QueueEnd):
         else:
             self._break(*Urgency, why="a new connection")
         await self.letters.collect()
-        self._spawn(self.letters.sweep())
+        self._tasks.begin(self.letters.sweep(), "look for dead letters")
 
     def _on_down(self) -> None:
         self.streams.stream_id = ""

@@ -27,7 +27,7 @@ from pullfill.config import split_urls
 from pullfill.errors import ConfigError, NotNow, PullfillError, QueueFull, QueueUnavailable
 from pullfill.runtime import log
 from pullfill.runtime.health import ServerHealth
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 
 logger = log.get("queue")
 
@@ -102,7 +102,7 @@ class NatsConnection:
         self._said = ""
         self._seldom = log.Seldom(60.0)
         self._task: asyncio.Task[None] | None = None
-        self._burials: set[asyncio.Task[None]] = set()
+        self._burials = Tasks()
 
     async def start(
         self,
@@ -352,9 +352,7 @@ class NatsConnection:
             self._changed.set()
             self._on_down()
         if client is not None:
-            task = asyncio.create_task(_bury(client))
-            self._burials.add(task)
-            task.add_done_callback(self._burials.discard)
+            self._burials.begin(_bury(client), "close a connection to NATS")
 
 
 def read_reply(reply: Msg) -> dict[str, Any]:

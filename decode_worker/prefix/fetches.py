@@ -444,8 +444,6 @@ class PrefixFetches:
         fetch.kv_bytes = moved.nbytes
         valid = await holder.end_lease(lease)
         fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED
-        if valid:
-            self._holders.worked(fetch.at.instance_id)
 
     def _failed(self, fetch: Fetch, exc: Exception) -> None:
         if not fetch.wanted:

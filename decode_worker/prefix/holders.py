@@ -15,7 +15,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pullfill.backoff import Backoff
 from pullfill.decode_worker.kv_reader import KvReader, Reach
 from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillError
 from pullfill.net.peer_link import NotInTime, PeerLink
@@ -36,14 +35,13 @@ from pullfill.wire import (
 
 logger = log.get("decode_worker.holders")
 
-# How long a holder is not asked after its first failure. It is also the most time for a
-# connection and for the answer to `end`: no prompt waits longer for what computing would soon
-# have given.
+# The most time for a connection and for the answer to `end`: no prompt waits longer for what
+# computing would soon have given. A holder that was slow is not asked for as long.
 AGAIN_S = 2.0
+# How long a holder is not asked that cannot be reached, or at which a read broke off.
+FAILED_S = 15.0
 # A read that is too slow is interrupted once more after this time.
 _INTERRUPT_S = 0.25
-# When so many holders are remembered, those without a connection are forgotten.
-MOST = 1024
 
 
 class LeaseRefused(HandoffError):
@@ -154,19 +152,6 @@ class Holder(PeerLink):
         self.send(LeaseEnd(rid=0, lease=lease.lease))
 
 
-class _Place:
-    """What `Holders` remembers about one holder, also while there is no connection to it.
-
-    link: the connection. None: there has been none yet.
-    not_before: when the holder may be asked again, by the loop's clock.
-    backoff: how long it is not asked after its next failure."""
-
-    def __init__(self) -> None:
-        self.link: Holder | None = None
-        self.not_before = 0.0
-        self.backoff = Backoff(AGAIN_S, 30 * AGAIN_S)
-
-
 class Holders:
     """Makes, keeps and closes the connections to all holders.
 
@@ -179,28 +164,27 @@ class Holders:
         self._reach = reach
         self._key = key
         self._loop = asyncio.get_running_loop()
-        self._places: dict[str, _Place] = {}
+        self._links: dict[str, Holder] = {}
+        # When each holder that failed may be asked again, by the loop's clock.
+        self._not_before: dict[str, float] = {}
         self._readers: set[KvReader] = set()
         self._closed = False
 
     def away(self, instance_id: str) -> bool:
         """Whether this holder failed lately. Any thread."""
-        place = self._places.get(instance_id)
-        return place is not None and self._loop.time() < place.not_before
+        return self._loop.time() < self._not_before.get(instance_id, 0.0)
 
     async def use(self, at: PrefixHolder) -> Holder:
         """Return a connection to a holder. Raises PeerUnavailable."""
         if self._closed:
             raise PeerUnavailable("this worker is leaving")
-        if (place := self._places.get(at.instance_id)) is None:
-            if len(self._places) >= MOST:
-                self._places = {name: p for name, p in self._places.items() if _up(p)}
-            place = self._places[at.instance_id] = _Place()
-        link = place.link
+        link = self._links.get(at.instance_id)
         if link is None or link.over:
             if self.away(at.instance_id):
                 raise PeerUnavailable(f"{at.instance_id} could not be asked just now")
-            link = place.link = Holder(at, self._hello, self._key, self._reach, self._readers)
+            self._links = {name: one for name, one in self._links.items() if not one.over}
+            link = Holder(at, self._hello, self._key, self._reach, self._readers)
+            self._links[at.instance_id] = link
         try:
             await link.wait_up(AGAIN_S)
         except PullfillError as exc:
@@ -210,36 +194,26 @@ class Holders:
             raise PeerUnavailable(why) from exc
         return link
 
-    def worked(self, instance_id: str) -> None:
-        """Note that a read from this holder has succeeded."""
-        if (place := self._places.get(instance_id)) is not None:
-            place.backoff.reset()
-            place.not_before = 0.0
-
     def slow(self, instance_id: str) -> None:
         """Note that this holder has not answered in time, as in a long step of its engine.
 
         It is not asked for AGAIN_S."""
-        if (place := self._places.get(instance_id)) is not None:
-            place.not_before = self._loop.time() + AGAIN_S
+        self._pause(instance_id, AGAIN_S)
 
     def failed(self, instance_id: str) -> None:
-        """Close the connection to this holder, and do not ask it for a while."""
-        if (place := self._places.get(instance_id)) is None:
-            return
-        if (now := self._loop.time()) >= place.not_before:  # else others have failed with it
-            place.not_before = now + place.backoff.next()
-        if place.link is not None:
-            place.link.end()
+        """Close the connection to this holder, and do not ask it for FAILED_S."""
+        self._pause(instance_id, FAILED_S)
+        if (link := self._links.get(instance_id)) is not None:
+            link.end()
+
+    def _pause(self, instance_id: str, pause_s: float) -> None:
+        now = self._loop.time()
+        paused = {name: until for name, until in self._not_before.items() if until > now}
+        self._not_before = paused | {instance_id: now + pause_s}
 
     async def close(self) -> None:
         """End all connections, and wait for the reads under way. Nothing is read afterwards."""
         self._closed = True
-        links = [place.link for place in self._places.values() if place.link is not None]
-        await asyncio.gather(*(link.close() for link in links))
+        await asyncio.gather(*(link.close() for link in self._links.values()))
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
-
-
-def _up(place: _Place) -> bool:
-    return place.link is not None and not place.link.over

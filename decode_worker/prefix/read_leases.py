@@ -25,6 +25,7 @@ from pullfill.engine.groups import cached_run, keeps_all
 from pullfill.errors import BadMessage, ConfigError, NotNow, OverloadedError
 from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime.lifecycle import Tasks
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import proved
 from pullfill.wire import (
@@ -104,7 +105,7 @@ class ReadLeases:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._askers: set[_Asker] = set()
-        self._asked: set[asyncio.Task[None]] = set()  # one for each lease that is asked for
+        self._asked = Tasks()  # one for each lease that is asked for
         # All leases whose blocks are pinned. Changed on the engine thread.
         self._pinned: set[_Lease] = set()
         self._closed = False
@@ -194,9 +195,7 @@ class ReadLeases:
         if self._closed or self.open >= MOST:
             self._refuse(asker, ask, BUSY)
             return
-        task = self._loop.create_task(self._give(asker, ask))
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+        self._asked.begin(self._give(asker, ask), "give a lease")
 
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
         metrics.PREFIX_LEASE.labels(reason).inc()

@@ -13,15 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Scope, Send
@@ -154,8 +151,7 @@ class ClientCall:
         asked = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         good = 0 < len(asked) <= MAX_ID and asked.isascii() and asked.isprintable()
         try:
-            # As vLLM does: it also reads NaN and UTF-16.
-            found = json.loads(body, parse_constant=_as_it_came, parse_float=_number)
+            found = json.loads(body)  # as vLLM does: it also reads NaN and UTF-16
         except (ValueError, RecursionError):
             found = None
         read = found if isinstance(found, dict) else None
@@ -463,16 +459,6 @@ class Stock:
 
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-
-
-def _as_it_came(text: str) -> msgspec.Raw:
-    return msgspec.Raw(text.encode())
-
-
-def _number(text: str) -> float | msgspec.Raw:
-    # msgspec writes `null` for infinity, which 1e999 is.
-    number = float(text)
-    return number if math.isfinite(number) else _as_it_came(text)
 
 
 async def _disconnected(receive: Receive) -> None:

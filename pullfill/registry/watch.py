@@ -30,7 +30,7 @@ from pullfill.registry.client import (
     prefix_end,
 )
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 
 _log = log.get("registry.watch")
 
@@ -199,12 +199,12 @@ class Follower:
         self._what = what
         self._on_event = on_event
         self._synced = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._callbacks: list[Callable[..., object]] = []
 
     def begin(self) -> None:
         """Begin to watch. What is in etcd arrives soon."""
-        self._keep(asyncio.create_task(self._run(), name=self._what))
+        self._tasks.begin(self._run(), self._what)
 
     async def start(self, timeout_s: float = 30.0) -> Self:
         """Begin to watch. Returns itself once all that is in etcd now was told.
@@ -225,7 +225,7 @@ class Follower:
                 await task
             task.cancel()
             raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
-        self._keep(task)
+        self._tasks.keep(task)
         return self
 
     def subscribe(self, callback: Callable[..., object]) -> Callable[[], None]:
@@ -247,8 +247,7 @@ class Follower:
         """Do `work` in the background. While etcd does not answer, try again, for `for_s`.
 
         work: gets the seconds that are left."""
-        writing = self._write(work, name, time.monotonic() + for_s)
-        self._keep(asyncio.create_task(writing, name=name))
+        self._tasks.begin(self._write(work, name, time.monotonic() + for_s), name)
 
     async def close(self) -> None:
         """End the watch, and drop what is not written yet. Idempotent."""
@@ -271,12 +270,3 @@ class Follower:
             except PullfillError as exc:
                 _log.debug("%s is not written yet: %s", name, exc)
                 await asyncio.sleep(1.0)
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("%s stopped: %s", task.get_name(), error)

@@ -3,7 +3,8 @@
 The first SIGTERM or SIGINT starts a drain: the worker takes no new work and finishes what it has.
 The second one ends the process at once, and so does the first one while the worker starts.
 `exit_within` ends a process whose way out hangs.
-`stop_listening` closes a server without losing a connection that it is accepting. `end` ends tasks.
+`stop_listening` closes a server without losing a connection that it is accepting. `Tasks` holds
+tasks that nobody waits for, and `end` ends tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,6 +161,25 @@ async def stop_listening(server: asyncio.Server) -> None:
     for _ in range(3):  # turns of the loop: make the transport, call the protocol, start a task
         await asyncio.sleep(0)
     server.close()
+
+
+class Tasks(set[asyncio.Task[Any]]):
+    """Tasks that run on their own. Each is in the set until it has ended. Its error is logged."""
+
+    def begin(self, work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
+        """Run `work`. name: for the log."""
+        return self.keep(asyncio.create_task(work, name=name))
+
+    def keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """Take a task that was begun elsewhere."""
+        self.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s: stopped by an error", task.get_name(), exc_info=error)
 
 
 async def end(*tasks: asyncio.Task[Any] | None, again_s: float = 5.0) -> None:

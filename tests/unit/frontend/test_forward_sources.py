@@ -328,7 +328,7 @@ def test_token_ids_are_counted_and_an_odd_prompt_has_no_blocks_but_a_length() ->
         {"prompt": 3},
         {"prompt": "\ud800"},
         {"messages": ["\ud800"]},
-        {"prompt": msgspec.Raw(b"Infinity")},
+        {"prompt": float("inf")},
         {"prompt": [-1]},
         {"prompt": []},
         {"messages": {}},
