@@ -40,9 +40,6 @@ DECODE_CHOICE = Counter(
     "Choices of a decode worker for a request, by policy and by why that worker was chosen",
     ["policy", "reason"],
 )
-BAD_MESSAGES = Counter(
-    "pullfill_frontend_bad_messages", "Messages of decode workers that could not be read"
-)
 IN_FLIGHT = Gauge("pullfill_frontend_in_flight", "Engine requests submitted and not ended")
 PREFIX_BLOCKS = Gauge(
     "pullfill_prefix_index_blocks", "Different blocks that decode workers hold, as far as known"

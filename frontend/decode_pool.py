@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from pullfill.engine import front_wire
-from pullfill.errors import BadMessage, IncompatibleError
+from pullfill.errors import IncompatibleError
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
 from pullfill.frontend.dispatch import Dispatcher
@@ -217,14 +217,11 @@ class WorkerPool:
         asyncio.get_running_loop().call_later(0.5, self.refresh)
 
     def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
-        try:
-            if kind == front_wire.BLKS and len(frames) == 1:
-                self.prefixes.take(connection, frames[0].buffer, connection.heard_at)
-            else:
-                self._dispatcher.on_message(connection, kind, frames)
-        except BadMessage:
-            counters.BAD_MESSAGES.inc()
-            raise
+        """Handle a message. Raises BadMessage if it cannot be read."""
+        if kind == front_wire.BLKS and len(frames) == 1:
+            self.prefixes.take(connection, frames[0].buffer, connection.heard_at)
+        else:
+            self._dispatcher.on_message(connection, kind, frames)
 
     # ---------------------------------------------------------------- inside
 

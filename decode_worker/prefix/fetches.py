@@ -2,7 +2,7 @@
 
 A frontend's hint says who holds more of a prompt than this worker (wire.PrefixHolder). One fetch:
 
-    engine thread   `look`: if reading is worth it, ask for a lease. vLLM must ask again until the
+    engine thread   `look`: if the prompt stays here, ask for a lease. vLLM must ask again until the
                     answer is there. Then so many tokens will be loaded
     asyncio         how many blocks the holder really has, pinned there
     engine thread   `begin`: vLLM has allocated blocks
@@ -32,7 +32,6 @@ from pullfill.engine.groups import hash_at, keeps_all
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.net.peer_link import NotInTime
-from pullfill.rate import Rate
 from pullfill.runtime import log, metrics
 from pullfill.wire import (
     Adapter,
@@ -51,11 +50,8 @@ logger = log.get("decode_worker.fetch")
 
 # Fetches of this worker at a time.
 MOST = 32
-# Reads of a holder after which their time counts. Until then it is worth reading from.
-SURE = 8
-_MIB = float(1 << 20)
-# When the rates of so many holders are remembered, all are forgotten.
-_MOST_RATES = 4096
+# A copy may take so many times as long as the computation: it costs the engine no time.
+_TIMES = 2.0
 # Least and most time for the copy. The most is shorter than a lease (read_leases.LEASE_S).
 _COPY_S = (1.0, 8.0)
 
@@ -64,8 +60,6 @@ class FetchOutcome(enum.StrEnum):
     """What came of a hint. With all but FETCHED the prefix was computed."""
 
     FETCHED = "fetched"
-    # Reading was expected to take longer than computing.
-    DEARER = "dearer"
     # This worker or the holder had too many such reads, or a step of the holder still ran.
     BUSY = "busy"
     # The holder has too little of the prefix (any more).
@@ -116,7 +110,6 @@ class Fetch:
     leased: int = 0  # the end of the lease. 0: the holder has given none, or not answered yet
     outcome: FetchOutcome = FetchOutcome.CANCELLED
     seconds: float = 0.0  # how long the read has taken
-    measured: bool = False  # nothing had to be opened for it
     kv_bytes: int = 0  # of the copy, as the transport is
     transport: str = ""
     blocks: asyncio.Future[Sequence[int]] | None = None  # has a result once `begin` was called
@@ -153,14 +146,10 @@ class PrefixFetches:
         self._context = context
         self._holders = holders
         self._block_size = context.blocks.block_size
-        # Bytes of a block over all layers and ranks.
-        self._block_bytes = sum(memory.layout.block_bytes for memory in context.memories)
         self._situation = situation
         self._prefill_s = prefill_s
         self._wake = wake
         self._loop = asyncio.get_running_loop()
-        # Seconds of a read from each holder: a part of its own, and a part for each MiB.
-        self._rates: dict[str, Rate] = {}
         self._open: dict[str, Fetch] = {}
         # Those of `_open` that were going at the last look. Engine thread. `_running` lags behind:
         # one look of vLLM at its queue asks about many prompts.
@@ -232,8 +221,6 @@ class PrefixFetches:
                 del self._open[fetch.request_id]
             if fetch.outcome is FetchOutcome.FETCHED:
                 metrics.PREFIX_FETCH_TOKENS.inc(fetch.leased - fetch.begin_at)
-                if fetch.measured:
-                    self._observe(fetch.at.instance_id, fetch.kv_bytes, fetch.seconds)
             taken.append(fetch)
         return taken
 
@@ -283,23 +270,18 @@ class PrefixFetches:
         return not decide(request, now).remote
 
     def _ask(self, fetch: Fetch, compute_s: float) -> bool:
-        """Begin a fetch, if it is worth it. Returns whether it has begun.
+        """Begin a fetch, if its holder may be asked. Returns whether it has begun.
 
         compute_s: how long it would take to compute these tokens."""
-        holder = fetch.at.instance_id
-        kv_bytes = (fetch.end - fetch.start) // self._block_size * self._block_bytes
         self._open[fetch.request_id] = fetch
-        expected_s = self.expected_s(holder, kv_bytes)
-        if expected_s >= compute_s:
-            return self._not(fetch, FetchOutcome.DEARER)
-        if self._holders.away(holder):
+        if self._holders.away(fetch.at.instance_id):
             return self._not(fetch, FetchOutcome.UNREACHABLE)
         if len(self._going) >= MOST:
             return self._not(fetch, FetchOutcome.BUSY)
         self._going.append(fetch)
         # For the connection, and again for the answer with the lease.
         fetch.within_s = min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S)
-        fetch.copy_s = min(max(4 * compute_s, 4 * expected_s, _COPY_S[0]), _COPY_S[1])
+        fetch.copy_s = min(max(_TIMES * compute_s, _COPY_S[0]), _COPY_S[1])
         fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
         self._loop.call_soon_threadsafe(self._start, fetch)
         return True
@@ -315,23 +297,6 @@ class PrefixFetches:
             fetch.turn, fetch.wanted = FetchTurn.OVER, False
             if not fetch.ended:
                 self._loop.call_soon_threadsafe(self._stop, fetch)
-
-    def expected_s(self, instance_id: str, kv_bytes: float) -> float:
-        """Expected seconds of a read from a holder. 0: unknown, so it is worth it."""
-        rate = self._rates.get(instance_id)
-        if rate is None or rate.count < SURE or not rate.fresh(self._loop.time()):
-            return 0.0
-        return rate.of(1.0, kv_bytes / _MIB)
-
-    def _observe(self, instance_id: str, kv_bytes: float, seconds: float) -> None:
-        """Learn from one read.
-
-        seconds: from the question for a lease until the lease is given back. Connecting to the
-        holder and opening its memory are not part of it."""
-        if len(self._rates) >= _MOST_RATES:
-            self._rates = {}
-        rate = self._rates.setdefault(instance_id, Rate())
-        rate.observe(1.0, kv_bytes / _MIB, seconds, self._loop.time())
 
     # ------------------------------------------------------------------ asyncio thread
 
@@ -375,7 +340,6 @@ class PrefixFetches:
         try:
             async with asyncio.timeout(fetch.within_s):
                 holder = await self._holders.use(fetch.at)
-            fetch.measured = holder.reader.connected
             began = time.monotonic()
             lease = await holder.lease(lambda rid: _question(rid, fetch), fetch.within_s)
             asked_s = time.monotonic() - began

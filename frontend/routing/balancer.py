@@ -21,7 +21,6 @@ from pullfill.frontend.flight import Flight
 from pullfill.frontend.routing.choice import KNOWN, Placer, Prompt
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
-from pullfill.prefix.events import State
 from pullfill.wire import DecodePolicy, PrefixHolder
 
 # For how many answers with several choices the worker is remembered.
@@ -49,7 +48,6 @@ class Balancer:
         self._min_fetch = min_fetch
         self._placer = Placer(random.Random())
         self._together: dict[str, str] = {}
-        self._placer.warm = False
         self._block = 0
         self._look_at = 0.0
 
@@ -127,15 +125,12 @@ class Balancer:
     # ---------------------------------------------------------------- inside
 
     def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
-        """Find the block size, whether the index is warm, and the number of frontends."""
+        """Find the block size, and the number of frontends."""
         self._look_at = now + 0.25
         self._placer.peers = max(1, self._frontends())
-        sizes = {w.instance_id: w.welcome.prefix_block_size for w in workers if w.welcome}
-        cached = [name for name, size in sizes.items() if size]
+        sizes = (worker.welcome.prefix_block_size for worker in workers if worker.welcome)
         # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
-        self._block = sizes[cached[0]] if cached else 0
-        known = sum(self._prefixes.state(name) in (State.WARM, State.BEHIND) for name in cached)
-        self._placer.warm = 2 * known >= len(cached)
+        self._block = next(filter(None, sizes), 0)
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: only `kv` needs its hashes."""

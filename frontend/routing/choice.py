@@ -9,10 +9,8 @@ uses it for decode workers, `forward` for stock servers. Single event loop.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +30,6 @@ from pullfill.wire import DecodeChoice, DecodePolicy
 #   (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
 # - Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
 #   turns new prompts away from a worker that has had more than its share.
-#
-# Until the prefix index is warm, the first blocks of a prompt name two workers, the same ones at
-# every frontend. The cheaper of them gets the prompt.
 # Weight of a token that has to be computed for this prompt, against one that is queued.
 ALPHA = 8.0
 # Weight of a token of recent work beyond the mean.
@@ -124,13 +119,11 @@ class Placer:
     rng: for the policy `random`.
     predicted_s: how long blocks count as held that a worker was sent, but has not reported.
     views: the workers, by instance id.
-    peers: number of frontends. Each sees only its share of the prompts that leave a prefix.
-    warm: whether the blocks that are handed in can be relied on."""
+    peers: number of frontends. Each sees only its share of the prompts that leave a prefix."""
 
     def __init__(self, rng: random.Random, predicted_s: float = 30.0) -> None:
         self.views: dict[str, WorkerView] = {}
         self.peers = 1
-        self.warm = True
         self._rng = rng
         self._predicted = Predicted(PREDICTED_BLOCKS, predicted_s)
         self._crowds: OrderedDict[int, int] = OrderedDict()
@@ -190,7 +183,6 @@ class Placer:
             prefix      no other holds more of the prompt
             balance     another one holds more, and costs more
             no_prefix   none holds enough of the prompt to count: the least cost
-            hashed      the index is not warm
             only        there is no other
             load, turn, random      the other policies
             together    another choice of the answer is there (`balancer`)"""
@@ -236,8 +228,6 @@ class Placer:
         """The policy `kv`. blocks: stored or predicted. stored: the most that one has stored."""
         # From so many leading blocks on a prefix counts.
         least = max(1.0, HIT_SHARE * prompt.tokens / prompt.block) if prompt.block else math.inf
-        if not self.warm and prompt.hashes:
-            return *_cheapest(prompt, blocks, _hashed(prompt.hashes, views), least), "hashed"
         longest = max(blocks.values(), default=0)
         if longest < least:
             return *_cheapest(prompt, blocks, views), "no_prefix"
@@ -311,15 +301,3 @@ def _cheapest(
         costs.append(cost)
     low = min(costs)
     return views[costs.index(low)], low
-
-
-def _hashed(hashes: Sequence[int], views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Two workers that the first blocks of a prompt name, the same ones at every frontend."""
-    # The prompts of a conversation grow. The depth is the largest of 1, 4, 16, 64, … that is not
-    # over their length, so most of them have the same key. With one depth for all lengths, all
-    # prompts with one long system prompt would go to two workers.
-    depth = 1
-    while depth * 4 <= len(hashes):
-        depth *= 4
-    key = zlib.crc32(hashes[depth - 1].to_bytes(8, "little"))
-    return heapq.nsmallest(2, views, key=lambda view: zlib.crc32(view.instance_id.encode(), key))

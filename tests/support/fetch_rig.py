@@ -179,6 +179,9 @@ class FetchWorker(DecodeHalf):
             self.computed.add(request.request_id)
         return served
 
+    def arrived(self, served: Served) -> None:
+        self.pool.cache(served.request.block_hashes, served.table)
+
     async def ask(
         self, tokens: Sequence[int], hint: PrefixHolder | None, salt: str | None = None
     ) -> tuple[Served, ExplainRecord]:

@@ -206,6 +206,11 @@ class DecodeHalf:
             served.loaded = request_id in loaded
             if served.over or not served.loaded:
                 self.pool.release(served.table)
+            else:
+                self.arrived(served)
+
+    def arrived(self, served: Served) -> None:
+        """The KV of a request is there, in the step that tells it."""
 
     def abort(self, served: Served) -> None:
         served.over = True

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pullfill.decode_worker.prefix import fetches
-from pullfill.decode_worker.prefix.fetches import SURE, FetchOutcome
+from pullfill.decode_worker.prefix.fetches import FetchOutcome
 from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK, LAYOUT
@@ -102,20 +102,16 @@ async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
     assert len(asked) == 1
 
 
-async def test_reading_must_be_cheaper(worker: FetchWorker, asked: list[Any]) -> None:
-    """Once it is known what it takes. Each holder for itself."""
-    for number in range(SURE):
-        assert worker.fetches.expected_s("holder", BLOCK_BYTES) == 0, "not sure yet"
-        blocks = number % 3 * 5
-        worker.fetches._observe("holder", blocks * BLOCK_BYTES, 1.0 + 0.4 * blocks)
-    assert worker.fetches.expected_s("holder", 0) == pytest.approx(1.0, rel=0.1)
-    assert worker.fetches.expected_s("other", 0) == 0
+async def test_a_holder_that_failed_is_not_asked_for_a_while(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    worker.holders.failed("holder")
     request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(request, 0) == (0, False)
     worker.side.enqueue(request, [[]], 0)
     told = worker.traces.finish(request.request_id)
     assert told is not None
-    assert (told.fetch, told.fetched_from) == (FetchOutcome.DEARER.value, "holder")
+    assert (told.fetch, told.fetched_from) == (FetchOutcome.UNREACHABLE.value, "holder")
     assert asked == []
 
 

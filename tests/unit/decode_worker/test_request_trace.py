@@ -99,7 +99,7 @@ def test_a_request_is_around_the_prefix_that_was_read_for_it(spans: Any) -> None
     traces = decided(remote=False)
     place: Any = SimpleNamespace(instance_id="holder")
     fetch: Any = SimpleNamespace(
-        request_id="r", at=place, outcome=FetchOutcome.DEARER, seconds=5.0, kv_bytes=0
+        request_id="r", at=place, outcome=FetchOutcome.BUSY, seconds=5.0, kv_bytes=0
     )
     traces.fetched(fetch)
     traces.finish("r")

@@ -155,13 +155,6 @@ async def test_what_workers_report_decides(rig: Rig) -> None:
     assert rig.worker_of(request("r", PROMPT)) == "b"
 
 
-async def test_before_the_workers_have_told_their_blocks_a_hash_names_two(rig: Rig) -> None:
-    assert rig.choose(request("r", PROMPT))[2].reason == "hashed"
-    rig.holds()
-    rig.now += 1.0
-    assert rig.choose(request("s", list(range(900, 1300))))[2].reason == "no_prefix"
-
-
 # --------------------------------------------------------------------------- fetches
 
 

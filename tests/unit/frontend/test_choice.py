@@ -137,18 +137,6 @@ def test_siblings_of_a_burst_stay_together() -> None:
     assert rig.choose(now=61.0)[1].matched_tokens == 0, "predictions are forgotten"
 
 
-def test_a_cold_index_names_the_same_two_workers_at_every_frontend() -> None:
-    frontends = [Rig(*(f"w{n}" for n in range(20)), seed=seed) for seed in range(20)]
-    for rig in frontends:
-        rig.placer.warm = False
-    (first,) = {rig.name() for rig in frontends}
-    rig = frontends[0]
-    rig.view(first).own_tokens = 9000.0
-    view, told = rig.choose()
-    assert told.reason == "hashed"
-    assert rig.name(1900) == view.instance_id, "the next turn"
-
-
 def test_one_worker_needs_no_choice_and_without_hashes_the_load_decides() -> None:
     assert Rig("a").choose()[1].reason == "only"
     rig, plain = Rig("a", "b"), Prompt(100)
