@@ -58,17 +58,14 @@ class Queue(msgspec.Struct, frozen=True):
     jobs: int = 0  # in front of it, those in work included
     tokens: int = 0  # of these jobs, that are not computed yet
 
-    def ahead(self, like: Span) -> Span:
-        """Return the work that one prefill worker has to do before it can begin this prompt.
+    @property
+    def ahead(self) -> float:
+        """The tokens that one prefill worker has to compute before it can begin this prompt.
 
-        The jobs in front are shared evenly by all prefill workers. How long their prompts are is
-        not known, only the number of all their tokens.
-
-        like: the span of a prompt that is about as long as theirs."""
-        if self.jobs < self.workers or not like[0]:
-            return 0.0, 0.0  # a prefill worker is free
-        x1 = self.tokens / 256.0 / max(1, self.workers)
-        return x1, x1 * like[1] / like[0]
+        The jobs in front are shared evenly by all prefill workers."""
+        if self.jobs < self.workers:
+            return 0.0  # a prefill worker is free
+        return self.tokens / max(1, self.workers)
 
 
 class Choice(enum.StrEnum):
@@ -292,11 +289,9 @@ class CostModel:
         for target, count in away.itl.items():
             streams[target] = streams.get(target, 0) + count
         one.options[Choice.LOCAL] = self._local(one, streams, chunks)
-        own = span(start, max(0, tokens - 1))
-        # Nobody says how long the prompts of other decode workers are. They are taken to be like
-        # ours, or to be as long as this one.
-        ahead = queue.ahead(away.span if away.all else own)
-        one.work = ahead[0] + own[0], ahead[1] + own[1]
+        x1, x2 = span(start, max(0, tokens - 1))
+        # How long the prompts in front are is not known, so neither is what they attend to.
+        one.work = x1 + queue.ahead / 256.0, x2
         one.probe = not away.all and not remote.fresh(now)
         if remote.count and queue.workers:
             base = self.rates.base(sum(streams.values()))
