@@ -417,13 +417,6 @@ class FrontendOptions(RoleOptions):
         metavar="LIST",
         up=True,
     )
-    servers_file: str | None = flag(
-        None,
-        "File of stock vLLM servers, a line ROLE=URL[@KV] for each. It is watched: a server that "
-        "is taken out finishes its requests and gets no more",
-        metavar="PATH",
-        up=True,
-    )
     heartbeats: str | None = flag(
         None,
         "Hear stock vLLM servers over ZMQ, as MoRIIOConnector and P2pNcclConnector send. "
@@ -452,8 +445,7 @@ class FrontendOptions(RoleOptions):
     @property
     def by_stock(self) -> bool:
         """Whether a flag names stock vLLM servers, or hears them."""
-        named_by = (self.servers, self.servers_file, self.heartbeats)
-        return any(source is not None for source in named_by)
+        return self.servers is not None or self.heartbeats is not None
 
 
 # --------------------------------------------------------------------------- pullfill up

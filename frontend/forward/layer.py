@@ -37,14 +37,11 @@ from pullfill.frontend.forward.sources import (
     ROLES,
     Heartbeats,
     bind_heartbeats,
-    follow,
     parse_list,
-    read_file,
 )  # fmt: skip
 from pullfill.frontend.forward.stock import ClientCall, Stock
 from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.options import ForwarderName, FrontendOptions
-from pullfill.runtime.watched_files import WatchedFiles
 from pullfill.wire import ExplainRecord, RouterConfig, Timings
 
 PATHS = frozenset({
@@ -62,8 +59,6 @@ def check(options: FrontendOptions) -> None:
             "needs what the prefill server returns; use staged"
         )
     parse_list(options.servers or "")
-    if options.servers_file is not None:
-        read_file(options.servers_file)
     if options.heartbeats is not None:
         bind_heartbeats(options.heartbeats, options.heartbeats_from).close()
     elif options.heartbeats_from:
@@ -103,11 +98,6 @@ async def forwarding(
                     partial(servers.count, role, state)
                 )
         servers.set("--servers", parse_list(options.servers or ""))
-        if (path := options.servers_file) is not None:
-            watched = WatchedFiles(path)
-            servers.set("--servers-file", read_file(path))
-            following = asyncio.create_task(follow(path, watched, servers), name="servers-file")
-            stack.callback(following.cancel)
         if options.heartbeats is not None:
             heartbeats = Heartbeats(
                 bind_heartbeats(options.heartbeats, options.heartbeats_from),

@@ -235,7 +235,6 @@ class Servers:
         self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self.known: dict[StockEntry, Server] = {}
         self._tasks: dict[asyncio.Task[None], Server] = {}
-        self.file_trouble = ""
 
     # ---------------------------------------------------------------- sources
 
@@ -309,19 +308,17 @@ class Servers:
         """Return why no server of a role can take requests, for people."""
         lines = [s for s in self.known.values() if s.role == role]
         if not lines:
-            how = "--servers, --servers-file or heartbeats"
-            return f"no stock {role} server is known: name one with {how}"
+            return f"no stock {role} server is known: name one with --servers or heartbeats"
         one = min(lines, key=lambda s: s.state != "refused")
         return f"no stock {role} server is ready: {one.url} is {one.state}: {one.why}"
 
     def troubles(self) -> list[str]:
-        """Return a line for each server that takes no requests, and one for a broken file."""
-        lines = [
+        """Return a line for each server that takes no requests."""
+        return [
             f"stock {server.role} server {server.url} is {server.state}: {server.why}"
             for server in self.known.values()
             if server.state != "ready"
         ]
-        return [*lines, self.file_trouble] if self.file_trouble else lines
 
     def status(self) -> list[dict[str, Any]]:
         """Return what is known of each server, for JSON."""

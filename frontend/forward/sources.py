@@ -1,18 +1,17 @@
-"""What names stock servers: `--servers`, the watched file of `--servers-file`, and heartbeats.
+"""What names stock servers: `--servers` and heartbeats.
 
 A source publishes all servers that it knows now (`StockEntry`), at its start and after each
 change: `Servers.set(SOURCE, entries)` takes them. `layer.forwarding` starts the sources, and is the
-place to add one. Single event loop. A file is read in a thread, so a slow disk stops no request.
+place to add one. Single event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -24,19 +23,17 @@ from pullfill import redact
 from pullfill.errors import ConfigError, NotNow
 from pullfill.options import Network, check_url
 from pullfill.runtime import log
-from pullfill.runtime.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
-    from pullfill.frontend.forward.servers import Servers
+    pass
 
 _log = log.get("frontend.forward")
 
 ROLES = ("prefill", "decode")
 _SHORT = {"p": "prefill", "d": "decode", "producer": "prefill", "consumer": "decode"}
-FORM = (
-    "give ROLE=URL[@KV], e.g. prefill=10.0.0.1:8100@10.0.0.1:8998. KV addresses with commas need "
-    "--servers-file, which is no YAML or JSON, but has one such line for each server"
-)
+FORM = "give ROLE=URL[@KV], e.g. prefill=10.0.0.1:8100@10.0.0.1:8998"
+# Between two servers of a list. A KV address may have commas, too.
+_NEXT = re.compile(r"[\s,]+(?=\w+=)")
 MAX_KV = 256
 # After a colon comes a port. Anything else may be a password: "http://user:secret@host".
 _NO_PORT = re.compile(r":(?!//|\d+(?:[/?@]|$)).*", re.S)
@@ -52,12 +49,8 @@ class StockEntry(NamedTuple):
 
 def parse_list(text: str) -> tuple[StockEntry, ...]:
     """Return the servers of `ROLE=URL[@KV],…`. Raises ConfigError."""
-    return _parse(text.split(","))
-
-
-def _parse(parts: Iterable[str]) -> tuple[StockEntry, ...]:
     found: dict[tuple[str, str], StockEntry] = {}
-    for part in filter(None, map(str.strip, parts)):
+    for part in filter(None, (part.strip(" ,\n") for part in _NEXT.split(text))):
         role, equals, rest = part.partition("=")
         url, _, kv = rest.partition("@")
         if not equals:
@@ -95,52 +88,6 @@ def _url(url: str) -> str:
 def _shown(text: str) -> str:
     """Return what an error may repeat: the first 80 characters, without what may be a secret."""
     return redact.url(_NO_PORT.sub(":...", text))[:80]
-
-
-# --------------------------------------------------------------------------- the file
-
-
-FILE_BYTES = 128 << 10
-
-
-async def follow(path: str, watched: WatchedFiles, servers: Servers) -> None:
-    """Take the servers of a file after each change, until cancelled.
-
-    A file that is broken or gone changes nothing: the last good servers stay."""
-    while True:
-        await watched.wait()
-        try:
-            found = await asyncio.to_thread(read_file, path)
-        except ConfigError as exc:
-            servers.file_trouble = f"{exc}; the last good servers stay"
-            _log.warning("%s", servers.file_trouble)
-        else:
-            servers.file_trouble = ""
-            _log.info("%s names %d stock servers", path, len(found))
-            servers.set("--servers-file", found)
-
-
-def read_file(path: str) -> tuple[StockEntry, ...]:
-    """Return the servers of a file: a line `ROLE=URL[@KV]` for each. Raises ConfigError."""
-    try:
-        # Not a pipe or a device: opening or reading one might never end.
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ConfigError(f"{path} is no file: give one with a line ROLE=URL[@KV] per server")
-        with open(path, encoding="utf-8") as file:
-            text = file.read(FILE_BYTES + 1)
-    except OSError as exc:
-        raise NotNow(f"cannot read {path} ({exc.strerror}): check --servers-file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is no text: {FORM}") from None
-    if len(text) > FILE_BYTES:
-        raise ConfigError(f"{path} has more than {FILE_BYTES} bytes: name fewer servers")
-    # Many editors and `cp` empty a file before they write it.
-    if not text.strip():
-        raise ConfigError(f"{path} is empty: give a line # if there are no servers")
-    try:
-        return _parse(line for line in text.splitlines() if not line.startswith("#"))
-    except ConfigError as exc:
-        raise ConfigError(f"{path}: {exc}") from None
 
 
 # --------------------------------------------------------------------------- heartbeats

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,14 +18,10 @@ from pullfill.frontend.forward.sources import (
     Heartbeats,
     StockEntry,
     bind_heartbeats,
-    follow,
     parse_list,
-    read_file,
 )  # fmt: skip
 from pullfill.frontend.forward.stock import decode_body, prefill_body
 from pullfill.options import ForwarderName, FrontendOptions, parse_networks
-from pullfill.runtime.watched_files import WatchedFiles
-from tests.support.waiting import soon
 
 PREFILL = StockEntry("prefill", "http://a:1", "k:2")
 DECODE = StockEntry("decode", "http://b:3")
@@ -38,7 +31,6 @@ NETWORKS = parse_networks("10.1.0.0/16, fd00::/64")
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"servers_file": "/none/f"}, "cannot read /none/f .No such file"),
         ({"heartbeats": "tcp://192.0.2.1:7"}, "cannot listen on tcp://192.0.2.1:7"),
         ({"heartbeats": "tcp://0.0.0.0:*"}, "--heartbeats-from 10.0.0.0/24"),
         ({"heartbeats_from": NETWORKS}, "--heartbeats-from is for --heartbeats"),
@@ -61,6 +53,9 @@ def test_a_list() -> None:
     text = "prefill=http://a:1@k:2, decode=b:3/,decode=http://b:3,"
     assert parse_list(text) == (PREFILL, DECODE)
     assert parse_list("") == ()
+    commas = "host:h,handshake:1,notify:2"
+    moriio = parse_list(f"p=a:1@{commas},d=b:3@{commas}\n")
+    assert [entry.kv for entry in moriio] == [commas] * 2
 
 
 @pytest.mark.parametrize(
@@ -99,74 +94,6 @@ def test_passwords_are_not_repeated(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_list(text)
     assert "secret" not in str(caught.value)
-
-
-# --------------------------------------------------------------------------- the file
-
-
-LINES = "# a comment\nprefill=http://a:1/@k:2\n\n D=b:3\n"
-
-
-def test_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text(LINES)
-    assert read_file(str(path)) == (PREFILL, DECODE)
-    path.write_text("p=a:1@host:h,handshake:1,notify:2")
-    assert read_file(str(path))[0].kv == "host:h,handshake:1,notify:2"
-    path.write_text("#")
-    assert read_file(str(path)) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (b"", "f is empty: give a line #"),
-        (b"decode=a:1\nb:1", "f: cannot read the server 'b:1': give ROLE=URL"),
-        (b"- {role: decode, url: b:1}", "f: cannot read the server .* is no YAML or JSON"),
-        (b"\xff", "f is no text"),
-        (b"#" * (sources.FILE_BYTES + 1), "more than 131072 bytes"),
-    ],
-)
-def test_a_broken_file_is_told(text: bytes, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(text)
-    with pytest.raises(ConfigError, match=told):
-        read_file(str(path))
-
-
-def test_a_pipe_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match="is no file"):
-            read_file(str(path))
-
-
-async def test_a_change_is_taken_and_a_broken_file_keeps_the_last_good_servers(
-    tmp_path: Path,
-) -> None:
-    class Servers:
-        known: tuple[StockEntry, ...] = ()
-        file_trouble = ""
-
-        def set(self, source: str, entries: tuple[StockEntry, ...]) -> None:
-            self.known = entries
-
-    path, servers = tmp_path / "f", Servers()
-    path.write_text(LINES)
-    watched = WatchedFiles(str(path), every_s=0.01)
-    task = asyncio.create_task(follow(str(path), watched, servers))  # type: ignore[arg-type]
-    path.write_text("decode=b:3")
-    await soon(lambda: servers.known == (DECODE,))
-    path.write_text("broken")
-    await soon(lambda: "cannot read the server 'broken'" in servers.file_trouble)
-    path.unlink()
-    await soon(lambda: "No such file" in servers.file_trouble)
-    assert servers.known == (DECODE,)
-    path.write_text(LINES)
-    await soon(lambda: servers.known == (PREFILL, DECODE))
-    assert servers.file_trouble == ""
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 # --------------------------------------------------------------------------- heartbeats
