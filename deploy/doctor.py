@@ -98,7 +98,9 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
     if key := ref.security.cluster.load():
         yield Finding(OK, f"cluster key {key.fingerprint}")
     if not any(w.role == "frontend" for w in workers) and not members.local_urls(ref):
-        yield Finding(WARN, "no frontend", "start one: pullfill frontend")
+        yield Finding(
+            WARN, "no frontend", "start one: pullfill frontend, unless all decode in stock vLLM"
+        )
     if no_nats is None:
         yield from dead_letters(ref)
 

@@ -45,7 +45,7 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     url: of the only frontend to ask. It may be of another cluster than the state directory. None:
     ask all, then etcd."""
     told = _from(ref, url) if url else _from_frontends(ref)
-    state = told or _from_registry(ref)
+    state = told or from_registry(ref)
     here: dict[str, Any] = {}
     with suppress(ConfigError):
         here = {} if url else processes(ref)
@@ -67,13 +67,14 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     if cluster.suspects:
         console.print(operate.suspects_table(cluster.suspects))
     if told is None:
-        console.print("as told by etcd (no frontend answers)", style="yellow")
+        why = "no frontend answers" if next(frontend_urls(ref), None) else "there is no frontend"
+        console.print(f"as etcd and the workers tell: {why}", style="yellow")
     return 0
 
 
 def ask(ref: ClusterRef) -> dict[str, Any]:
     """Return the object of `GET /pullfill/status`. Raises UnavailableError if nobody can tell."""
-    return _from_frontends(ref) or _from_registry(ref)
+    return _from_frontends(ref) or from_registry(ref)
 
 
 def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
@@ -94,7 +95,8 @@ def _from(ref: ClusterRef, url: str) -> dict[str, Any]:
     raise UnavailableError(f"{url.rstrip('/')}/pullfill/status answers {code}: {then}")
 
 
-def _from_registry(ref: ClusterRef) -> dict[str, Any]:
+def from_registry(ref: ClusterRef) -> dict[str, Any]:
+    """Return what etcd and the workers tell. Raises UnavailableError if etcd tells nothing."""
     try:
         records = [r for r in ask_etcd(ref, workers, wait_s=1.0) if r.role != "frontend"]
     except PullfillError as exc:
@@ -109,15 +111,18 @@ def _from_registry(ref: ClusterRef) -> dict[str, Any]:
 
 
 def workers_table(rows: Sequence[WorkerRow]) -> Table:
-    """Return a table with a row for each worker. Instance ids are never shortened."""
+    """Return a table with a row for each worker. Instance ids are never shortened.
+
+    Those of stock vLLM are long: where the terminal is narrow, the last columns are cut off."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column(
         "instance", no_wrap=True, min_width=max((len(r.instance_id) for r in rows), default=0)
     )
     for column in ("role", "state"):
-        table.add_column(column, no_wrap=True)
+        longest = max((len(getattr(row, column)) for row in rows), default=0)
+        table.add_column(column, no_wrap=True, min_width=longest)
     for column in ("KV", "running", "waiting"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=True, min_width=max(5, len(column)))
     table.add_column("host", no_wrap=True, overflow="ellipsis", max_width=15)
     table.add_column("pid", justify="right", no_wrap=True)
     for row in rows:

@@ -1,7 +1,7 @@
 """`pullfill top`: the live page of a frontend, in a terminal. It reads the events of the page.
 
-If the frontend goes away, what was seen stays on the screen, and the next frontend that answers is
-shown.
+If no frontend answers, it shows what the workers tell: not the requests, which only a frontend
+knows. If they do not answer either, what was seen stays on the screen.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import OneUrl, frontend_urls, local_urls
-from pullfill.deploy.status import workers_table
+from pullfill.deploy.status import from_registry, workers_table
 from pullfill.deploy.view import plain
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.options import Flag
-from pullfill.snapshot import Flow, LiveSnapshot, Stage
+from pullfill.snapshot import Cluster, Flow, LiveSnapshot, Now, Stage
 
 PATH = "/pullfill/ui/events"
 # A frontend sends something every 5 s: with many workers, comments between the snapshots.
@@ -51,15 +51,17 @@ def top(
 ) -> int:
     """Show the cluster until the user ends it. Without a terminal, print one screen.
 
-    Raises UnavailableError if no frontend answers, ConfigError if one refuses."""
+    Raises UnavailableError if nobody answers, ConfigError if a frontend refuses."""
     console = Console()
     with suppress(KeyboardInterrupt), closing(_snapshots(ref, url)) as snapshots:
-        snapshot, _ = next(snapshots)
+        snapshot, trouble = next(snapshots)
         if once or not console.is_terminal:
             width = console.width if console.is_terminal else _WIDTH
-            Console(width=width).print(screen(snapshot, height=1000), highlight=False)
+            Console(width=width).print(screen(snapshot, trouble, 1000), highlight=False)
             return 0
-        with Live(screen(snapshot), console=console, screen=True, auto_refresh=False) as shown:
+        with Live(
+            screen(snapshot, trouble), console=console, screen=True, auto_refresh=False
+        ) as shown:
             for found, trouble in snapshots:
                 shown.update(screen(found, trouble, console.height), refresh=True)
     return 0
@@ -70,7 +72,7 @@ def _snapshots(
 ) -> Generator[tuple[LiveSnapshot, str], None, None]:
     """Yield for ever the last snapshot, and why there is no newer one. Empty: it is new.
 
-    Raises UnavailableError and ConfigError as long as no frontend has answered."""
+    Raises UnavailableError and ConfigError as long as nobody has answered."""
     last: LiveSnapshot | None = None
     while True:
         why = "no frontend is known"
@@ -87,9 +89,25 @@ def _snapshots(
                 why = f"{where}: {exc or type(exc).__name__}"
             if last is not None:
                 yield last, f"connecting again: {why}"
-        if last is None:
-            raise UnavailableError(f"no frontend answers ({why}): try `pullfill doctor`")
+        try:
+            if url:
+                raise UnavailableError(f"no frontend answers ({why}): try `pullfill doctor`")
+            last = _of_workers(ref)
+            yield last, why
+        except UnavailableError:
+            if last is None:
+                raise
         time.sleep(again_s)
+
+
+def _of_workers(ref: ClusterRef) -> LiveSnapshot:
+    """Return the cluster without requests. Raises UnavailableError if etcd does not answer."""
+    told = msgspec.convert(from_registry(ref), Cluster)
+    model = next((row.model for row in told.workers), "no worker")
+    now = Now(backlog_s=told.backlog_s)
+    return LiveSnapshot(
+        **msgspec.structs.asdict(told), at=time.time(), frontend="", model=model, now=now
+    )
 
 
 def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[LiveSnapshot, None, None]:
@@ -166,7 +184,8 @@ def seconds(value: float | None) -> str:
 def _head(snapshot: LiveSnapshot, trouble: str) -> Text:
     text = Text("pullfill ", style="bold")
     others = f" (1 of {snapshot.frontends} frontends)" if snapshot.frontends > 1 else ""
-    text.append(f"{plain(snapshot.model)} at {plain(snapshot.frontend)}{others}", style="dim")
+    told_by = f"at {plain(snapshot.frontend)}{others}" if snapshot.frontend else "as workers tell"
+    text.append(f"{plain(snapshot.model)} {told_by}", style="dim")
     text.append(time.strftime("  %H:%M:%S", time.localtime(snapshot.at)), style="dim")
     if trouble:
         text.append(f"\n{trouble}", style="bold yellow")
@@ -187,6 +206,9 @@ def _figures(snapshot: LiveSnapshot) -> Table:
         jobs, tokens = snapshot.queue.depth_jobs, snapshot.queue.depth_tokens
         queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens:,} tokens)"
     table = Table.grid(padding=(0, 2, 0, 0))
+    if not snapshot.frontend:
+        table.add_row("queue", queue)
+        return table
     table.add_row("TTFT p50/p95", pair(now.ttft_ms), "tokens/s", f"{now.tokens_per_s:,.0f}")
     table.add_row("ITL p50/p95", pair(now.itl_ms), "requests/s", f"{now.done_per_s:.1f}")
     table.add_row(

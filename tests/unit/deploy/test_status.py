@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, unquote
+from uuid import UUID
 
 import msgspec
 import pytest
@@ -102,6 +103,13 @@ def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
     assert second.startswith("decode-42f1a16d decode draining")
     (line,) = load_lines(shown)
     assert line.plain == "decode-40f1a16d: restarts=2 steps_s=0.123"
+    # Stock vLLM names its engine by a UUID.
+    long = msgspec.structs.replace(shown[0], instance_id=f"decode-{UUID(int=0)}")
+    with console.capture() as said:
+        console.print(workers_table([long]))
+    head, row_of_long = said.get().splitlines()
+    assert max(len(head), len(row_of_long)) <= 80
+    assert row_of_long.split()[:7] == [long.instance_id, *first.split()[1:7]]
 
 
 def test_status_and_doctor_say_how_to_start_another_for_one_that_was_drained(
