@@ -112,6 +112,10 @@ class RequestServer:
         """Requests taken and not finished."""
         return len(self._taken)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a frontend waits for this request."""
+        return request_id in self._taken
+
     def coming(self) -> set[str]:
         """IDs of the requests that have arrived, but are not in the engine yet."""
         return {request.id for request in self._taken.values() if request.coming}

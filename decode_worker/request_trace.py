@@ -4,23 +4,33 @@ the spans are views.
 Written from the engine thread (decision, settlement, finish) and the asyncio thread (claim,
 commit); every record is touched under one lock for microseconds. A record lives from decision to
 `finish`, which hands it to the frontend and sends its spans (`_send_spans`).
+
+Stock `vllm serve` has clients that come past our frontends. The records of their requests stay here
+(`keep`), the latest MAX_RECORDS.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
+
+from msgspec.structs import replace
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
 from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation, expected
+from pullfill.engine.requests import end_of, names_of
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.wire import ExplainRecord, PredictedMs, StageTimings, Timings
+from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, Explained
+from pullfill.wire import MAX_TEXT, ExplainRecord, PredictedMs, StageTimings, Timings
 
 _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.COMMITTED,
@@ -28,6 +38,9 @@ _AFTER_OUTAGE = frozenset(Outcome) - {
     Outcome.QUEUE_FULL,
     Outcome.REJECTED,
 }
+
+# Of the parts of one call, the first of these states is that of the whole call.
+_STATES = ("running", "failed", "cancelled", "", "answered")
 
 # Fields of the record that are attributes of its span.
 _IN_SPAN = (
@@ -92,7 +105,7 @@ class _RequestTrace:
 
 
 class RequestTraces:
-    """All requests of this worker that were decided and are not finished.
+    """All requests of this worker that were decided and are not finished, and what `keep` keeps.
 
     outage: returns what is unreachable now, for people. Empty: nothing.
     apart: requests of the self-check. They are not recorded and not counted. By request id: a
@@ -110,6 +123,7 @@ class RequestTraces:
         self._outage = outage
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
+        self._kept: deque[Explained] = deque(maxlen=MAX_RECORDS)
         self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(
@@ -216,6 +230,9 @@ class RequestTraces:
         with self._lock:
             if (trace := self._open.get(request_id)) is not None:
                 trace.told |= {"outcome_ms": outcome_ms, "regret_ms": regret_ms}
+                if (costs := trace.situation.costs) is not None:
+                    # Since it came to vLLM. A frontend knows it since it came to the frontend.
+                    trace.timings["first_token"] = costs.waited_s * 1e3 + outcome_ms
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -264,15 +281,51 @@ class RequestTraces:
             _send_spans(trace, trace.spans, record, self._clock.monotonic())
         return record
 
+    def keep(self, request: Any) -> None:
+        """Close the record of a vLLM Request that is over, and keep it. Engine thread."""
+        record = self.finish(request.request_id)
+        # Clients choose the ids, and vLLM's server takes any length.
+        if record is not None and len(request.request_id) <= MAX_TEXT:
+            state, came = end_of(request), request.arrival_time
+            self._kept.append(Explained.of(record, state=state, arrived_at=came))
+
+    def find(self, name: str, running: Iterable[Any]) -> Explained | None:
+        """Return the newest call with this id, and those before it. None: none is known.
+
+        Any thread. Takes 1 ms for MAX_RECORDS.
+
+        running: vLLM's Requests that are not over. One that ends meanwhile may be found twice."""
+        open_ = [self._so_far(one) for one in running if name in one.request_id]
+        kept = [one for one in list(self._kept) if name in one.request_id]
+        by_id = {one.request_id: one for one in (*open_, *kept)}
+        found = [one for one in by_id.values() if name in names_of(one.request_id)]
+        # To vLLM's server the prompts and choices of one call have arrived at the same moment.
+        arrived = attrgetter("arrived_at")
+        calls = [list(call) for _, call in groupby(sorted(found, key=arrived), key=arrived)]
+        latest = [_together(name, *call) for call in reversed(calls[-MAX_SAME:])]
+        return Explained.newest(latest) if latest else None
+
+    def _so_far(self, request: Any) -> Explained:
+        name = request.request_id
+        with self._lock:
+            trace = self._open.get(name)
+            record = None if trace is None else self._record(name, trace)
+        record = record or ExplainRecord(
+            request_id=name, path="unknown", prompt_tokens=request.num_prompt_tokens,
+            decode_instance=self._instance_id,
+        )  # fmt: skip
+        return Explained.of(record, state="running", arrived_at=request.arrival_time)
+
     def _record(self, request_id: str, trace: _RequestTrace) -> ExplainRecord:
         told, timings, loaded = trace.told, trace.timings, trace.loaded
         if loaded:
             told = told | trace.brought
             timings = timings | trace.stages | {"commit": trace.commit_ms}
+        away = trace.decision.remote and not trace.outcome
         attempts, prefill_instance, _ = trace.claims[-1] if trace.claims else (0, None, 0.0)
         return ExplainRecord(
             request_id=request_id,
-            path="remote" if loaded else "local",
+            path="unknown" if away else "remote" if loaded else "local",
             reason=trace.decision.reason,
             prompt_tokens=trace.situation.prompt_tokens,
             prefix_hit_tokens=trace.situation.hit_tokens - trace.planned_fetch,
@@ -283,6 +336,17 @@ class RequestTraces:
             timings_ms=Timings(**timings),
             **told,
         )
+
+
+def _together(name: str, first: Explained, *others: Explained) -> Explained:
+    """Return the record of one call, of which these are the prompts, choices and beams."""
+    return replace(
+        first,
+        request_id=name,
+        state=min((one.state for one in (first, *others)), key=_STATES.index),
+        parts=others[: MAX_PARTS - 1],
+        more_parts=len(others[MAX_PARTS - 1 :]),
+    )
 
 
 def _send_spans(trace: _RequestTrace, spans: _Spans, record: ExplainRecord, now: float) -> None:

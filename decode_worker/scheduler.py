@@ -183,8 +183,8 @@ class DecodeScheduler:
         in_flight: set[Any] | None = None,  # vLLM's set of requests for which it reserves blocks
         # The self-check's requests. None: nothing can be compared.
         trials: Trials | None = None,
-        # Whether a request's record ends with the request, because no request server ends it.
-        end_records: bool = False,
+        # Whether a frontend has sent a request, and gets its record. Else the record stays here.
+        of_frontend: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._blocks = blocks
         self._block_size = blocks.block_size
@@ -199,7 +199,7 @@ class DecodeScheduler:
         self._seats = seats or Seats()
         self._in_flight = set[Any]() if in_flight is None else in_flight
         self._trials = trials
-        self._end_records = end_records
+        self._of_frontend = of_frontend
         # The last decision about each request that has no blocks yet.
         self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
         self._waiting: dict[str, str] = {}  # the job of each request that waits for remote KV
@@ -472,8 +472,11 @@ class DecodeScheduler:
         if (job_id := self._waiting.get(request_id)) is not None:
             # It is settled all the same, so that vLLM frees its blocks.
             self._ledger.give_up(job_id, Outcome.CANCELLED)
-        if self._end_records:
-            self._traces.finish(request_id)
+
+    def end_record(self, request: Any) -> None:
+        """Keep the record of a request that is over, if no frontend gets it."""
+        if not self._of_frontend(request.request_id):
+            self._traces.keep(request)
 
 
 class DecodeHalf(SchedulerHalf):
@@ -532,8 +535,9 @@ class DecodeHalf(SchedulerHalf):
         if self._begun:
             self._scheduler.step_done(running)
 
-    def finished(self, request_id: str, tables: Tables) -> bool:
-        self._scheduler.request_finished(request_id, tables)
+    def finished(self, request: Any, tables: Tables) -> bool:
+        self._scheduler.request_finished(request.request_id, tables)
+        self._scheduler.end_record(request)
         return False
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -216,7 +216,7 @@ async def build(
         seats=view.seats(options.reserve_seats),
         in_flight=view.in_flight,
         trials=trials,
-        end_records=own_loop is None,
+        of_frontend=server.has if server is not None else lambda _: False,
     )
     return DecodeSide(
         engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
@@ -324,8 +324,14 @@ class DecodeSide(Service):
         load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self.outlook.servers()}
 
-    def jobs(self) -> dict[str, Any]:
-        return {"jobs": msgspec.to_builtins(jobs_of(self.context.ledger))}
+    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if "jobs" in query:
+            told["jobs"] = msgspec.to_builtins(jobs_of(self.context.ledger))
+        if name := query.get("request"):
+            found = self.context.traces.find(name, self.engine.view.requests())
+            told["request"] = msgspec.to_builtins(found)
+        return told
 
     def refresh_metrics(self) -> None:
         self.outlook.refresh_metrics()

@@ -15,8 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from pullfill.config import ClusterRef
-from pullfill.deploy.members import AsJson, ask_frontend, frontend_urls
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.deploy.members import (
+    AsJson,
+    ask_etcd,
+    ask_frontend,
+    ask_worker,
+    frontend_urls,
+    workers,
+)
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.options import Flag
 from pullfill.snapshot import Explained
@@ -39,14 +46,41 @@ def explain(
 
     request_id: the `id` of its answer, or its X-Request-Id.
 
-    Raises ConfigError if no frontend knows it, UnavailableError if none answers."""
+    Raises ConfigError if nobody knows it, UnavailableError if nobody answers."""
     answered = False
-    why_not: list[str] = []
+    silent: list[str] = []
+    for record in _told(ref, request_id, silent):
+        answered = True
+        if record is not None:
+            if as_json:
+                print(json.dumps(msgspec.to_builtins(record)))
+            else:
+                Console().print(trace(record), soft_wrap=True, highlight=False)
+            return 0
+    why = "; ".join(silent)
+    if not answered:
+        raise UnavailableError(
+            f"neither a frontend nor a decode worker answers ({why or 'none is known'}): "
+            + (_CERTIFICATE if "CERTIFICATE" in why else "try `pullfill doctor`")
+        )
+    raise ConfigError(
+        f"no frontend and no decode worker knows request {request_id!r}: use the `id` of an "
+        "answer, or the X-Request-Id of a request; only the latest are kept, and not across a "
+        "restart of the process" + (f". No answer: {why}" if why else "")
+    )
+
+
+def _told(ref: ClusterRef, request_id: str, silent: list[str]) -> Iterator[Explained | None]:
+    """Yield what each frontend knows of the request, then what each decode worker knows.
+
+    silent: gets a line about each that does not answer. Raises ConfigError if a frontend wants a
+    key."""
+    name = quote(request_id, safe="")
     for url in frontend_urls(ref):
         try:
-            code, body = ask_frontend(ref, url, f"/pullfill/requests/{quote(request_id, safe='')}")
+            code, body = ask_frontend(ref, url, f"/pullfill/requests/{name}")
         except UnavailableError as exc:
-            why_not.append(str(exc))
+            silent.append(str(exc))
             continue
         if code == 401:
             raise ConfigError(
@@ -54,23 +88,19 @@ def explain(
                 "[frontend] api_key_file. If it has, check the clocks of both machines: "
                 f"they may differ by {http_proof.VALID_S} s at most"
             )
-        answered = True
-        if code == 200 and body is not None:
-            if as_json:
-                print(json.dumps(body))
+        yield msgspec.convert(body, Explained) if code == 200 and body is not None else None
+    try:
+        known = ask_etcd(ref, workers, wait_s=1.0)
+    except PullfillError as exc:
+        silent.append(f"etcd, so no decode worker is known: {exc}")
+        return
+    for worker in known:
+        if worker.role == "decode":
+            report = ask_worker(worker, f"?request={name}")
+            if report is None:
+                silent.append(f"{worker.instance_id} does not answer")
             else:
-                record = msgspec.convert(body, type=Explained)
-                Console().print(trace(record), soft_wrap=True, highlight=False)
-            return 0
-    if not answered:
-        raise UnavailableError(
-            f"no frontend answers ({'; '.join(why_not) or 'none is known'}): "
-            + (_CERTIFICATE if "CERTIFICATE" in "".join(why_not) else "try `pullfill doctor`")
-        )
-    raise ConfigError(
-        f"no frontend knows request {request_id!r}: use the `id` of an answer, or the X-Request-Id "
-        "of a request; only the latest are kept, and not across a restart of the frontend"
-    )
+                yield report.request
 
 
 def trace(record: Explained) -> Group:
@@ -81,8 +111,9 @@ def trace(record: Explained) -> Group:
 def _outcome(record: Explained) -> Iterator[Text]:
     yield Text(f"request {record.request_id}", style="bold")
     if record.state == "failed":
-        begun = "after its answer had begun" if record.status == 200 else f"HTTP {record.status}"
-        yield Text(f"  failed ({begun}): {record.error or 'no reason is known'}", style="red")
+        begun = " (after its answer had begun)" if record.status == 200 else ""
+        begun = f" (HTTP {record.status})" if record.status not in (0, 200) else begun
+        yield Text(f"  failed{begun}: {record.error or 'no reason is known'}", style="red")
     elif record.state == "running":
         yield Text("  still running")
     elif record.state == "cancelled":
@@ -173,6 +204,8 @@ def _what_happened(record: ExplainRecord) -> str:
         return f"served by stock vLLM servers: {record.path} (reason: {record.reason})"
     if record.path == "none":
         return "sent to no decode worker"
+    if record.path == "unknown" and record.reason:
+        return f"its remote prefill has not ended (reason: {record.reason})"
     if record.path == "unknown":
         return "its decode worker has not told how it was prefilled"
     if record.path == "remote":

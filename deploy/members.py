@@ -88,10 +88,10 @@ def http_get(
         raise UnavailableError(f"{url}: {reason_of(exc)}") from None
 
 
-def ask_worker(record: WorkerRecord) -> Report | None:
+def ask_worker(record: WorkerRecord, query: str = "") -> Report | None:
     """Return a worker's report, its answer to `/status`. None: it gives none."""
     try:
-        code, body = http_get(f"{record.http}/status", 2.0)
+        code, body = http_get(f"{record.http}/status{query}", 2.0)
     except UnavailableError:
         return None
     return read_report(body) if code == 200 else None

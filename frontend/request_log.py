@@ -27,14 +27,9 @@ from pullfill.engine import front_app, front_wire, request_limits
 from pullfill.engine.migration import choice_of
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.snapshot import Explained
+from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, Explained
 from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
 
-MAX_RECORDS = 10_000
-# Engine requests of one call that are kept. A beam search makes one for each beam and token.
-MAX_PARTS = 32
-# Calls that one id finds. A client may send all its requests with the same X-Request-Id.
-MAX_SAME = 20
 MAX_ERROR = 1000
 _HEADER = b"x-request-id"
 # How an event begins that ends a stream with an error.
@@ -138,10 +133,7 @@ class RequestRecord:
         return self.told or ExplainRecord(
             request_id=self.key,
             path="unknown" if self.sent else "none",
-            reason="",
             prompt_tokens=self.prompt_tokens,
-            prefix_hit_tokens=0,
-            remote_tokens=0,
             decode_instance=self.worker,
         )
 
@@ -151,17 +143,17 @@ class RequestRecord:
         # A request that waits for another worker has left the last one too.
         waits = self.over_at is None and bool(self.sent) and self.sent[-1].left_at > 0
         left = self.sent if waits else self.sent[:-1]
-        told = msgspec.structs.asdict(record)
-        told["timings_ms"] = msgspec.structs.replace(
-            record.timings_ms, route=self.route_ms, first_token=self.first_token_ms
+        return Explained.of(
+            record,
+            timings_ms=msgspec.structs.replace(
+                record.timings_ms, route=self.route_ms, first_token=self.first_token_ms
+            ),
+            request_id=self.key,
+            error=self.error or None,
+            migrated_from=tuple(sent.worker for sent in left),
+            migrated_tokens=self.migrated_tokens,
+            decode_choice=self.decode_choice,
         )
-        return Explained(**told | {
-            "request_id": self.key,
-            "error": self.error or None,
-            "migrated_from": tuple(sent.worker for sent in left),
-            "migrated_tokens": self.migrated_tokens,
-            "decode_choice": self.decode_choice,
-        })  # fmt: skip
 
 
 def _send_spans(record: RequestRecord, error: str) -> None:
@@ -464,6 +456,4 @@ class RequestLog:
         if not (calls := self._by_id.get(request_id)):
             record = self._by_key.get(request_id)
             return None if record is None else record.explained()
-        found = [call.explained(request_id) for call in reversed(calls)]
-        others = tuple(msgspec.structs.replace(one, parts=()) for one in found[1:])
-        return msgspec.structs.replace(found[0], same_id=others)
+        return Explained.newest([call.explained(request_id) for call in reversed(calls)])

@@ -23,9 +23,9 @@ from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.forward.sources import ROLES
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.live import page as live_page
-from pullfill.frontend.request_log import MAX_RECORDS, RequestLog
+from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime.probe import PLAIN
-from pullfill.snapshot import WorkerRow
+from pullfill.snapshot import MAX_RECORDS, WorkerRow
 from pullfill.wire import WorkerState
 
 NO_PREFILL = (

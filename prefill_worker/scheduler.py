@@ -307,12 +307,12 @@ class PrefillScheduler(SchedulerHalf):
             task.outstanding -= 1
         self._write_done(task, None)
 
-    def finished(self, request_id: str, tables: Any = ()) -> bool:
+    def finished(self, request: Any, tables: Any = ()) -> bool:
         """Note that vLLM is done with the request.
 
         Returns True if vLLM must keep its blocks until `StepReport.sent` names it."""
-        self._turns.give_back(request_id)
-        task = self.tasks.get(request_id)
+        self._turns.give_back(request.request_id)
+        task = self.tasks.get(request.request_id)
         if task is None:
             return False
         with task.lock:

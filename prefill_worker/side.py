@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -264,8 +264,8 @@ class PrefillService(Service):
             },
         }
 
-    def jobs(self) -> dict[str, Any]:
-        return {"held": msgspec.to_builtins(self.puller.held())}
+    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
+        return {"held": msgspec.to_builtins(self.puller.held())} if "jobs" in query else {}
 
     def refresh_metrics(self) -> None:
         self._credits.refresh_metrics()

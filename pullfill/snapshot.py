@@ -40,6 +40,12 @@ RECENT = 50
 # Most requests under way in one snapshot, the oldest.
 FLOWS = 120
 FAILED = "failed"
+# Finished requests that a frontend keeps, and a decode worker of those that no frontend sent.
+MAX_RECORDS = 10_000
+# Engine requests of one call that are kept. A beam search makes one for each beam and token.
+MAX_PARTS = 32
+# Calls that one id finds. A client may send all its requests with the same X-Request-Id.
+MAX_SAME = 20
 
 
 # ------------------------------------------------------------------------- what a worker tells
@@ -104,7 +110,9 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
 
     servers: the status of NATS and etcd, as this worker sees it.
     jobs, held: the open jobs of a decode worker, and those that a prefill worker has. Told only to
-    who asks for them.
+    who asks for them (`/status?jobs`).
+    request: what a decode worker knows of a request that no frontend of ours has sent
+    (`/status?request=ID`). None: nothing, or nobody has asked.
     pod: name of its Kubernetes pod. Empty: it runs in none.
     at: when the answer came, by the clock of this process."""
 
@@ -113,6 +121,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     queue: QueueStatus | None = None
     jobs: tuple[OpenJob, ...] = ()
     held: tuple[HeldJob, ...] = ()
+    request: Explained | None = None
     pod: str = ""
     at: float = msgspec.field(default_factory=SYSTEM_CLOCK.monotonic)
 
@@ -228,11 +237,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 class Explained(ExplainRecord, frozen=True, kw_only=True):
     """What `pullfill explain --json` and GET /pullfill/requests/ID show: a worker's record of a
-    request, and what its frontend adds.
+    request, and what its frontend adds. Without a frontend of ours: what the worker itself knows.
 
-    path: `unknown` if no worker has told of the request, `none` if it was not sent to one.
-    state: `running`, `answered`, `failed`, or `cancelled` by its client.
-    status: of HTTP. 0: no answer has begun.
+    path: `unknown` if no worker has told of the request, or its remote prefill has not ended.
+    `none` if it was not sent to a worker.
+    state: `running`, `answered`, `failed`, or `cancelled` by its client. Empty: not known.
+    status: of HTTP. 0: no answer has begun, or a worker tells this.
     error: what the client was told.
     arrived_at: when it came. 0 in `parts`.
     parts: its other prompts, choices or beams. more_parts: number of those that are not kept.
@@ -245,6 +255,17 @@ class Explained(ExplainRecord, frozen=True, kw_only=True):
     parts: tuple[Explained, ...] = ()
     more_parts: int = 0
     same_id: tuple[Explained, ...] = ()
+
+    @classmethod
+    def of(cls, record: ExplainRecord, **added: Any) -> Explained:
+        """Return a worker's record with what is added."""
+        return cls(**msgspec.structs.asdict(record) | added)
+
+    @staticmethod
+    def newest(calls: Sequence[Explained]) -> Explained:
+        """Return the first of these calls, the newest first, and in it the others."""
+        others = tuple(msgspec.structs.replace(one, parts=()) for one in calls[1:])
+        return msgspec.structs.replace(calls[0], same_id=others)
 
 
 class Stage(enum.StrEnum):

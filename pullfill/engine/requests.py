@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -154,6 +155,27 @@ def explain_error(output: Any, request: Any) -> None:
 
     if output.finish_reason == FinishReason.ERROR:
         output.stop_reason = grammars.why_ended(request)
+
+
+def names_of(request_id: str) -> tuple[str, str, str]:
+    """Return by which ids a request of vLLM's own server is known: the `id` of its answer, its
+    X-Request-Id, and this one.
+
+    `1_cmpl-x-0-1234abcd`, the second choice of the first prompt, is of the answer `cmpl-x`."""
+    answer = re.sub(r"\A\d+_|-[0-9a-f]{8}\Z", "", request_id)
+    if answer.startswith("cmpl-"):
+        answer = re.sub(r"-(\d+|[0-9a-f]{32}-beam-\d+)\Z", "", answer)
+    return answer, answer.partition("-")[2], request_id
+
+
+def end_of(request: Any) -> str:
+    """Return how a vLLM Request has ended: `answered`, `failed`, or `cancelled` by its client.
+    Empty: that is not known."""
+    reason = str(request.get_finished_reason())
+    if reason == "abort":
+        # vLLM's server also aborts a request when it finds a stop string.
+        return "" if getattr(request.sampling_params, "stop", None) else "cancelled"
+    return "failed" if reason == "error" else "answered"
 
 
 def utility_outputs(call_id: int, result: Any, failure: str | None) -> Any:

@@ -44,6 +44,10 @@ class View:
         running, waiting = self._scheduler.get_request_counts()
         return int(running), int(waiting)
 
+    def requests(self) -> list[Any]:
+        """Return vLLM's requests that are not finished. Any thread."""
+        return list(self._scheduler.requests.values())
+
     @property
     def free_blocks(self) -> int:
         """Number of blocks that no request holds, cached ones included. Any thread."""

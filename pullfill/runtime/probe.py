@@ -6,7 +6,7 @@ cluster.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -27,7 +27,7 @@ class ProbeServer:
     ready: returns whether the worker is ready, and details.
     status: returns load and state.
     refresh_metrics: called before the metrics are read.
-    jobs: returns what `/status?jobs` has besides.
+    more: takes the parameters of `/status?…`, and returns what it has besides.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class ProbeServer:
         ready: Callable[[], tuple[bool, dict[str, Any]]],
         status: Callable[[], dict[str, Any]],
         refresh_metrics: Callable[[], None] = lambda: None,
-        jobs: Callable[[], dict[str, Any]] = dict,
+        more: Callable[[Mapping[str, str]], dict[str, Any]] = lambda _: {},
     ) -> None:
         self._host = host
         self._ready = ready
         self._status = status
         self._refresh = refresh_metrics
-        self._jobs = jobs
+        self._more = more
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -84,5 +84,4 @@ class ProbeServer:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": PLAIN})
 
     async def _on_status(self, request: web.Request) -> web.Response:
-        jobs = self._jobs() if "jobs" in request.query else {}
-        return web.json_response({**self._status(), **jobs})
+        return web.json_response({**self._status(), **self._more(request.query)})

@@ -268,11 +268,11 @@ class ExplainRecord(Message, frozen=True, kw_only=True):
 
     request_id: str
     path: str
-    reason: str
+    reason: str = ""
     prompt_tokens: int
-    prefix_hit_tokens: int
-    remote_tokens: int
-    decode_instance: str
+    prefix_hit_tokens: int = 0
+    remote_tokens: int = 0
+    decode_instance: str = ""
     prefill_instance: str | None = None
     attempts: int = 0
     fallback: str | None = None

@@ -160,7 +160,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of(request).finished(request.request_id, block_ids), None
+        return self._of(request).finished(request, block_ids), None
 
     def has_pending_push_work(self) -> bool:
         return any(half.has_work for half in self._halves)

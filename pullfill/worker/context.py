@@ -96,7 +96,7 @@ class SchedulerHalf(Steps):
         """vLLM's `update_connector_output`."""
 
     @abstractmethod
-    def finished(self, request_id: str, tables: Tables) -> bool:
+    def finished(self, request: Any, tables: Tables) -> bool:
         """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
 
 

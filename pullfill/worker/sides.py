@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -72,8 +72,8 @@ class Service(Protocol):
     def status(self) -> dict[str, Any]:
         """Further entries of /status."""
 
-    def jobs(self) -> dict[str, Any]:
-        """Further entries of /status?jobs: `jobs`, `held` (pullfill/snapshot.py)."""
+    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Further entries of /status?jobs and /status?request=ID: see `Report`."""
 
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets. Also while the side rests."""

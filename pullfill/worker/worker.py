@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -102,7 +102,7 @@ class Worker:
         sides = [Side(role, as_role) for role in self._roles]
         self._switch = Switch(sides, self._first.name, options.drain_timeout_s)
         probe = ProbeServer(
-            options.host, self._ready, self._status, self._refresh_metrics, self._jobs
+            options.host, self._ready, self._status, self._refresh_metrics, self._more
         )
         await probe.start(options.http_port)
         parts.push_async_callback(probe.stop)
@@ -238,8 +238,8 @@ class Worker:
                 load["switch"] = self._switch.told
         return {"state": self._shown_state, "pod": pod_name(), **status, "load": load}
 
-    def _jobs(self) -> dict[str, Any]:
-        return {key: told for one in self._switch.services for key, told in one.jobs().items()}
+    def _more(self, query: Mapping[str, str]) -> dict[str, Any]:
+        return {key: told for one in self._switch.services for key, told in one.more(query).items()}
 
     def _refresh_metrics(self) -> None:
         metrics.RESTARTS.set(restarts_so_far())

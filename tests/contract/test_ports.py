@@ -101,8 +101,8 @@ class Probe(SchedulerHalf):
     def allocated(self, request: Any, tables: Any, external_tokens: int) -> None:
         self.placed.add(request.request_id)
 
-    def finished(self, request_id: str, tables: Any) -> bool:
-        return request_id in self.keeps
+    def finished(self, request: Any, tables: Any) -> bool:
+        return request.request_id in self.keeps
 
     def before_step(self) -> StepReport:
         self.turns += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -133,8 +134,20 @@ def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: O
     assert stock.remote() - before == len(LENGTHS) - 1, "one token is computed where it is sampled"
     # Its own prefix cache is a hit, and a prefill worker reads it.
     longer = [prompt + random_prompt(300, seed=51) for prompt in prompts]
-    assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-5)
+    answers = stock.ask_all(longer)
+    assert_right(oracle, longer, answers, STEPS, 1e-5)
     assert stock.remote() - before == 2 * len(LENGTHS) - 1
+    # Its clients know an answer by its id. No frontend does, but the worker.
+    done = pullfill(stock.cluster, "explain", answers[-1].request_id, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    (prefill,) = stock.cluster.of("prefill")
+    assert (told["state"], told["path"]) == ("answered", "remote")
+    assert (told["decode_instance"], told["prefill_instance"]) == (
+        stock.instance_id, prefill.instance_id
+    )  # fmt: skip
+    for stage in ("queue", "prefill", "kv_write", "commit", "first_token"):
+        assert told["timings_ms"][stage] is not None, stage
 
 
 @pytest.mark.long

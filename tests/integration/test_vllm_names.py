@@ -295,8 +295,8 @@ class Half:
     def allocated(self, request: Any, tables: Any, external: int) -> None:
         self.requests.append(("allocated", request.request_id))
 
-    def finished(self, request_id: str, tables: Any) -> bool:
-        self.requests.append(("finished", request_id))
+    def finished(self, request: Any, tables: Any) -> bool:
+        self.requests.append(("finished", request.request_id))
         return self.name == "prefill"
 
     def scheduled(self, output: Any) -> StepReport:

@@ -243,7 +243,7 @@ class KvEngine:
         run.state = "waiting"
 
     def _finish(self, run: _Run) -> None:
-        keep = self.side.finished(run.task.request_id)
+        keep = self.side.finished(run.request)
         run.state = "finished"
         if not keep:
             self._free(run)
@@ -252,7 +252,7 @@ class KvEngine:
         run = self._runs.get(task.request_id)
         if run is not None and run.state != "finished":
             reading, run.aborted = run.state == "reading", True
-            keep = self.side.finished(task.request_id)
+            keep = self.side.finished(run.request)
             assert not (reading and keep), "freed by the report of the read"
             run.state = "finished"
             if not keep and not reading:

@@ -37,7 +37,7 @@ async def probe() -> AsyncIterator[tuple[dict[str, bool], ProbeServer]]:
         "127.0.0.1",
         lambda: (state["ready"], {"degraded": False}),
         lambda: {"state": "ready"},
-        jobs=lambda: {"jobs": [1]},
+        more=dict,
     )
     await server.start()
     yield state, server
@@ -56,7 +56,8 @@ async def test_routes(probe: tuple[dict[str, bool], ProbeServer]) -> None:
     state["ready"] = False
     assert (await _get(f"{server.url}/ready"))[0] == 503
     assert await _get(f"{server.url}/status") == (200, '{"state": "ready"}')
-    assert await _get(f"{server.url}/status?jobs") == (200, '{"state": "ready", "jobs": [1]}')
+    more = '{"state": "ready", "jobs": "", "request": "a/b"}'
+    assert await _get(f"{server.url}/status?jobs&request=a%2Fb") == (200, more)
     page = (await _get(f"{server.url}/metrics"))[1]
     assert "pullfill_claim_total" in page
     assert "_created" not in page, "it would double the number of series"

@@ -262,12 +262,3 @@ def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
         )  # fmt: skip
     assert [job.urgency for job in rig.published] == list(Urgency)
     assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_record_ends_with_its_request_where_no_server_ends_it(ends: bool) -> None:
-    """Else stock vLLM would keep the record of each request for ever."""
-    rig = Rig(end_records=ends)
-    rig.send(3 * BLOCK)
-    rig.side.request_finished("r")
-    assert (rig.traces.finish("r") is None) is ends

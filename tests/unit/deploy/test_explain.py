@@ -13,11 +13,13 @@ from rich.console import Console
 
 from pullfill import wire
 from pullfill.config import ClusterRef
+from pullfill.deploy import explain as command
 from pullfill.deploy.explain import explain, trace
 from pullfill.deploy.local_servers import free_port
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.snapshot import Explained
 from tests.support.http_stub import serving
+from tests.support.workers import record
 
 REMOTE = Explained(
     request_id="cmpl-1", path="remote", reason="long_prompt", prompt_tokens=2000,
@@ -34,6 +36,7 @@ def _text(record: Explained) -> str:
     return said.get()
 
 
+NOWHERE_URL = "http://127.0.0.1:1"
 NOWHERE = {"path": "none", "decode_instance": "", "reason": "", "timings_ms": wire.Timings()}
 PART = msgspec.structs.replace(REMOTE, request_id="1_cmpl-1")
 SAME = msgspec.structs.replace(REMOTE, state="failed", status=500, error="broken")
@@ -79,7 +82,7 @@ def test_the_trace_says_all_that_is_known() -> None:
         ({}, "2000 tokens = 512 cached + 1487 prefilled remotely + 1 locally"),
         ({"path": "local", "fallback": "timeout"}, "done locally: timeout"),
         (
-            {"state": "failed", "status": 200, "error": "lost", "path": "unknown"},
+            {"state": "failed", "status": 200, "error": "lost", "path": "unknown", "reason": ""},
             "failed (after its answer had begun): lost\n  its decode worker has not told",
         ),
         (
@@ -87,6 +90,8 @@ def test_the_trace_says_all_that_is_known() -> None:
             "failed (HTTP 429): 9 are being served\n  sent to no decode worker\n",
         ),
         ({"state": "cancelled"}, "its client left"),
+        ({"state": "failed"}, "  failed: no reason is known\n"),
+        ({"path": "unknown"}, "its remote prefill has not ended (reason: long_prompt)"),
     ],
 )
 def test_requests_that_went_another_way(changes: dict[str, Any], said: str) -> None:
@@ -108,8 +113,31 @@ class TestAsking:
             assert json.loads(capsys.readouterr().out) == told
             assert explain(ref, "cmpl-1/", as_json=False) == 0
             assert "by a prefill worker" in capsys.readouterr().out
-            with pytest.raises(ConfigError, match="no frontend knows request 'cmpl-2'"):
+            with pytest.raises(
+                ConfigError, match="no frontend and no decode worker knows request 'cmpl-2'"
+            ):
                 explain(ref, "cmpl-2", as_json=False)
+
+    def test_a_decode_worker_tells_what_no_frontend_knows(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = json.loads(msgspec.json.encode(REMOTE))
+        known = {"request": told}, {}
+        with (
+            serving(lambda *_: (404, {})) as frontend,
+            serving(lambda path, _: (200, known["cmpl-1%2F" not in path])) as url,
+        ):
+            members = [record("decode-1", http=url), record("prefill-1", http=NOWHERE_URL)]
+            monkeypatch.setattr(command, "ask_etcd", lambda *_, **__: members)
+            for urls in ((frontend,), ("",)):
+                assert explain(_cluster(tmp_path, *urls), "cmpl-1/", as_json=True) == 0
+                assert json.loads(capsys.readouterr().out) == told
+            members.append(record("decode-2", http=NOWHERE_URL))
+            with pytest.raises(ConfigError, match=r"no decode worker knows.*decode-2 does not"):
+                explain(_cluster(tmp_path, frontend), "cmpl-2", as_json=False)
+            del members[0]
+            with pytest.raises(UnavailableError, match=r"neither.*decode-2 does not answer"):
+                explain(_cluster(tmp_path, ""), "cmpl-2", as_json=False)
 
     def test_a_frontend_that_wants_a_key_says_so(self, tmp_path: Path) -> None:
         with (

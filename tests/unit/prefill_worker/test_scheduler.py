@@ -100,7 +100,7 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     engine.admit()
     engine.run(2 * BLOCK)
     engine.run(2 * BLOCK)
-    assert engine.side.finished("j.1") is True
+    assert engine.side.finished(engine.request) is True
     engine.transfer_worker.finish()
     assert not engine.side.has_work, "one copy still reads the blocks"
     engine.transfer_worker.finish()
@@ -119,7 +119,7 @@ def test_what_ended_between_two_steps_is_told_between_them() -> None:
     assert engine.side.before_step() == StepReport({"j.1"})
     assert not engine.side.has_work
     assert engine.run(4 * BLOCK).loaded == set()
-    assert engine.side.finished("j.1") is True
+    assert engine.side.finished(engine.request) is True
     engine.transfer_worker.flush()
     assert engine.side.before_step() == StepReport(sent={"j.1"})
     assert engine.side.before_step() == StepReport()
@@ -134,7 +134,7 @@ def test_the_last_copy_ending_as_the_request_does() -> None:
     engine.run(2 * BLOCK)
     copy = engine.transfer_worker.queue.pop()
     copy.task.outstanding -= 1
-    assert engine.side.finished("j.1") is False
+    assert engine.side.finished(engine.request) is False
     copy.done(copy.task, None)
     assert engine.run(0).sent == set(), "freed already"
 
@@ -144,7 +144,7 @@ def test_abort_while_reading() -> None:
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
     engine.admit()
     engine.task.cancel()
-    assert engine.side.finished("j.1") is False
+    assert engine.side.finished(engine.request) is False
     assert len(engine.ends) == 1
     engine.side.tasks.pop("j.1")
     engine.transfer_worker.finish(Fenced("revoked"))
@@ -158,7 +158,7 @@ def test_abort_while_writing() -> None:
     engine.admit()
     engine.run(2 * BLOCK)
     engine.task.cancel()
-    assert engine.side.finished("j.1") is True
+    assert engine.side.finished(engine.request) is True
     engine.side.tasks.pop("j.1")
     assert engine.run(0).sent == set()
     engine.transfer_worker.finish(Fenced("revoked"))
@@ -173,7 +173,7 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.admit()
     engine.run(2 * BLOCK)
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
-    assert engine.side.finished("j.1") is True
+    assert engine.side.finished(engine.request) is True
     assert engine.run(0).sent == {"j.1"}
 
 
@@ -183,7 +183,7 @@ def test_requests_of_others_are_left_alone() -> None:
     assert engine.side.matched(stranger, 0) == (0, False)
     engine.side.allocated(stranger, [[1]], 0)
     assert engine.side.scheduled(step({"x": 3}, ["x"])) == StepReport()
-    assert engine.side.finished("x") is False
+    assert engine.side.finished(FakeRequest("x", None)) is False
 
 
 # ------------------------------------------------------------------ steps that still run
@@ -230,7 +230,7 @@ def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
     engine.side.scheduled(step({"other": 1}))
     engine.admit()
     engine.task.cancel()
-    assert engine.side.finished("j.1") is False, "freed when the read is reported"
+    assert engine.side.finished(engine.request) is False, "freed when the read is reported"
     engine.side.step_done()
     engine.transfer_worker.finish(Fenced("cancelled"))
     report = engine.run(0)
@@ -243,7 +243,7 @@ def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> 
     engine = Engine(2 * BLOCK)
     engine.admit()
     engine.side.scheduled(step({"j.1": 2 * BLOCK}))
-    assert engine.side.finished("j.1") is True
+    assert engine.side.finished(engine.request) is True
     engine.side.step_done()
     assert not engine.side.has_work, "the write has only begun"
     engine.transfer_worker.finish()

@@ -56,7 +56,7 @@ class Engine:
             request.num_computed_tokens += tokens
             if request.num_computed_tokens >= request.num_tokens:
                 self.running.remove(name)
-                self.side.finished(name)
+                self.side.finished(request)
         self.steps.append(scheduled)
         self.reading -= report.loaded
 
@@ -166,7 +166,7 @@ def test_an_aborted_prompt_gives_its_turn_back() -> None:
     task = engine.side.tasks["a"]
     task.cancel()
     engine.running.remove("a")
-    engine.side.finished("a")
+    engine.side.finished(engine.requests["a"])
     del engine.side.tasks["a"]
     engine.step()
     assert engine.steps == [{"a": 7}, {"b": STEP}]

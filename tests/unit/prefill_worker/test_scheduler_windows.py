@@ -312,7 +312,7 @@ class Handoff:
             self._step(computed, min(self.case.chunk, tokens - computed))
             if self.ends:
                 break
-        if not self.side.finished(task.request_id):
+        if not self.side.finished(self.request):
             self.prefill.end()
         self.link.flush()
         if self.prefill.tables[0]:

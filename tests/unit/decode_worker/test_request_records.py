@@ -1,0 +1,133 @@
+"""A decode worker keeps the records of requests that no frontend of ours has sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pullfill.decode_worker import request_trace
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.decode_worker.request_trace import RequestTraces
+from pullfill.decode_worker.rules import Decision, Situation
+from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler, JobBlocks
+from pullfill.errors import Outcome
+from pullfill.snapshot import MAX_PARTS, Explained
+from tests.support.fakes import situation, unmeasured
+from tests.support.loopback import LoopbackFences
+
+
+class Rig:
+    """A decode worker, and the clients of the server beside it. theirs: requests of frontends."""
+
+    def __init__(self) -> None:
+        self.traces = RequestTraces("decode-1")
+        self.inside: dict[str, Any] = {}
+        self.theirs: set[str] = set()
+        self.half = DecodeHalf()
+        self.half.begin(
+            DecodeScheduler(
+                JobBlocks(16), Ledger(LoopbackFences(8), incarnation="i"),
+                situation=situation, publish=lambda _: None, traces=self.traces,
+                meter=unmeasured(), of_frontend=self.theirs.__contains__,
+            )
+        )  # fmt: skip
+        self.now = 0.0
+
+    def send(self, request_id: str, *, remote: bool = False, stop: tuple[str, ...] = ()) -> None:
+        self.inside[request_id] = SimpleNamespace(
+            request_id=request_id, arrival_time=self.now, num_prompt_tokens=100,
+            sampling_params=SimpleNamespace(stop=stop),
+        )  # fmt: skip
+        if remote:
+            decision = Decision(True, "long_prompt")
+            self.traces.decided(request_id, Situation(100, 0), decision)
+
+    def end(self, request_id: str, reason: str = "stop") -> None:
+        request = self.inside.pop(request_id)
+        request.get_finished_reason = lambda: reason
+        self.half.finished(request, ())
+
+    def serve(self, *request_ids: str, reason: str = "stop") -> None:
+        """All of them are of one call."""
+        self.now += 1.0
+        for request_id in request_ids:
+            self.send(request_id, remote=True)
+        for request_id in request_ids:
+            self.traces.settled(request_id, Outcome.COMMITTED)
+            self.end(request_id, reason)
+
+    def find(self, name: str) -> Explained | None:
+        return self.traces.find(name, list(self.inside.values()))
+
+    def known(self, name: str) -> Explained:
+        found = self.find(name)
+        assert found is not None, name
+        return found
+
+
+@pytest.mark.essential
+def test_a_request_that_no_frontend_sent_is_known_by_the_ids_that_its_client_has() -> None:
+    rig = Rig()
+    rig.theirs.add("cmpl-theirs-0-1234abcd")
+    rig.serve("cmpl-x-1-0-1234abcd")
+    rig.serve("chatcmpl-x-2-1234abcd", "cmpl-theirs-0-1234abcd")
+    for name in ("cmpl-x-1", "x-1", "cmpl-x-1-0-1234abcd"):
+        told = rig.known(name)
+        assert (told.request_id, told.path, told.state) == (name, "remote", "answered")
+        assert (told.decode_instance, told.arrived_at, told.parts) == ("decode-1", 1.0, ())
+    assert rig.known("x-2").arrived_at == rig.known("chatcmpl-x-2").arrived_at == 2.0
+    for name in ("x", "cmpl-x", "chatcmpl-x", "theirs", "cmpl-theirs-0-1234abcd"):
+        assert rig.find(name) is None, name
+    assert rig.traces.finish("cmpl-theirs-0-1234abcd"), "the request server gives it the frontend"
+
+
+def test_prompts_choices_and_beams_are_parts_and_the_same_id_again_is_another_call() -> None:
+    rig = Rig()
+    rig.serve(*(f"{choice}_cmpl-x-{prompt}-0000000a" for prompt in (0, 1) for choice in (0, 1)))
+    told = rig.known("cmpl-x")
+    assert [part.request_id[:10] for part in told.parts] == [
+        "1_cmpl-x-0",
+        "0_cmpl-x-1",
+        "1_cmpl-x-1",
+    ]
+    rig.serve("cmpl-x-0-0000000b", reason="error")
+    told = rig.known("cmpl-x")
+    assert (told.state, told.parts) == ("failed", ())
+    (before,) = told.same_id
+    assert (before.state, before.arrived_at, before.parts) == ("answered", 1.0, ())
+    rig.serve(*(f"cmpl-y-{'0' * 32}-beam-{beam}-0000000c" for beam in range(MAX_PARTS + 2)))
+    told = rig.known("y")
+    assert (len(told.parts), told.more_parts) == (MAX_PARTS - 1, 2)
+    assert "-beam-1-" in told.parts[0].request_id
+
+
+def test_a_request_that_runs_is_told_as_far_as_it_has_come() -> None:
+    rig = Rig()
+    rig.send("chatcmpl-x-0000000a")
+    told = rig.known("x")
+    assert (told.state, told.path, told.prompt_tokens) == ("running", "unknown", 100)
+    rig.traces.decided("chatcmpl-x-0000000a", Situation(100, 0), Decision(True, "long_prompt"))
+    assert (rig.known("x").path, rig.known("x").reason) == ("unknown", "long_prompt")
+    rig.traces.settled("chatcmpl-x-0000000a", Outcome.COMMITTED)
+    assert (rig.known("x").state, rig.known("x").path) == ("running", "remote")
+    rig.end("chatcmpl-x-0000000a", "abort")
+    assert rig.known("x").state == "cancelled"
+
+
+def test_an_abort_after_which_nobody_knows_whether_the_answer_was_complete() -> None:
+    """vLLM's server looks for stop strings, and aborts the request when it finds one."""
+    rig = Rig()
+    rig.send("cmpl-x-0-0000000a", remote=True, stop=("END",))
+    rig.end("cmpl-x-0-0000000a", "abort")
+    assert rig.known("x").state == ""
+
+
+def test_the_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "MAX_RECORDS", 2)
+    rig = Rig()
+    rig.serve("cmpl-a-0-0000000a", "cmpl-b-0-0000000a", f"cmpl-{'x' * 9000}-0-0000000a")
+    rig.serve("cmpl-c-0-0000000a")
+    assert [name for name in "abc" if rig.find(name)] == ["b", "c"]
+    assert rig.find("x" * 9000) is None, "clients choose the ids"
