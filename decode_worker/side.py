@@ -307,9 +307,6 @@ class DecodeSide(Service):
     def reasons(self) -> list[str]:
         return self.outlook.reasons()
 
-    def told(self) -> dict[str, Any]:
-        return {}
-
     def status(self) -> dict[str, Any]:
         load = load_of(
             self.engine,

@@ -244,9 +244,6 @@ class PrefillService(Service):
             reasons.append("connected to no decode worker")
         return reasons
 
-    def told(self) -> dict[str, Any]:
-        return {"decode": self._links.connected}
-
     def status(self) -> dict[str, Any]:
         budget = self._budget
         return {

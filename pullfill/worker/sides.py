@@ -66,9 +66,6 @@ class Service(Protocol):
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
 
-    def told(self) -> dict[str, Any]:
-        """Further entries of /ready."""
-
     def status(self) -> dict[str, Any]:
         """Further entries of /status."""
 

@@ -214,11 +214,9 @@ class Worker:
         services, switch = self._switch.services, self._switch
         reasons = [reason for service in services for reason in service.reasons()]
         reasons += [*self._checking, *([f"it {switch.told}"] if switch.told else [])]
-        told: dict[str, Any] = {"role": switch.roles} if self._elastic else {}
-        for service in services:
-            told |= service.told()
-        told |= {"degraded": bool(reasons), "reasons": reasons}
-        detail = {"state": self._shown_state, **told, **self._guard.detail()}
+        detail: dict[str, Any] = {"role": switch.roles} if self._elastic else {}
+        detail |= {"state": self._shown_state, "degraded": bool(reasons), "reasons": reasons}
+        detail |= self._guard.detail()
         # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.
         checked = any(
             s.service.checking() for s in switch.sides if s.name == "decode" and s.service
