@@ -17,8 +17,8 @@ from pullfill.deploy.state import StateDir
 from pullfill.deploy.top import screen
 from pullfill.errors import ConfigError
 from pullfill.net.security import FrontendSecurity, Security
-from pullfill.snapshot import Flow, LiveSnapshot, Stage, WorkerRow
-from pullfill.wire import ServerStatus
+from pullfill.snapshot import Cluster, Flow, LiveSnapshot, Stage, WorkerRow
+from pullfill.wire import QueueStatus, ServerStatus
 from tests.support.live_script import DECODE, PREFILL, ScriptedLive, serving
 
 ADMIN = "admin-key-0123456789"
@@ -83,6 +83,21 @@ def test_a_frontend_that_goes_away_is_looked_for_again(tmp_path: Path) -> None:
     assert last.frontend == first.frontend
     with closing(snapshots), serving(int(url.rpartition(":")[2])):
         assert next(found for found, why in snapshots if not why).at > last.at
+
+
+def test_without_a_frontend_it_shows_what_the_workers_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = WorkerRow(instance_id="decode-1", role="decode", state="ready", model="m", running=3)
+    queue = QueueStatus(depth_jobs=2, depth_tokens=900)
+    told = msgspec.to_builtins(Cluster(workers=(row,), queue=queue))
+    monkeypatch.setattr(command, "frontend_urls", lambda _: ())
+    monkeypatch.setattr(command, "from_registry", lambda _: told)
+    assert command.top(ref(tmp_path), once=True) == 0
+    said = capsys.readouterr().out
+    for part in ("m as workers tell", "no frontend is known", "2 jobs, 900 tokens", "decode-1"):
+        assert part in said
+    assert "TTFT" not in said, "only a frontend knows it"
 
 
 # ------------------------------------------------------------------ the screen
