@@ -292,7 +292,7 @@ class RequestTraces:
     def find(self, name: str, running: Iterable[Any]) -> Explained | None:
         """Return the newest call with this id, and those before it. None: none is known.
 
-        Any thread. Takes 1 ms for MAX_RECORDS.
+        Any thread. Takes milliseconds for MAX_RECORDS.
 
         running: vLLM's Requests that are not over. One that ends meanwhile may be found twice."""
         open_ = [self._so_far(one) for one in running if name in one.request_id]

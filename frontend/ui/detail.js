@@ -104,7 +104,8 @@ function underWay(flow) {
 }
 
 function record(told, row, room) {
-  const path = told.path === "none" ? "sent to no decode worker" : told.path === "unknown" ? "its decode worker has not told"
+  const unknown = told.reason ? "its remote prefill has not ended" : "its decode worker has not told";
+  const path = told.path === "none" ? "sent to no decode worker" : told.path === "unknown" ? unknown
     : told.path === "remote" ? "prefilled by a prefill worker" : told.fallback
     ? `sent to be prefilled remotely, then done locally: ${told.fallback}` : "prefilled by the decode worker itself";
   const predicted = told.predicted_ms ?? {};
