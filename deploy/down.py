@@ -21,7 +21,7 @@ from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy.members import etcd_of, workers
 from pullfill.deploy.state import Locked, StateDir, is_alive, send, start_time, tagged
 from pullfill.deploy.view import ProcessView, SteadyConsole
-from pullfill.errors import ConfigError, PullfillError
+from pullfill.errors import PullfillError
 from pullfill.net.this_host import host_id, shm_dir
 from pullfill.options import Flag
 
@@ -51,11 +51,11 @@ async def down(
     for sig in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(sig, hurry.set)
     async with _locked(state, timeout_s):
-        entries = await _entries(state)
-        if not entries and state.launch() is None:
+        if (cluster := state.cluster()) is None:
             click.echo(f"nothing runs from {state.path}")
             state.clear()
             return 0
+        entries = cluster.processes
         strangers = await _by_hand(state, entries)
         live = [entry for entry in entries if is_alive(entry)]
         with ProcessView(SteadyConsole(), "stopping pullfill") as view:
@@ -87,24 +87,17 @@ async def _locked(state: StateDir, timeout_s: float | None) -> AsyncIterator[Non
                 state.refuse_foreign()  # it may have been written meanwhile
                 break
             except Locked:
-                waited = time.monotonic() - began
-                if waited > 2 * (_drain_s(_recorded(state), timeout_s) + 3 * GRACE_S):
+                waited, cluster = time.monotonic() - began, state.readable()
+                processes = cluster.processes if cluster else []
+                if waited > 2 * (_drain_s(processes, timeout_s) + 3 * GRACE_S):
                     raise
-            launch = state.launch()
             # A supervisor that restarts a process holds the lock for less than half a second.
-            if launch and not told and waited > 0.5 and not state.stopping():
-                pid = launch.supervisor.pid
-                click.echo(f"stopping the `pullfill up` that is starting (pid {pid})")
-                told = send(launch.supervisor, signal.SIGTERM)
+            if cluster and not told and waited > 0.5 and not state.stopping():
+                up = cluster.supervisor
+                click.echo(f"stopping the `pullfill up` that is starting (pid {up.pid})")
+                told = send(up, signal.SIGTERM)
             await asyncio.sleep(0.1)
         yield
-
-
-def _recorded(state: StateDir) -> list[ProcessEntry]:
-    with suppress(ConfigError):  # damaged
-        if cluster := state.cluster():
-            return cluster.processes
-    return []
 
 
 async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tuple[str, int]]:
@@ -118,18 +111,6 @@ async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tup
         return []
     here = [r for r in records if r.host_id == host_id() and r.pid not in ours]
     return [(r.instance_id, r.pid) for r in here if start_time(r.pid) is not None]
-
-
-async def _entries(state: StateDir) -> list[ProcessEntry]:
-    """Return the recorded processes. If the record is damaged, kill all and return none."""
-    try:
-        cluster = state.cluster()
-    except ConfigError as exc:
-        launch = state.launch()
-        count = await _kill_stragglers(launch.cluster_id) if launch else 0
-        click.echo(f"{exc}; killed {count} process(es) of it, found by their environment")
-        return []
-    return cluster.processes if cluster else []
 
 
 # --------------------------------------------------------------------------- in order
@@ -153,13 +134,13 @@ async def take_down(
     force: asked often. True: do not wait for the deadlines."""
     # The supervisor sees the mark, and leaves the other processes to this function.
     state.mark_stopping()
-    launch = state.launch()
-    other = launch.supervisor if launch and launch.supervisor.pid != os.getpid() else None
+    cluster = state.readable()
+    other = cluster.supervisor if cluster and cluster.supervisor.pid != os.getpid() else None
     if other is not None:
         send(other, signal.SIGTERM)
     killed = await stop_in_order(entries, view, drain_s, force)
-    if launch is not None:
-        await _kill_stragglers(launch.cluster_id)
+    if cluster is not None:
+        await _kill_stragglers(cluster.cluster_id)
     gone = [entry for entry in entries if not is_alive(entry)]
     remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
     if len(gone) == len(entries):
@@ -244,15 +225,14 @@ async def stop_phase(
         await asyncio.sleep(0.05)
 
 
-async def _kill_stragglers(cluster_id: str) -> int:
-    """Kill all processes of this cluster that still run, and wait. Return how many there were."""
+async def _kill_stragglers(cluster_id: str) -> None:
+    """Kill all processes of this cluster that still run, and wait."""
     # They are found by the cluster's id in their environment. `up` may have started one without
     # recording it, or a worker that was killed may have left one.
     killed = [process for process in tagged(cluster_id) if send(process, signal.SIGKILL)]
     deadline = time.monotonic() + GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.05)
-    return len(killed)
 
 
 def remove_shared_memory(instances: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from pullfill.config import ClusterRef
+from pullfill.config import ClusterRef, ProcessId
 from pullfill.deploy.members import (
     AsJson,
     LongestWait,
@@ -24,7 +24,7 @@ from pullfill.deploy.members import (
     http_get,
     workers,
 )
-from pullfill.deploy.state import ProcessId, identify, is_alive
+from pullfill.deploy.state import identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
 from pullfill.options import Flag

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pullfill.config import ClusterRef, split_urls
+from pullfill.config import ClusterFile, ClusterRef, split_urls
 from pullfill.deploy import accelerator, machine, plan, vllm_flags
 from pullfill.deploy.local_servers import check_port, port_problem, split_url
-from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
 from pullfill.net.security import Security
@@ -157,10 +157,10 @@ def _prepare(
     vllm_flags.check(vllm_args)
     machine.refuse_wrong_packages()
     ref = cluster.find()
-    launch = None
+    here = None
     if ref.state_dir is not None and not (cluster.etcd and cluster.nats):
-        launch = StateDir(ref.state_dir).launch()
-    model, arguments = _model_and_flags(role, options.model, vllm_args, launch)
+        here = StateDir(ref.state_dir).readable()
+    model, arguments = _model_and_flags(role, options.model, vllm_args, here)
     plan.check_model(model)
     if model == plan.DEMO:
         log = plan.demo_directory().parent / "demo-model.log"
@@ -170,18 +170,18 @@ def _prepare(
 
 
 def _model_and_flags(
-    role: str, given: str, vllm_args: Sequence[str], launch: Launch | None
+    role: str, given: str, vllm_args: Sequence[str], here: ClusterFile | None
 ) -> tuple[str, list[str]]:
     """Return the model, and the vLLM flags.
 
     given: the value of `--model`. Empty: that of the local cluster."""
-    model = given or (launch.model if launch else "")
+    model = given or (here.model if here else "")
     if not model:
         raise ConfigError("which model? Give --model PATH, the same as the cluster's")
     # A worker that joins the local cluster gets the flags that the cluster was started with. With
     # another dtype or block size it could not exchange KV.
-    if launch is not None and plan.resolve_model(model) == plan.resolve_model(launch.model):
-        return model, [*launch.engine_args, *launch.role_args.get(role, []), *vllm_args]
+    if here and here.model and plan.resolve_model(model) == plan.resolve_model(here.model):
+        return model, [*here.engine_args, *here.role_args.get(role, []), *vllm_args]
     base: list[str] = []
     if model == plan.DEMO:
         base = plan.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)

@@ -1,7 +1,7 @@
 """The state directory of a local cluster, and the processes that are recorded there.
 
-    cluster.json    addresses and processes
-    launch.json     how `up` started it: a worker started by hand gets the same model and flags
+    cluster.json    addresses, processes, and how `up` started it: a worker started by hand gets the
+                    same model and flags
     lock            held while `up` or `down` works
     stopping        is there while `down` stops the processes
     ID.leaving      this worker or frontend was told to leave, or has left by itself
@@ -21,7 +21,6 @@ import signal
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
@@ -34,27 +33,16 @@ from pullfill.config import (
     ClusterFile,
     NoCluster,
     ProcessEntry,
+    ProcessId,
     read_cluster_file,
 )
 from pullfill.errors import ConfigError, NotNow
-from pullfill.net.this_host import is_own_space, pid_space
+from pullfill.net.this_host import is_own_space
 
 # --------------------------------------------------------------------------- processes
 
 # Set in every child of `pullfill up`, to find those that are not recorded.
 CLUSTER_ENV = "PULLFILL_CLUSTER_ID"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """One process, also if its pid is used again later, in its boot and pid namespace.
-
-    started: clock ticks since boot, field 22 of /proc/PID/stat.
-    space: as of `this_host.pid_space`."""  # records may lie on a disk that several hosts share
-
-    pid: int
-    started: int
-    space: str = field(default_factory=pid_space)
 
 
 def start_time(pid: int) -> int | None:
@@ -173,27 +161,11 @@ def exit_words(code: int) -> str:
 
 # --------------------------------------------------------------------------- the directory
 
-LAUNCH_FILE = "launch.json"
 STOPPING_FILE = "stopping"
 
 
 class Locked(NotNow):
     """Another `up` or `down` works on the directory now."""
-
-
-class Launch(msgspec.Struct, kw_only=True, frozen=True):
-    """How `up` started the cluster.
-
-    cluster_id: is in the environment of every child.
-    engine_args, role_args: vLLM flags of every process, and those of one role besides.
-    supervisor: the `up` that restarts processes. It may have ended."""
-
-    cluster_id: str
-    model: str
-    engine_args: list[str] = []
-    role_args: dict[str, list[str]] = {}
-    supervisor: ProcessId = ProcessId(0, 0, "")
-    restart: bool = True
 
 
 class StateDir:
@@ -257,17 +229,23 @@ class StateDir:
             return None
 
     def write_cluster(self, cluster: ClusterFile) -> None:
-        _replace(self.path / CLUSTER_FILE, cluster)
-
-    def launch(self) -> Launch | None:
-        """Return how the cluster was started. None: the file is missing or damaged."""
+        path = self.path / CLUSTER_FILE
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        # Flags for vLLM may hold a key (--api-key): for this user only.
         try:
-            return msgspec.json.decode((self.path / LAUNCH_FILE).read_bytes(), type=Launch)
-        except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
-            return None
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(cluster)) + b"\n")
+            temporary.replace(path)
+        except OSError:  # e.g. a full disk
+            temporary.unlink(missing_ok=True)
+            raise
 
-    def write_launch(self, launch: Launch) -> None:
-        _replace(self.path / LAUNCH_FILE, launch)
+    def readable(self) -> ClusterFile | None:
+        """Return the content of cluster.json. None: there is none, or it cannot be read."""
+        with suppress(ConfigError):
+            return self.cluster()
+        return None
 
     def live(self) -> list[ProcessEntry]:
         """Return the recorded processes that still run."""
@@ -277,17 +255,15 @@ class StateDir:
     def refuse_foreign(self) -> None:
         """Raise ConfigError if the record is of another host, boot or container."""
         # Its pids are not valid here, so nobody can tell what still runs.
-        launch, spaces = self.launch(), list[str]()
-        with suppress(ConfigError):  # damaged
-            cluster = self.cluster()
-            spaces = [entry.space for entry in cluster.processes] if cluster else []
-        for space in [launch.supervisor.space if launch else "", *spaces]:
+        cluster = self.readable()
+        entries = [entry.space for entry in cluster.processes] if cluster else []
+        for space in [cluster.supervisor.space, *entries] if cluster else []:
             if not is_own_space(space):
                 raise ConfigError(
                     f"the cluster of {self.path} was started on host {space.partition('/')[0]}, "
                     "which is another one, or another container, or was restarted since: run this "
-                    f"command there. If nothing of it runs any more, delete {CLUSTER_FILE} and "
-                    f"{LAUNCH_FILE} in that directory"
+                    f"command there. If nothing of it runs any more, delete {CLUSTER_FILE} in that "
+                    "directory"
                 )
 
     def refuse_if_live(self) -> None:
@@ -295,9 +271,9 @@ class StateDir:
         does."""
         self.refuse_foreign()
         running = [f"{entry.name} (pid {entry.pid})" for entry in self.live()]
-        launch = self.launch()
-        if not running and launch is not None and is_alive(launch.supervisor):
-            running = [f"its supervisor (pid {launch.supervisor.pid})"]
+        cluster = self.cluster()
+        if not running and cluster and is_alive(cluster.supervisor):
+            running = [f"its supervisor (pid {cluster.supervisor.pid})"]
         if running:
             where = quote(str(self.path))
             raise ConfigError(
@@ -327,21 +303,8 @@ class StateDir:
 
     def clear(self) -> None:
         """Remove the records of the cluster. Logs stay."""
-        for name in (CLUSTER_FILE, LAUNCH_FILE, STOPPING_FILE):
+        for name in (CLUSTER_FILE, STOPPING_FILE):
             (self.path / name).unlink(missing_ok=True)
-
-
-def _replace(path: Path, content: msgspec.Struct) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # Flags for vLLM may hold a key (--api-key): for this user only.
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-        temporary.replace(path)
-    except OSError:  # e.g. a full disk
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 # --------------------------------------------------------------------------- its disk

@@ -194,8 +194,8 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
         return {}
     state = StateDir(ref.state_dir)
     state.refuse_foreign()
-    cluster, launch = state.cluster(), state.launch()
-    if cluster is None or launch is None or cluster.etcd_url != ref.etcd_url:
+    cluster = state.cluster()
+    if cluster is None or cluster.etcd_url != ref.etcd_url:
         return {}
     rows = [
         {
@@ -211,8 +211,8 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
         }
         for entry in cluster.processes
     ]
-    pid = launch.supervisor.pid
-    supervisor = {"pid": pid, "alive": is_alive(launch.supervisor), "restart": launch.restart}
+    up = cluster.supervisor
+    supervisor = {"pid": up.pid, "alive": is_alive(up), "restart": cluster.restart}
     return {"processes": rows, "supervisor": supervisor}
 
 

@@ -32,7 +32,6 @@ from pullfill.deploy.plan import ProcessSpec
 from pullfill.deploy.state import (
     CLUSTER_ENV,
     LOW_DISK,
-    Launch,
     Locked,
     StateDir,
     confine,
@@ -276,11 +275,17 @@ class Supervisor:
         self._state = state
         self._view = view
         self._cluster_id = secrets.token_hex(12)
+        own = identify(os.getpid())
+        assert own is not None
         self._cluster = ClusterFile(
             namespace=options.namespace,
             nats_url=options.nats_url or "",
             etcd_url=options.etcd_url or "",
             frontend_url="",
+            cluster_id=self._cluster_id,
+            supervisor=own,
+            restart=options.restart,
+            role_args=options.role_args,
         )
         if options.security.path:
             self._cluster.security = options.security.path
@@ -298,18 +303,9 @@ class Supervisor:
             plan.check(self._options)
             self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
-            model, own = self._options.model, identify(os.getpid())
-            assert own is not None
-            self._state.write_launch(
-                Launch(
-                    cluster_id=self._cluster_id,
-                    model=model if model == plan.DEMO else plan.resolve_model(model),
-                    engine_args=plan.engine_arguments(self._options),
-                    role_args=self._options.role_args,
-                    supervisor=own,
-                    restart=self._options.restart,
-                )
-            )
+            model = self._options.model
+            self._cluster.model = model if model == plan.DEMO else plan.resolve_model(model)
+            self._cluster.engine_args = plan.engine_arguments(self._options)
             self._state.write_cluster(self._cluster)
             starting = asyncio.create_task(self._start_all())
             stopped = asyncio.create_task(self._stop.wait())
@@ -361,8 +357,8 @@ class Supervisor:
         while True:
             try:
                 with self._state.locked():
-                    launch = self._state.launch()
-                    if launch is None or launch.cluster_id == self._cluster_id:
+                    found = self._state.readable()
+                    if found is None or found.cluster_id == self._cluster_id:
                         with view:
                             return await self._take_down()
             except Locked:
@@ -395,8 +391,8 @@ class Supervisor:
     def _stopped(self) -> bool:
         """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
         has run and removed the record of this cluster."""
-        launch = self._state.launch()
-        gone = launch is None or launch.cluster_id != self._cluster_id
+        found = self._state.readable()
+        gone = found is None or found.cluster_id != self._cluster_id
         return self._stop.is_set() or gone or self._state.stopping()
 
     async def _keep(self, name: str) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import msgspec
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
 from pullfill.net.security import OPEN, Security, load
+from pullfill.net.this_host import pid_space
 
 DEFAULT_STATE_DIR = ".pullfill"
 STATE_DIR_ENV = "PULLFILL_STATE_DIR"
@@ -37,6 +38,18 @@ class NoCluster(ConfigError):
 
 class OtherCluster(ConfigError):
     """A URL is given that is not the one in cluster.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, also if its pid is used again later, in its boot and pid namespace.
+
+    started: clock ticks since boot, field 22 of /proc/PID/stat.
+    space: as of `this_host.pid_space`."""  # records may lie on a disk that several hosts share
+
+    pid: int
+    started: int
+    space: str = field(default_factory=pid_space)
 
 
 class ProcessEntry(msgspec.Struct, kw_only=True):
@@ -64,7 +77,12 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
 
 
 class ClusterFile(msgspec.Struct, kw_only=True):
-    """STATE/cluster.json. security: the file it was started with, if any."""
+    """STATE/cluster.json: what `up` has started, and how.
+
+    security: the file it was started with, if any.
+    cluster_id: is in the environment of every child.
+    supervisor: the `up` that restarts processes. It may have ended.
+    engine_args, role_args: vLLM flags of every process, and those of one role besides."""
 
     namespace: str
     nats_url: str
@@ -72,6 +90,12 @@ class ClusterFile(msgspec.Struct, kw_only=True):
     frontend_url: str
     processes: list[ProcessEntry] = []
     security: str | msgspec.UnsetType = msgspec.UNSET
+    cluster_id: str = ""
+    supervisor: ProcessId = ProcessId(0, 0, "")
+    restart: bool = True
+    model: str = ""
+    engine_args: list[str] = []
+    role_args: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +174,7 @@ def read_cluster_file(directory: Path) -> ClusterFile:
         ) from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ConfigError(
-            f"{path} is damaged ({exc}): run `pullfill down`, then `pullfill up`"
+            f"{path} is damaged ({exc}): end what still runs of its cluster, then delete the file"
         ) from exc
 
 

@@ -37,7 +37,7 @@ def state(state_dir: Path) -> Iterator[Path]:
     """A state directory; whatever the test left running is killed, and makes it fail."""
     yield state_dir
     command_line.end_started()
-    launch = StateDir(state_dir).launch()
+    launch = StateDir(state_dir).cluster()
     left = tagged(launch.cluster_id) if launch else []
     if launch is not None and is_alive(launch.supervisor):
         left.insert(0, launch.supervisor)

@@ -137,8 +137,8 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     up = start(
         state, "up", "--model", str(model), "--decode", "1", "--prefill", "0", "--frontends", "0"
     )
-    wait_for((state / "launch.json").exists, "up did not begin")
-    launch = StateDir(state).launch()
+    wait_for((state / "cluster.json").exists, "up did not begin")
+    launch = StateDir(state).cluster()
     output, _ = up.communicate(timeout=180)
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output

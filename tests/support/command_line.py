@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pullfill.config import ProcessEntry
-from pullfill.deploy.state import Launch, StateDir, is_alive
+from pullfill.config import ClusterFile, ProcessEntry
+from pullfill.deploy.state import StateDir, is_alive
 from tests.support.waiting import patience, until
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
@@ -69,11 +69,11 @@ def cluster(state: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def detached(state: Path, *flags: str) -> Iterator[Launch]:
+def detached(state: Path, *flags: str) -> Iterator[ClusterFile]:
     """Run a cluster with `up --detach` for the length of the `with`, then end it with `down`."""
     up = run(state, "up", "--detach", *flags, timeout=400)
     assert up.returncode == 0, up.stdout + up.stderr
-    launch = StateDir(state).launch()
+    launch = StateDir(state).cluster()
     assert launch is not None
     try:
         yield launch

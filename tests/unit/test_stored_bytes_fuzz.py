@@ -12,7 +12,6 @@ import pytest
 from hypothesis import strategies as st
 
 from pullfill.config import CLUSTER_FILE, read_cluster_file
-from pullfill.deploy.state import LAUNCH_FILE, StateDir
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
 from pullfill.net.channel import split_address
 from pullfill.net.security import load
@@ -172,7 +171,7 @@ def test_files_of_the_state_directory_and_the_security_file(examples: int, tmp_p
     ]
 
     def check(data: bytes) -> None:
-        for name in (CLUSTER_FILE, LAUNCH_FILE, "security.toml"):
+        for name in (CLUSTER_FILE, "security.toml"):
             (tmp_path / name).write_bytes(data)
         (tmp_path / "security.toml").chmod(0o600)
         for read in (lambda: read_cluster_file(tmp_path), lambda: load(tmp_path / "security.toml")):
@@ -181,6 +180,5 @@ def test_files_of_the_state_directory_and_the_security_file(examples: int, tmp_p
             except ConfigError as exc:
                 said = str(exc)
                 assert "\n" not in said
-        StateDir(tmp_path).launch()
 
     explore(examples, check, data=mutated(good))

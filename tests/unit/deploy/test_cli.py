@@ -12,13 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
-from pullfill.config import CLUSTER_FILE, ClusterFile
+from pullfill.config import ClusterFile
 from pullfill.deploy import cli
-from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.options import WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV
@@ -126,14 +125,12 @@ class TestRoles:
         directory.mkdir()
         model.mkdir()
         (model / "config.json").write_text("{}")
-        (directory / CLUSTER_FILE).write_bytes(
-            msgspec.json.encode(
-                ClusterFile(namespace="n", nats_url="a", etcd_url="b", frontend_url="c")
-            )
-        )
-        state.write_launch(
-            Launch(
-                cluster_id="i",
+        state.write_cluster(
+            ClusterFile(
+                namespace="n",
+                nats_url="a",
+                etcd_url="b",
+                frontend_url="c",
                 model=str(model),
                 engine_args=["--dtype=float32", "--api-key", "k"],
                 role_args={"decode": ["-tp", "2"]},

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry
+from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry, ProcessId
 from pullfill.deploy import down
 from pullfill.deploy.state import (
     CLUSTER_ENV,
-    Launch,
     Locked,
-    ProcessId,
     StateDir,
     identify,
     is_alive,
@@ -71,10 +69,9 @@ def test_processes_of_another_host_or_container_are_left_alone(
     with subprocess.Popen(["sleep", "60"]) as child:
         entry = _entry(child.pid, start_time(child.pid) or 0)
         entry.space = space
-        state.write_cluster(_cluster(entry))
-        state.write_launch(
-            Launch(cluster_id="i", model="m", supervisor=ProcessId(child.pid, entry.started, space))
-        )
+        cluster = _cluster(entry)
+        cluster.supervisor = ProcessId(child.pid, entry.started, space)
+        state.write_cluster(cluster)
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
         for command in (state.refuse_if_live, lambda: asyncio.run(down.down(state, timeout_s=0))):
@@ -183,8 +180,9 @@ def test_a_straggler_that_dies_slowly_is_waited_for(
     monkeypatch.setattr(down, "send", slow)
     view = ProcessView(Console(quiet=True), "stopping")
     with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}), state.locked():
-        own = ProcessId(os.getpid(), 0)
-        state.write_launch(Launch(cluster_id=cluster_id, model="m", supervisor=own))
+        cluster = _cluster()
+        cluster.cluster_id, cluster.supervisor = cluster_id, ProcessId(os.getpid(), 0)
+        state.write_cluster(cluster)
         stop = down.take_down(state, [], view, drain_s=1.0, force=lambda: False)
         assert asyncio.run(stop) == []
         assert tagged(cluster_id) == []

@@ -18,7 +18,7 @@ from pullfill.config import STATE_DIR_ENV, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import doctor, members
 from pullfill.deploy.local_servers import free_port
 from pullfill.deploy.machine import FAIL, WARN
-from pullfill.deploy.state import Launch, StateDir
+from pullfill.deploy.state import StateDir
 from pullfill.deploy.status import (
     load_lines,
     process_lines,
@@ -125,7 +125,6 @@ def test_status_and_doctor_say_how_to_start_another_for_one_that_was_drained(
         namespace="n", nats_url="q", etcd_url="e", frontend_url=url, processes=entries
     )
     state.write_cluster(file)
-    state.write_launch(Launch(cluster_id="id", model="m"))
     for entry in entries:
         state.leaving_of(str(entry.instance_id)).touch()
     ref, where = ClusterRef("n", "e", "q", tmp_path), f"--state-dir {tmp_path}"

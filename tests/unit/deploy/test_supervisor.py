@@ -211,14 +211,14 @@ async def test_an_interrupted_start_leaves_nothing(
     starting = asyncio.create_task(rig.supervisor(model=model).start())
     begun = "decode-0     starting" if model != "demo" else "demo model   starting"
     await until(lambda: begun in rig.printed.getvalue())
-    launch = rig.state.launch()
+    launch = rig.state.cluster()
     assert launch is not None
     assert launch.model == model
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(Interrupted):
         await starting
     assert tagged(launch.cluster_id) == []
-    assert (rig.state.live(), rig.state.launch()) == ([], None)
+    assert (rig.state.live(), rig.state.cluster()) == ([], None)
 
 
 async def test_frontends_keep_off_the_cores_of_workers(
@@ -398,7 +398,7 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(0.05)
         if how == "down":  # it ends without the signal that `rig.up` sends
-            await until(lambda: rig.state.launch() is None)
+            await until(lambda: rig.state.cluster() is None)
     assert "restarts: 1" not in rig.said()
 
 
