@@ -13,14 +13,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
 from pullfill.config import ClusterRef, check_namespace, ranks_of
 from pullfill.demo import recipe
 from pullfill.deploy import accelerator, local_servers, machine, vllm_flags
-from pullfill.deploy.state import CLUSTER_ENV, spawn
+from pullfill.deploy.state import spawn
 from pullfill.deploy.vllm_flags import flag_name, group_flags
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
@@ -77,6 +77,7 @@ KV_BYTES = "kv-cache-memory-bytes"
 class ProcessSpec:
     """One process to start.
 
+    env: what it has besides the environment of every child.
     url: where a frontend answers. Empty for others.
     drain_s: how long it may drain.
     after: name of the worker on the same GPU that must be ready first. Empty: none."""
@@ -84,7 +85,7 @@ class ProcessSpec:
     name: str
     role: str
     argv: list[str]
-    env: dict[str, str]
+    env: dict[str, str] = field(default_factory=dict)
     instance_id: str | None = None
     url: str = ""
     drain_s: float = 60.0
@@ -284,7 +285,6 @@ def renewed(spec: ProcessSpec) -> ProcessSpec:
 def worker_spec(
     options: UpOptions,
     cluster: ClusterRef,
-    cluster_id: str,
     name: str,
     place: Place,
     *,
@@ -315,7 +315,7 @@ def worker_spec(
         name=name,
         role=role,
         argv=argv,
-        env={"PYTHONUNBUFFERED": "1", **os.environ, CLUSTER_ENV: cluster_id, **device_env(place)},
+        env=device_env(place),
         instance_id=instance,
         url=url,
         drain_s=options.drain_s(role),
@@ -323,7 +323,7 @@ def worker_spec(
     )
 
 
-def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> list[ProcessSpec]:
+def worker_specs(options: UpOptions, cluster: ClusterRef) -> list[ProcessSpec]:
     """Return how to start the decode workers, the prefill workers and the frontends."""
     specs: list[ProcessSpec] = []
     names = [f"{role}-{i}" for role in ROLES for i in range(getattr(options, role))]
@@ -336,12 +336,12 @@ def worker_specs(options: UpOptions, cluster: ClusterRef, cluster_id: str) -> li
     for name, place in zip(names, placements(options), strict=True):
         # Workers that share GPUs have one each (`_check_gpus`).
         after = "" if sized else last.get(place.gpus, "")
-        specs.append(worker_spec(options, cluster, cluster_id, name, place, after=after))
+        specs.append(worker_spec(options, cluster, name, place, after=after))
         if place.gpus:
             last[place.gpus] = name
     for index, own_port in enumerate(options.own_ports):
         name, place = f"frontend-{index}", Place()
-        specs.append(worker_spec(options, cluster, cluster_id, name, place, own_port=own_port))
+        specs.append(worker_spec(options, cluster, name, place, own_port=own_port))
     return specs
 
 

@@ -83,6 +83,11 @@ class Children:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _recorded: bool = True
 
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of every child."""
+        return {"PYTHONUNBUFFERED": "1", **os.environ, CLUSTER_ENV: self.cluster.cluster_id}
+
     def entry(self, name: str) -> ProcessEntry:
         """Return the process's record in cluster.json."""
         return next(entry for entry in self.cluster.processes if entry.name == name)
@@ -90,7 +95,7 @@ class Children:
     def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> None:
         """Start a process, or start it again, and record it. Raises StartFailed."""
         log = self.state.log_of(spec.name)
-        env = {**spec.env, RESTARTS_ENV: str(restarts)}
+        env = {**self.env, **spec.env, RESTARTS_ENV: str(restarts)}
         if spec.instance_id:
             env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
         try:
@@ -274,7 +279,6 @@ class Supervisor:
         self._first_pause_s = first_pause_s
         self._state = state
         self._view = view
-        self._cluster_id = secrets.token_hex(12)
         own = identify(os.getpid())
         assert own is not None
         self._cluster = ClusterFile(
@@ -282,7 +286,7 @@ class Supervisor:
             nats_url=options.nats_url or "",
             etcd_url=options.etcd_url or "",
             frontend_url="",
-            cluster_id=self._cluster_id,
+            cluster_id=secrets.token_hex(12),
             supervisor=own,
             restart=options.restart,
             role_args=options.role_args,
@@ -358,7 +362,7 @@ class Supervisor:
             try:
                 with self._state.locked():
                     found = self._state.readable()
-                    if found is None or found.cluster_id == self._cluster_id:
+                    if found is None or found.cluster_id == self._cluster.cluster_id:
                         with view:
                             return await self._take_down()
             except Locked:
@@ -392,7 +396,7 @@ class Supervisor:
         """Whether the cluster is being stopped: by a signal, or by a `pullfill down` that runs, or
         has run and removed the record of this cluster."""
         found = self._state.readable()
-        gone = found is None or found.cluster_id != self._cluster_id
+        gone = found is None or found.cluster_id != self._cluster.cluster_id
         return self._stop.is_set() or gone or self._state.stopping()
 
     async def _keep(self, name: str) -> None:
@@ -507,7 +511,7 @@ class Supervisor:
             options.security,
         )
         await self._store_settings(ref)
-        specs = plan.worker_specs(options, ref, self._cluster_id)
+        specs = plan.worker_specs(options, ref)
         for spec in specs:
             if spec.after:
                 view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
@@ -567,7 +571,7 @@ class Supervisor:
     async def _make_demo_model(self) -> None:
         self._view.set("demo model", "starting", "made on first use")
         log = self._state.log_of("demo-model")
-        maker = plan.start_demo_model(log, {**os.environ, CLUSTER_ENV: self._cluster_id})
+        maker = plan.start_demo_model(log, self._children.env)
         try:
             plan.check_demo_model(await wait_exit(maker), log)
         finally:
@@ -599,9 +603,7 @@ class Supervisor:
             url = f"{scheme}://127.0.0.1:{port}"
             setattr(self._cluster, f"{name}_url", url)
             argv = command(self._state.path / name, port)
-            env = {**os.environ, CLUSTER_ENV: self._cluster_id}
-            spec = ProcessSpec(name=name, role=name, argv=argv, env=env)
-            self._children.launch(spec, note=url)
+            self._children.launch(ProcessSpec(name=name, role=name, argv=argv), note=url)
             try:
                 return await self._server_ready(name, url, problem)
             except StartFailed:

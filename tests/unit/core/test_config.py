@@ -58,7 +58,7 @@ class TestClusterRef:
     @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"namespace": 1}', b"\xff"])
     def test_a_damaged_file_says_what_to_do(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / CLUSTER_FILE).write_bytes(content)
-        with pytest.raises(ConfigError, match="damaged.* delete the file"):
+        with pytest.raises(ConfigError, match=r"damaged.* delete the file"):
             read_cluster_file(tmp_path)
 
 

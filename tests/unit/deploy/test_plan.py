@@ -12,7 +12,6 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import accelerator, plan
-from pullfill.deploy.state import CLUSTER_ENV
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.wire import KvMode
@@ -130,14 +129,13 @@ def test_the_name_that_clients_use(model: str, flags: list[str], name: str) -> N
 def test_every_process_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     options = plan.UpOptions(prefill=2, frontends=2, port=9000, vllm_args=["--api-key", "k"])
-    specs = plan.worker_specs(options, REF, "id")
+    specs = plan.worker_specs(options, REF)
     names = ["decode-0", "prefill-0", "prefill-1", "frontend-0", "frontend-1"]
     assert [s.name for s in specs] == names
     assert len({s.instance_id for s in specs}) == 5
     assert [s.url for s in specs[3:]] == ["http://127.0.0.1:9001", "http://127.0.0.1:9002"]
     assert options.frontend_url == "http://127.0.0.1:9000"
     for spec in specs:
-        assert spec.env[CLUSTER_ENV] == "id"
         assert spec.instance_id in spec.argv
         assert ("--api-key" in spec.argv) == (spec.role == "frontend")
 
@@ -223,7 +221,7 @@ def test_each_rank_has_a_gpu_of_its_own_or_the_workers_are_refused(
         model="org/m", decode=2, vllm_args=["-tp", "8"], role_args=ROLES, frontends=0
     )
     plan.check(options)
-    specs = plan.worker_specs(options, REF, "id")
+    specs = plan.worker_specs(options, REF)
     assert [s.env["CUDA_VISIBLE_DEVICES"] for s in specs] == [
         "20,21", "22,23", "24,25,26,27,28,29,30,31",
     ]  # fmt: skip
@@ -249,4 +247,4 @@ def test_they_start_in_turn_unless_all_were_told_their_bytes(
     options = plan.UpOptions(
         model="org/m", frontends=0, vllm_args=everyone, role_args={"prefill": prefill}
     )
-    assert [spec.after for spec in plan.worker_specs(options, REF, "id")] == after
+    assert [spec.after for spec in plan.worker_specs(options, REF)] == after

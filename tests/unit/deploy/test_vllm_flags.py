@@ -89,7 +89,7 @@ class TestOneRole:
         given = ["--max-num-seqs", "8", "--decode-args", "-tp 2 --max-num-seqs=4"]
         result = runner.invoke(cli.app, ["up", *given, "--prefill-args", "--seed '7'"])
         assert result.exit_code == 0, result.output
-        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF, "id")}
+        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF)}
         assert argvs["decode"][-5:] == ["--max-num-seqs", "8", "-tp", "2", "--max-num-seqs=4"]
         assert argvs["prefill"][-4:] == ["--max-num-seqs", "8", "--seed", "7"]
         assert argvs["frontend"][-2:] == ["--max-num-seqs", "8"]
@@ -100,7 +100,7 @@ class TestOneRole:
         given = ["--speculative-config", '{"a": 1}', "-sc.method=ngram", "--spec-tokens=3"]
         value = shlex.join(["-tp", "2", *given])
         assert runner.invoke(cli.app, ["up", "--decode-args", value]).exit_code == 0
-        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF, "id")}
+        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF)}
         assert argvs["decode"][-4:] == argvs["frontend"][-4:] == given
         assert not set(given) & set(argvs["prefill"])
         assert "-tp" not in argvs["frontend"]
