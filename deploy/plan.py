@@ -94,7 +94,7 @@ class ProcessSpec:
 
 def check(options: UpOptions) -> None:
     """Refuse, before anything starts, what cannot work. Raises ConfigError."""
-    if options.frontends and not options.decode and not options.by_stock:
+    if options.frontends and not options.decode and not options.frontend.by_stock:
         raise ConfigError(
             "a frontend without a decode worker cannot serve: use --decode 1 or more, "
             "--frontends 0, or stock vLLM servers (--servers)"

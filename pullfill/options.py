@@ -483,11 +483,6 @@ class UpOptions:
     # vLLM flags by role. They come after the flags for all roles.
     role_args: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def by_stock(self) -> bool:
-        """Whether frontends can serve without a decode worker: by stock vLLM servers."""
-        return self.frontend.by_stock
-
     def drain_s(self, role: str) -> float:
         """Return how long a process of this role may take to leave."""
         if role == "frontend":

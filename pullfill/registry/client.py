@@ -353,10 +353,7 @@ class EtcdClient:
     async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
         for fresh_token in (False, True):
             token, at = self._api.token, self._at
-            try:
-                status, body = await self._exchange(path, request, timeout_s)
-            except _FAILURES as exc:
-                raise self._lost(exc, at) from exc
+            status, body = await self._exchange(path, request, timeout_s)
             if status == 200:
                 self.last_ok_at = SYSTEM_CLOCK.monotonic()
                 self.health.ok()
@@ -386,21 +383,20 @@ class EtcdClient:
             )
         finally:
             self._api.token = token
-        async with call as response:
-            body = await response.read()
+        at = self._at
+        try:
+            async with call as response:
+                body = await response.read()
+        except _FAILURES as exc:
+            raise self._lost(exc, at) from exc
         self.last_date = response.headers.get("Date", "")
         return response.status, body
 
     async def _authenticate(self, timeout_s: float) -> None:
         # `AioClient.auth` removes the token while it waits, so other calls fail meanwhile.
         request = dict(zip(("name", "password"), self._login() or (), strict=True))
-        at = self._at
-        try:
-            status, body = await self._exchange(
-                "/auth/authenticate", request, timeout_s, anonymous=True
-            )
-        except _FAILURES as exc:
-            raise self._lost(exc, at) from exc
+        at, path = self._at, "/auth/authenticate"
+        status, body = await self._exchange(path, request, timeout_s, anonymous=True)
         if status != 200:
             raise self.refused(read_failure(body), status, at)
         self._api.token = msgspec.json.decode(body, type=_Token).token

@@ -25,7 +25,6 @@ from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import (
     ConfigError,
     IncompatibleError,
-    NotNow,
     PullfillError,
     RegistryUnavailable,
 )
@@ -231,15 +230,14 @@ class Membership:
     async def join(self, wait_s: float = 0.0) -> None:
         """Register. While etcd does not answer, try again for `wait_s`.
 
-        Raises IncompatibleError (field, both values, who), ConfigError (the instance id is in use),
-        RegistryUnavailable. After any of them nothing is registered."""
+        Raises IncompatibleError (field, both values, who) and RegistryUnavailable. Then nothing is
+        registered."""
         incarnation = new_incarnation()
         record, descriptors = self._make(incarnation)
         give_up, backoff = self._clock.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
             try:
                 await refuse_if_incompatible(self._client, self._namespace, record)
-                await self._wait_for_free_id(record)
                 await self._register(incarnation, record, descriptors)
                 break
             except RegistryUnavailable as exc:
@@ -283,18 +281,6 @@ class Membership:
                     await lease.revoke()
 
     # ------------------------------------------------------------------ registering
-
-    async def _wait_for_free_id(self, record: WorkerRecord) -> None:
-        """Wait until the lease of an earlier owner of this id is gone. That takes a TTL at most."""
-        key = keys.worker(self._namespace, record.role, record.instance_id)
-        give_up = self._clock.monotonic() + self._ttl_s + 1.5
-        while await self._client.get(key) is not None:
-            if self._clock.monotonic() > give_up:
-                raise NotNow(
-                    f"instance id {record.instance_id} is in use by a living {record.role} worker: "
-                    "leave the id out, or choose another"
-                )
-            await asyncio.sleep(0.2)
 
     async def _register(
         self, incarnation: str, record: WorkerRecord, descriptors: list[RegionDescriptor]

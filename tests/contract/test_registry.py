@@ -305,12 +305,18 @@ async def test_etcd_that_is_away_when_a_worker_joins_is_waited_for(
     await me.leave()
 
 
-async def test_an_instance_id_in_use(client: EtcdClient, ns: str) -> None:
-    first = member(client, ns, "decode-1", ttl_s=60)
+async def test_the_keys_of_an_id_go_over_to_its_new_owner(client: EtcdClient, ns: str) -> None:
+    """A worker that is started again with its id need not wait until its old lease has ended."""
+    first, second = (member(client, ns, "decode-1", ttl_s=ttl_s) for ttl_s in (2, 60))
     await first.join()
-    with pytest.raises(ConfigError, match="decode-1 is in use"):
-        await member(client, ns, "decode-1", ttl_s=1).join()
-    await first.leave()
+    first._task.cancel()
+    assert first.lease is not None
+    await first.lease.stop()
+    await second.join()
+    await asyncio.sleep(4.0)
+    there = await registered(client, ns)
+    assert {name: r.incarnation for name, r in there.items()} == {"decode-1": second.incarnation}
+    await second.leave()
 
 
 # ------------------------------------------------------------------ directory
