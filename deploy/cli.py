@@ -111,7 +111,9 @@ class Command(click.Command):
         return [*([_file()] if self.name == "up" else []), *found.values()]
 
     def invoke(self, ctx: click.Context) -> None:
-        values: dict[str, Any] = {"vllm_args": ctx.args} if self.allow_extra_args else {}
+        values: dict[str, Any] = {}
+        if self.allow_extra_args:
+            values["vllm_args"] = [*ctx.meta.get(_OF_FILE, ()), *ctx.args]
         for name, kind, flags in self._parts():
             given = {one.field: one.parse(ctx.params[one.field]) for one in flags}
             if kind is ClusterRef:
@@ -173,7 +175,7 @@ def _click_parameter(one: Flag) -> click.Parameter:
     default = one.default.value if isinstance(one.default, Enum) else one.default
 
     def refuse(_: click.Context, __: click.Parameter, value: Any) -> Any:
-        one.parse(value)  # here the file of `up` knows the line. `invoke` makes the field's value
+        one.parse(value)  # `invoke` makes the field's value
         return value
 
     return click.Option(
@@ -192,6 +194,10 @@ def _click_parameter(one: Flag) -> click.Parameter:
     )
 
 
+# Where a context keeps the flags of the file that are vLLM's.
+_OF_FILE = "pullfill.file"
+
+
 def _file() -> click.Option:
     """Return the flag `--file` of `up`. It is read first: other flags get their values from it."""
 
@@ -199,7 +205,9 @@ def _file() -> click.Option:
         if path is not None and not context.resilient_parsing:
             from pullfill.deploy import cluster_file
 
-            context.default_map = cluster_file.read(path, context)
+            parser = context.command.make_parser(context)
+            values, theirs, _order = parser.parse_args(cluster_file.arguments(path))
+            context.default_map, context.meta[_OF_FILE] = values, theirs
 
     return click.Option(
         ["--file", "-f"],

@@ -1,4 +1,4 @@
-"""The file of `up --file`: what it gives, and what is said about a line that is wrong."""
+"""The file of `up --file`: what it gives, and what is said if it is wrong."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from pullfill.deploy import cli
+from pullfill.deploy import cli, vllm_flags
 from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
 from pullfill.options import UpOptions
@@ -29,7 +30,7 @@ transports: [shm, tcp]
 kv-mode: pull
 pin: no
 max-inflight: 7
-namespace: off          # in YAML 1.1 this would be false
+namespace: 010          # in YAML 1.1 this would be 8
 state-dir: /s
 vllm-args:
   max-model-len: 8192
@@ -77,7 +78,7 @@ def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
 def test_every_key_is_a_flag(up: Up) -> None:
     got = up(GOOD)
     assert (got.model, got.decode, got.prefill, got.frontends) == ("org/m", 2, 3, 2)
-    assert (got.port, got.namespace, up.state_dir) == (9000, "off", "/s")
+    assert (got.port, got.namespace, up.state_dir) == (9000, "010", "/s")
     assert got.workers.transports == {"shm", "tcp"}
     assert got.workers.kv_mode is KvMode.PULL
     assert (got.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
@@ -122,33 +123,43 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("model: m/n\nport: [8000\ndecode: 2\n", ", line 3: not YAML: expected ',' or ']'"),
-        ("model: m/n\nport 8000\ndecode: 2\n", ", line 3: not YAML: could not find expected ':'"),
+        ("model: m/n\nport: [8000\ndecode: 2\n", r", line 3: not YAML: expected ',' or '\]'"),
+        ("model: m/n\nport 8000\n", ", line 3: not YAML: could not find expected ':'"),
         ("- a\n", ": give `KEY: VALUE` lines"),
-        ("decode: 1\ndecod: 2\n", ", line 2: there is no key 'decod': did you mean decode?"),
-        ("decode: 1\nport: 1\ndecode: 2\n", ", line 3: decode stands in line 1 already"),
-        ("decode:\n", ", line 1: decode: has no value"),
-        ("model: {a: b}\n", ", line 1: model: give one value"),
-        ("kv-mode: poll\n", ", line 1: kv-mode: 'poll' is not one of"),
-        ("decode: 1\ntransports: [shm, udp]\n", ", line 2: transports: no transport is called"),
-        ("set:\n  router.policy: never\n", ", line 1: set: router.policy: 'never' is not allowed"),
-        ("vllm-args:\n  seed: 1\n  port: 9\n", ", line 1: vllm-args: --port in"),
-        ("set: {router.policy: cost, router.policy: cost}", ", line 1: set: a key stands there"),
-        ("vllm-args: {a: {2024-01-01: b}}\n", ", line 1: vllm-args: keys must be str"),
-        ("vllm-args:\n  a: {b: 2024-13-45}\n", ", line 1: vllm-args: month must be in 1..12"),
-        ("decode-args:\n  kv-transfer-config: x\n", ", line 1: decode-args: decode-args: --kv-tr"),
-        (b"decode: 1\nmodel: \xc3\xa4\xff\n", ": not YAML: unacceptable character #x00ff"),
+        ("vllm-args: {a: {2024-01-01: b}}\n", ": not YAML: keys must be str"),
+        ("vllm-args:\n  a: {b: 2024-13-45}\n", ": not YAML: month must be in 1..12"),
+        (b"model: \xc3\xa4\xff\n", ": not YAML: unacceptable character #x00ff"),
         (b"[" * 1500, ": not YAML: maximum recursion depth exceeded"),
     ],
 )  # fmt: skip
-def test_a_refusal_is_one_line_that_names_line_and_key(
-    up: Up, text: str | bytes, told: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_cannot_be_read_is_one_line(up: Up, text: str | bytes, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{up.path}{told}") as caught:
         up(text)
-    assert str(caught.value).startswith(f"{up.path}{told}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("decode:\n", "'--decode': '' is not a valid integer"),
+        ("kv-mode: poll\n", "'--kv-mode': 'poll' is not one of"),
+        ("transports: [shm, udp]\n", "no transport is called 'udp'"),
+        ("vllm-args: {port: 9}\n", "--port in --vllm-args is an option of pullfill"),
+        ("decode-args: {kv-transfer-config: x}\n", "--decode-args: --kv-transfer-config is"),
+    ],
+)
+def test_values_are_judged_as_on_the_command_line(up: Up, text: str, told: str) -> None:
+    with pytest.raises((ConfigError, click.ClickException, SystemExit)):
+        up(text)
+    result = CliRunner().invoke(cli.app, ["up", "-f", str(up.path)])
+    assert told in result.output + str(result.exception)
     assert up.options is None
+
+
+def test_a_key_that_is_no_flag_of_up_is_one_of_vllm(up: Up) -> None:
+    assert up("seed: 1\ndecod: 2\n", "--seed=3").vllm_args == ["--seed=1", "--decod=2", "--seed=3"]
+    with pytest.raises(ConfigError, match="flag --decod: did you mean --decode"):
+        vllm_flags.check(["--decod=2"])
 
 
 def test_a_file_that_is_not_there(up: Up, tmp_path: Path) -> None:
