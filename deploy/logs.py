@@ -6,10 +6,9 @@ cluster runs no more. A new `up` puts another file in the place of one, which `t
 
 from __future__ import annotations
 
-import subprocess
-from contextlib import suppress
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
@@ -23,15 +22,13 @@ def show(
     lines: Annotated[
         int, Flag("Last lines of each process", name="--lines -n", metavar="N", least=0)
     ] = 20,
-) -> int:
-    """Print the last lines of the logs. Return the exit code.
+) -> NoReturn:
+    """Become the program that prints the last lines of the logs.
 
     name: of a process, like `decode-0`; a role, for all of it; or an instance id. None: all."""
     follow_too = ["-F"] if follow else []
     command = ["tail", "-n", str(lines), *follow_too, *map(str, chosen(state, name))]
-    with suppress(KeyboardInterrupt):  # how a user ends --follow
-        return subprocess.call(command)
-    return 0
+    os.execvp(command[0], command)
 
 
 def chosen(state: StateDir, name: str | None) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,25 +27,31 @@ def names(state: StateDir, name: str | None) -> list[str]:
     return [path.stem for path in logs.chosen(state, name)]
 
 
-def test_the_last_lines(state: StateDir, capfd: pytest.CaptureFixture[str]) -> None:
-    assert logs.show(state, "decode-0", lines=2) == 0
-    assert capfd.readouterr().out == "decode-0 line 28\ndecode-0 line 29\n"
-    assert logs.show(state, lines=1) == 0
-    assert capfd.readouterr().out.split()[:3] == ["==>", str(state.log_of("decode-0")), "<=="]
+def command(state: StateDir, *arguments: str) -> list[str]:
+    where = ["--state-dir", str(state.path)]
+    return [sys.executable, "-m", "pullfill", "logs", *where, *arguments]
 
 
+def printed(state: StateDir, *arguments: str) -> str:
+    return subprocess.check_output(command(state, *arguments), text=True)
+
+
+def test_the_last_lines(state: StateDir) -> None:
+    assert printed(state, "decode-0", "-n", "2") == "decode-0 line 28\ndecode-0 line 29\n"
+    assert printed(state, "-n", "1").split()[:3] == ["==>", str(state.log_of("decode-0")), "<=="]
+
+
+@pytest.mark.timeout(60)
 def test_the_log_of_another_up_is_followed(state: StateDir) -> None:
     log = state.log_of("decode-0")
-    command = [sys.executable, "-m", "pullfill", "logs", "decode-0", "-f", "-n", "1"]
-    where = ["--state-dir", str(state.path)]
-    with subprocess.Popen([*command, *where], stdout=subprocess.PIPE, text=True) as follower:
+    following = command(state, "decode-0", "-f", "-n", "1")
+    with subprocess.Popen(following, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
         assert follower.stdout.readline() == "decode-0 line 29\n"
         log.replace(log.with_suffix(".log.1"))
         log.write_text("begins\n")
         assert follower.stdout.readline() == "begins\n"
-        follower.send_signal(signal.SIGINT)
-        assert follower.wait() == 0
+        follower.kill()
 
 
 def test_a_role_or_an_instance_id_names_processes(state: StateDir) -> None:
