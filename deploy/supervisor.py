@@ -27,7 +27,7 @@ from typing import Any
 from pullfill.backoff import Backoff
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
 from pullfill.deploy import local_servers, members, plan
-from pullfill.deploy.down import SERVERS, remove_shared_memory, stop_in_order, take_down
+from pullfill.deploy.down import SERVERS, stop_in_order, take_down
 from pullfill.deploy.plan import ProcessSpec
 from pullfill.deploy.state import (
     CLUSTER_ENV,
@@ -412,7 +412,6 @@ class Supervisor:
             if instance_id and (code == 0 or self._state.leaves(self._children.entry(name))):
                 how = "drained" if code == 0 else f"told to leave, then {exit_words(code)}"
                 self._say(f"{name} finished ({how})", "yellow")
-                remove_shared_memory([instance_id])
                 with suppress(OSError):  # for `pullfill status` and `doctor`
                     self._state.leaving_of(instance_id).touch()
                 return
@@ -444,8 +443,6 @@ class Supervisor:
     def _start_again(self, name: str) -> None:
         old = self._children.entry(name)
         spec = plan.renewed(self._children.specs[name])
-        if old.instance_id:
-            remove_shared_memory([old.instance_id])
         self._children.launch(spec, restarts=old.restarts + 1)
         if spec.role == "frontend":
             self._children.place_frontends(self._options)

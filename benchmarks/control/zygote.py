@@ -41,7 +41,7 @@ def preload(model: str, flags: list[str]) -> None:
     imports itself (7 MB), nor what vLLM makes for the first engine of a process (3 MB)."""
     from pullfill.engine import environment
 
-    environment.prepare(cpu=None, model=model, eager=True)
+    environment.prepare(model=model, eager=True)
     import vllm.v1.core.sched.scheduler  # noqa: F401
 
     from pullfill.engine import args

@@ -52,13 +52,3 @@ def require_version() -> str:
             f"{_INSECURE} is set: pullfill puts no pickle on any wire; unset it", field=_INSECURE
         )
     return found
-
-
-def not_as_released(missing: ImportError) -> IncompatibleError:
-    """Return what to tell if vLLM lacks a name or a module: somebody has changed that release."""
-    found = next(iter(installed_builds().values()), "")
-    return IncompatibleError(
-        f"vLLM {found} lacks what its release has ({missing}): remove .venv and run `make install` "
-        f"in the repository, which installs {releases.VLLM}",
-        field="vllm",
-    )

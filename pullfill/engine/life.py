@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.engine import check
 from pullfill.engine.environment import sentinels_of
 from pullfill.engine.host import EngineHost, Pulse
 from pullfill.errors import EngineStuck, NotNow, PullfillError
@@ -163,8 +162,6 @@ class EngineLife(Life[T]):
     def _fail(self, exc: BaseException) -> None:
         if self.ready.done():
             return
-        if isinstance(exc, ImportError) and (exc.name or "").startswith("vllm"):
-            exc = check.not_as_released(exc)
         if not isinstance(exc, PullfillError):
             text = str(exc).strip() or repr(exc)
             # Memory that another process still holds, a hub that does not answer: it may pass.

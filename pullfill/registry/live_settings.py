@@ -9,6 +9,7 @@ Life: `start` → `current` changes by itself → `close`. `set` and `get_all` n
 
 from __future__ import annotations
 
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
@@ -76,12 +77,12 @@ def _fields(kind: type[Message]) -> tuple[inspect.Field, ...]:
 
 
 def find(key: str) -> tuple[type[Message], str]:
-    """Return (RouterConfig, "policy") for `router.policy` or `policy`. `queue.` is never left out.
+    """Return (RouterConfig, "policy") for `router.policy`.
 
     Raises ConfigError for an unknown setting."""
     for kind, root in _ROOT.items():
         name = key.removeprefix(f"{root}.")
-        if name in kind.__struct_fields__ and (name != key or kind is RouterConfig):
+        if name in kind.__struct_fields__ and name != key:
             return kind, name
     known = [f"{root}.{f}" for kind, root in _ROOT.items() for f in kind.__struct_fields__]
     near = get_close_matches(key, known, n=1)
@@ -106,7 +107,7 @@ async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
 
     Raises ConfigError for an unknown setting or a bad value."""
     kind, name = find(key)
-    return getattr(await Settings(client, namespace, kind).set(name, text), name)
+    return await Settings(client, namespace, kind).set(name, text)
 
 
 class Settings(Follower, Generic[T]):
@@ -145,8 +146,8 @@ class Settings(Follower, Generic[T]):
             f"{self._root}.{name}": value for name, value in msgspec.to_builtins(config).items()
         }
 
-    async def set(self, name: str, text: str) -> T:
-        """Store one field, or remove it if `text` is `UNSET`. Returns all settings after that.
+    async def set(self, name: str, text: str) -> Any:
+        """Store one field, or remove it if `text` is `UNSET`. Returns its value.
 
         Other fields are not changed, also if others write them at the same time. Raises ConfigError
         for a bad value, and says which are allowed. Then nothing is written.
@@ -154,16 +155,14 @@ class Settings(Follower, Generic[T]):
         value = None if text == UNSET else _from_text(self._kind, name, text)
         for _ in range(10):
             kv = await self._client.get(self._key)
-            fields = _good_fields(kv.value, self._kind) if kv is not None else {}
+            fields = _stored(kv.value) if kv is not None else {}
             fields.pop(name, None)
             if value is not None:
                 fields[name] = value
-            new = parse(msgspec.json.encode(fields), self._kind)
             revision = kv.mod_revision if kv is not None else 0
-            if await self._client.put_if(
-                self._key, msgspec.json.encode(fields), mod_revision=revision
-            ):
-                return new
+            new = msgspec.json.encode(fields)
+            if await self._client.put_if(self._key, new, mod_revision=revision):
+                return getattr(self._kind(), name) if value is None else value
         raise RegistryUnavailable(f"{self._key} keeps changing; try again")
 
 
@@ -188,19 +187,9 @@ def _unknown(value: bytes, kind: type[Message]) -> list[str]:
     return sorted(msgspec.json.decode(value).keys() - set(kind.__struct_fields__))
 
 
-def _good_fields(value: bytes, kind: type[T]) -> dict[str, Any]:
-    """The fields of a stored object without bad values. So `set` also repairs a key with bad ones.
-
-    Fields that this build does not know stay: another build may have written them."""
-    try:
-        stored = msgspec.json.decode(value, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return {}
-    good = {}
-    for name, item in stored.items():
-        try:
-            parse(msgspec.json.encode({name: item}), kind)
-        except ConfigError:
-            continue
-        good[name] = item
-    return good
+def _stored(value: bytes) -> dict[str, Any]:
+    """The fields of a stored object, also bad ones, and those of another build. Empty: it is no
+    object, so the next `set` replaces it."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(value, type=dict[str, Any])
+    return {}

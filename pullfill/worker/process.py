@@ -51,9 +51,8 @@ def run(
     allow_open_files()
     environment.begin_imports()
     eager = "--enforce-eager" in vllm_args
-    core = options.cores[0] if len(options.cores) == 1 else None
     ranks = ranks_of(list(vllm_args))
-    environment.prepare(cpu=core, model=options.model, eager=eager, ranks=ranks)
+    environment.prepare(model=options.model, eager=eager, ranks=ranks)
 
     async def serve() -> int:
         names = [first]

@@ -16,7 +16,8 @@ GROWS_KIB = 4 << 10
 STEPS = """
 import ctypes, json, random
 from pullfill.engine import environment
-environment.prepare(cpu=0, model="none", eager=True)
+os.sched_setaffinity(0, {0})
+environment.prepare(model="none", eager=True)
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
