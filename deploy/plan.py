@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +20,6 @@ from pathlib import Path
 from pullfill.config import ClusterRef, check_namespace, ranks_of
 from pullfill.demo import recipe
 from pullfill.deploy import accelerator, local_servers, machine, vllm_flags
-from pullfill.deploy.state import spawn
 from pullfill.deploy.vllm_flags import flag_name, group_flags
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
@@ -194,26 +193,26 @@ def resolve_model(model: str) -> str:
     return str(path.absolute()) if model == DEMO or path.is_dir() else model
 
 
+def named_model(model: str) -> str:
+    """Return the value of `--model` for another process, in whatever directory that runs."""
+    return model if model == DEMO else resolve_model(model)
+
+
 def demo_directory() -> Path:
     """Return the directory of the demo model, one per user and recipe."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "pullfill" / f"demo-{recipe.DEMO.digest()}"
 
 
-def start_demo_model(log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that makes the demo model unless it is there. See `check_demo_model`."""
-    # Not in this process: it would have to load torch.
-    command = [sys.executable, "-P", "-m", "pullfill.demo.checkpoint", str(demo_directory())]
-    return spawn(command, log=log, env=env)
-
-
-def check_demo_model(exit_code: int, log: Path) -> None:
-    """Raise ConfigError if the process that makes the demo model has failed."""
-    if exit_code:
-        directory = demo_directory()
+def make_demo_model() -> None:
+    """Make the demo model unless it is there. Raises ConfigError."""
+    # In a process of its own: it loads torch, which reads the environment.
+    directory = demo_directory()
+    command = [sys.executable, "-P", "-m", "pullfill.demo.checkpoint", str(directory)]
+    if subprocess.run(command).returncode:
         raise NotNow(
-            f"the demo model could not be made in {directory}: see {log}. Check the free space, "
-            "then try again"
+            f"the demo model could not be made in {directory}, the reason is above. Check the free "
+            "space, then try again"
         )
 
 
@@ -295,7 +294,7 @@ def worker_spec(
 
     own_port: of a frontend. 0: any free one."""
     role = name.partition("-")[0]
-    model, instance, url = resolve_model(options.model), new_instance_id(role), ""
+    model, instance, url = named_model(options.model), new_instance_id(role), ""
     flags = worker_arguments(options, role)
     told: RoleOptions = replace(options.workers, cores=place.cores)
     if role == "frontend":

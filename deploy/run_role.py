@@ -163,9 +163,7 @@ def _prepare(
     model, arguments = _model_and_flags(role, options.model, vllm_args, here)
     plan.check_model(model)
     if model == plan.DEMO:
-        log = plan.demo_directory().parent / "demo-model.log"
-        with plan.start_demo_model(log, os.environ) as maker:
-            plan.check_demo_model(maker.wait(), log)
+        plan.make_demo_model()
     return ref, plan.resolve_model(model), arguments
 
 

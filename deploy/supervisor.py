@@ -307,8 +307,7 @@ class Supervisor:
             plan.check(self._options)
             self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
-            model = self._options.model
-            self._cluster.model = model if model == plan.DEMO else plan.resolve_model(model)
+            self._cluster.model = plan.named_model(self._options.model)
             self._cluster.engine_args = plan.engine_arguments(self._options)
             self._state.write_cluster(self._cluster)
             starting = asyncio.create_task(self._start_all())
@@ -488,17 +487,14 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         view, options = self._view, self._options
-        first = [
+        await asyncio.gather(
             self._start_server(
                 "nats", "nats", local_servers.nats_command, local_servers.nats_ready
             ),
             self._start_server(
                 "etcd", "http", local_servers.etcd_command, local_servers.etcd_ready
             ),
-        ]
-        if options.decode + options.prefill + options.frontends and options.model == plan.DEMO:
-            first.insert(0, self._make_demo_model())
-        await asyncio.gather(*first)
+        )
         cluster = self._cluster  # it has the addresses of the servers now
         ref = ClusterRef(
             cluster.namespace,
@@ -564,17 +560,6 @@ class Supervisor:
         if spec.role != "frontend" or not self._options.decode:
             return True
         return not await asyncio.to_thread(members.why_not_ready, url)
-
-    async def _make_demo_model(self) -> None:
-        self._view.set("demo model", "starting", "made on first use")
-        log = self._state.log_of("demo-model")
-        maker = plan.start_demo_model(log, self._children.env)
-        try:
-            plan.check_demo_model(await wait_exit(maker), log)
-        finally:
-            maker.kill()
-            maker.wait()
-        self._view.set("demo model", "ready", str(plan.demo_directory()))
 
     async def _store_settings(self, ref: ClusterRef) -> None:
         """Store what `--set` gives, before any worker reads it."""

@@ -71,7 +71,7 @@ def _build(recipe: Recipe, directory: Path) -> None:
 def main(directory: str) -> int:
     """Make the demo model unless it is there. Return the exit code."""
     try:
-        print(ensure_demo_model(Path(directory)))
+        ensure_demo_model(Path(directory))
     except OSError as exc:
         print(f"cannot make the demo model: {exc}", file=sys.stderr)
         return 1

@@ -305,17 +305,19 @@ async def test_etcd_that_is_away_when_a_worker_joins_is_waited_for(
     await me.leave()
 
 
-async def test_the_keys_of_an_id_go_over_to_its_new_owner(client: EtcdClient, ns: str) -> None:
+async def test_the_keys_of_an_id_go_over_to_its_new_owner(
+    client: EtcdClient, etcd: EtcdServer, ns: str
+) -> None:
     """A worker that is started again with its id need not wait until its old lease has ended."""
-    first, second = (member(client, ns, "decode-1", ttl_s=ttl_s) for ttl_s in (2, 60))
+    lost = await EtcdClient.connect(etcd.url)
+    first, second = member(lost, ns, "decode-1", ttl_s=2), member(client, ns, "decode-1", ttl_s=60)
     await first.join()
-    first._task.cancel()
-    assert first.lease is not None
-    await first.lease.stop()
+    await lost.close()
     await second.join()
     await asyncio.sleep(4.0)
     there = await registered(client, ns)
     assert {name: r.incarnation for name, r in there.items()} == {"decode-1": second.incarnation}
+    await first.leave()
     await second.leave()
 
 
