@@ -155,7 +155,7 @@ class Settings(Follower, Generic[T]):
         value = None if text == UNSET else _from_text(self._kind, name, text)
         for _ in range(10):
             kv = await self._client.get(self._key)
-            fields = _stored(kv.value) if kv is not None else {}
+            fields = stored(kv.value) if kv is not None else {}
             fields.pop(name, None)
             if value is not None:
                 fields[name] = value
@@ -187,7 +187,7 @@ def _unknown(value: bytes, kind: type[Message]) -> list[str]:
     return sorted(msgspec.json.decode(value).keys() - set(kind.__struct_fields__))
 
 
-def _stored(value: bytes) -> dict[str, Any]:
+def stored(value: bytes) -> dict[str, Any]:
     """The fields of a stored object, also bad ones, and those of another build. Empty: it is no
     object, so the next `set` replaces it."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):

@@ -55,7 +55,7 @@ def test_registry_keys_and_values(examples: int) -> None:
                 decode_worker_record("ns", name, value)
         with contextlib.suppress(ConfigError):
             live_settings.parse(value, RouterConfig)
-        live_settings._stored(value)
+        live_settings.stored(value)
         read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))

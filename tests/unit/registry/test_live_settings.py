@@ -43,8 +43,8 @@ def test_settings_bad_text_names_the_setting_and_what_is_allowed(name: str, text
 
 def test_other_fields_are_written_again_as_they_are() -> None:
     stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"newer":1}'
-    assert live_settings._stored(stored) == json.loads(stored)
-    assert live_settings._stored(b"[]") == live_settings._stored(b"\xff") == {}
+    assert live_settings.stored(stored) == json.loads(stored)
+    assert live_settings.stored(b"[]") == live_settings.stored(b"\xff") == {}
 
 
 def test_a_setting_is_only_found_by_its_whole_name() -> None:
