@@ -80,19 +80,17 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
 
 def cluster(ref: ClusterRef) -> Iterator[Finding]:
     """Check that the servers answer, the workers fit together, and no job is dead-lettered."""
-    no_nats = local_servers.nats_ready(ref.nats_url, 2.0)
-    no_etcd = local_servers.etcd_ready(ref.etcd_url, 2.0, ref.security.etcd.tls())
-    for name, url, why in (("NATS", ref.nats_url, no_nats), ("etcd", ref.etcd_url, no_etcd)):
-        if why is None:
-            yield Finding(OK, f"{name} answers at {redact.url(url)}")
-        else:
-            yield Finding(FAIL, why, "start it, or give its address with --nats / --etcd")
+    if no_nats := local_servers.nats_ready(ref.nats_url, 2.0):
+        yield Finding(FAIL, no_nats, "start it, or give its address with --nats")
+    else:
+        yield Finding(OK, f"NATS answers at {redact.url(ref.nats_url)}")
     try:
         workers = members.ask_etcd(ref, members.workers, wait_s=2.0)
         results = members.ask_etcd(ref, self_checks.kept, wait_s=2.0).values()
     except PullfillError as exc:
-        yield Finding(FAIL, f"the registry cannot be read: {exc}", "see etcd above")
+        yield Finding(FAIL, *str(exc).split(": ", 1))
         return
+    yield Finding(OK, f"etcd answers at {redact.url(ref.etcd_url)}")
     yield from fit(workers, by_stock=_served_by_stock(ref))
     yield from compared(list(results))
     if key := ref.security.cluster.load():

@@ -290,9 +290,8 @@ class Supervisor:
             supervisor=own,
             restart=options.restart,
             role_args=options.role_args,
+            security=options.security.path,
         )
-        if options.security.path:
-            self._cluster.security = options.security.path
         self._signals = 0
         self._stop = asyncio.Event()
         self._children = Children(self._cluster, state, view)

@@ -79,7 +79,7 @@ class ProcessEntry(msgspec.Struct, kw_only=True):
 class ClusterFile(msgspec.Struct, kw_only=True):
     """STATE/cluster.json: what `up` has started, and how.
 
-    security: the file it was started with, if any.
+    security: the file it was started with. Empty: none.
     cluster_id: is in the environment of every child.
     supervisor: the `up` that restarts processes. It may have ended.
     engine_args, role_args: vLLM flags of every process, and those of one role besides."""
@@ -89,7 +89,7 @@ class ClusterFile(msgspec.Struct, kw_only=True):
     etcd_url: str
     frontend_url: str
     processes: list[ProcessEntry] = []
-    security: str | msgspec.UnsetType = msgspec.UNSET
+    security: str = ""
     cluster_id: str = ""
     supervisor: ProcessId = ProcessId(0, 0, "")
     restart: bool = True
@@ -145,7 +145,7 @@ class ClusterRef:
             namespace or cluster.namespace,
             *urls,
             directory,
-            load(security or cluster.security or None),
+            load(security or cluster.security),
         )
 
 

@@ -123,7 +123,6 @@ class KeyValue(msgspec.Struct, frozen=True):
     value: bytes = b""
     create_revision: int = 0
     mod_revision: int = 0
-    version: int = 0
     lease: int = 0
 
 
