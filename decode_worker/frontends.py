@@ -3,9 +3,6 @@
 It sends them outputs, load and cached blocks, and hands unfinished requests back to them: when this
 worker shuts down, when its engine fails, and when requests find no free blocks (`make_way`). The
 frontends then use other decode workers.
-
-Only our own loop can carry it. Where another one steps the engine, clients come to vLLM's own
-server, and a side has no `Frontends`.
 """
 
 from __future__ import annotations

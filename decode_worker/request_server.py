@@ -49,7 +49,7 @@ class RequestServer:
 
     def __init__(
         self,
-        # Our own loop. Only it polls our socket between steps.
+        # It polls our socket between steps.
         loop: OwnLoop,
         traces: RequestTraces,
         *,
@@ -70,7 +70,7 @@ class RequestServer:
         self._codec = front_wire.WorkerCodec()
         self._frontends: dict[bytes, Frontend] = {}
         self._taken: dict[str, Request] = {}
-        self._next_index = self._max_model_len = 0
+        self._next_index, self._max_model_len = requests.FRONTENDS, 0
         self._next_check = 0.0
         self._socket: Any = None
         self._key = key

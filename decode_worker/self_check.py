@@ -413,19 +413,18 @@ def wanted_blocks(block_size: int) -> int:
 
 
 def checks_for(
-    context: DecodeContext, config: Any, compat: Compat, submit: Submit | None, kept: SelfChecks
+    context: DecodeContext, config: Any, compat: Compat, submit: Submit, kept: SelfChecks
 ) -> tuple[Trials, Checks] | None:
     """Make the self-check of this worker, or return None if nothing can be compared.
 
-    That is so if the engine takes no requests of ours, if no transport reaches the KV memory, if
-    there is no model or it generates no text, or if no prompt of whole blocks may be prefilled
-    remotely."""
+    That is so if no transport reaches the KV memory, if there is no model or it generates no text,
+    or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
     fits = context.blocks.longest_kept(wanted_blocks(block_size) * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
-    if submit is None or not context.memories or not computes or not generates or blocks < 1:
+    if not context.memories or not computes or not generates or blocks < 1:
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(

@@ -89,14 +89,11 @@ async def build(
 ) -> DecodeSide:
     """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
 
-    What the engine's adapter lacks switches parts off (worker/ports.py): without our own loop there
-    are no `Frontends` and no read leases, without `Submit` there is no self-check.
-
     The engine takes no request before `DecodeSide.begin`.
 
     kept: results of self-checks. events: of the engine's prefix cache."""
-    view, thread, own_loop, told = engine.view, engine.thread, engine.own_loop, engine.context
-    config, wake_engine = view.config, thread.wake if thread is not None else lambda: None
+    view, turns, told = engine.view, engine.loop, engine.context
+    config, wake_engine = view.config, turns.wake
     loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
     copies.when_broken(engine.fail)
 
@@ -141,23 +138,21 @@ async def build(
     )
 
     # The frontends' socket.
-    server = blocks = None
-    if own_loop is not None:
-        blocks = await own_loop.call(partial(BlockEvents, loop, view, events))
-        parts.push_async_callback(blocks.close)
-        tasks = await own_loop.call(lambda: own_loop.tasks)  # it asks the ranks, as a step does
-        server = RequestServer(
-            own_loop,
-            traces,
-            welcome=partial(_welcome, engine, events, tasks),
-            models=[engine.served_name, options.model],
-            key=key,
-            follow=blocks.follow,
-        )
+    blocks = await turns.call(partial(BlockEvents, loop, view, events))
+    parts.push_async_callback(blocks.close)
+    tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
+    server = RequestServer(
+        turns,
+        traces,
+        welcome=partial(_welcome, engine, events, tasks),
+        models=[engine.served_name, options.model],
+        key=key,
+        follow=blocks.follow,
+    )
 
     # The prefill workers' connections, and what they say about jobs.
     meter = StepMeter(context, view.chunks)
-    trials, checks = checks_for(context, config, engine.compat, engine.submit, kept) or (None, None)
+    trials, checks = checks_for(context, config, engine.compat, turns, kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
     handoff = Handoff(
@@ -171,11 +166,9 @@ async def build(
         compat_hash=engine.compat.hash(),
     )
     computes = rounding_digest(config)
-    leases = ReadLeases(context, thread, view, compat=engine.compat, computes=computes)
-    frontends = None
-    if own_loop is not None and server is not None and blocks is not None:
-        wake_after = partial(_wake_after, loop, wake_engine)
-        frontends = Frontends(own_loop, server, view, wake_after, blocks, events, ledger, leases)
+    leases = ReadLeases(context, turns, view, compat=engine.compat, computes=computes)
+    wake_after = partial(_wake_after, loop, wake_engine)
+    frontends = Frontends(turns, server, view, wake_after, blocks, events, ledger, leases)
     reach = reach_for(told.memories, options, key)
     control = ControlServer(
         handoff,
@@ -216,7 +209,7 @@ async def build(
         seats=view.seats(options.reserve_seats),
         in_flight=view.in_flight,
         trials=trials,
-        of_frontend=server.has if server is not None else lambda _: False,
+        of_frontend=server.has,
     )
     return DecodeSide(
         engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
@@ -228,14 +221,12 @@ async def build(
 class DecodeSide(Service):
     """See Service.
 
-    answer: from then on this side answers vLLM.
-    frontends: None if another loop than ours steps the engine. Clients then come to vLLM's server.
-    """
+    answer: from then on this side answers vLLM."""
 
     engine: Engine[WorkerContext]
     context: DecodeContext
     answer: Callable[[], None]
-    frontends: Frontends | None
+    frontends: Frontends
     control: ControlServer
     leases: ReadLeases
     outlook: Outlook
@@ -250,13 +241,12 @@ class DecodeSide(Service):
     async def begin(self) -> None:
         """From now on this side answers the engine. Listen for frontends. Raises NotNow."""
         self.answer()
-        if self.frontends is not None:
-            await self.frontends.begin(self.options.host, self.options.data_port)
+        await self.frontends.begin(self.options.host, self.options.data_port)
 
     @property
     def requests(self) -> int:
-        """Number of clients' requests that are not finished, as far as this side is told."""
-        return self.frontends.requests if self.frontends is not None else 0
+        """Number of requests of frontends that are not finished."""
+        return self.frontends.requests
 
     def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         incarnation = record.incarnation
@@ -265,7 +255,7 @@ class DecodeSide(Service):
         described = describe(self.context.owner, incarnation, self.engine.compat)
         record = msgspec.structs.replace(
             record,
-            data=self.frontends.address if self.frontends is not None else "",
+            data=self.frontends.address,
             control=self.options.advertise_control or self.control.address,
             computes=self.checks.computes if self.checks else "",
         )
@@ -286,7 +276,7 @@ class DecodeSide(Service):
         self._drains = self._rests = False
         self.draining.clear()
         self.leases.reopen()
-        await self._dismiss(draining=False)
+        await self.frontends.dismiss(draining=False)
 
     async def rest(self, within_s: float = 5.0) -> None:
         """End the connections to all peers. This worker is no decode worker until `resume`.
@@ -298,11 +288,7 @@ class DecodeSide(Service):
         self.leases.renew()
         with contextlib.suppress(TimeoutError):  # the process must be able to leave
             async with asyncio.timeout(within_s):
-                await self._dismiss(draining=True)
-
-    async def _dismiss(self, draining: bool) -> None:
-        if self.frontends is not None:
-            await self.frontends.dismiss(draining)
+                await self.frontends.dismiss(draining=True)
 
     def reasons(self) -> list[str]:
         return self.outlook.reasons()
@@ -316,8 +302,7 @@ class DecodeSide(Service):
             self.leases,
             self.checks,
         )
-        if self.frontends is not None:
-            load["prefix"] = self.frontends.status()
+        load["prefix"] = self.frontends.status()
         load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self.outlook.servers()}
 
@@ -347,20 +332,17 @@ class DecodeSide(Service):
     async def stop_taking(self) -> None:
         self._drains = True
         self.draining.set()
-        if self.frontends is not None:
-            self.frontends.start_drain()
+        self.frontends.start_drain()
 
     async def finished(self) -> None:
-        if self.frontends is not None:
-            await self.frontends.idle(self.engine.dead)
+        await self.frontends.idle(self.engine.dead)
         await self.leases.drain()
 
     async def give_up(self) -> None:
-        if self.frontends is not None:
-            await self.frontends.migrate()
+        await self.frontends.migrate()
 
     async def engine_gone(self, hangs: bool) -> None:
-        if self.frontends is not None and not hangs:
+        if not hangs:
             self.frontends.close()
 
 

@@ -20,7 +20,6 @@ import msgspec
 from pullfill.config import ClusterRef
 from pullfill.engine import features, release
 from pullfill.engine.compat import rounding_digest
-from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
@@ -102,10 +101,8 @@ class PrefillRole(Role[PrefillContext]):
         copies.when_broken(engine.fail)
         self._hello = self.open_memory(engine)
         self._engine, self._queue = engine, queue
-        if engine.submit is None:
-            raise ConfigError("this engine takes no requests of ours, so it computes no jobs")
         self._tasks = PrefillEngine(
-            engine.submit,
+            engine.loop,
             engine.context,
             block_size=engine.compat.block_size,
             compat_hash=engine.compat.hash(),

@@ -88,7 +88,7 @@ class ReadLeases:
     def __init__(
         self,
         context: DecodeContext,
-        thread: EngineThread | None,  # runs work between steps. None: nothing is leased
+        thread: EngineThread,
         view: View,
         *,
         compat: Compat,
@@ -110,9 +110,7 @@ class ReadLeases:
         self._pinned: set[_Lease] = set()
         self._closed = False
         self.why_not = ""
-        if thread is None:
-            self.why_not = "its engine does no work for us between steps"
-        elif context.owner is None:
+        if context.owner is None:
             self.why_not = "no transport reaches its KV memory"
         elif not keeps_all(context.groups):
             self.why_not = "its model does not keep the KV of all tokens in one group"
@@ -203,7 +201,6 @@ class ReadLeases:
             asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
     async def _give(self, asker: _Asker, ask: LeaseAsk) -> None:
-        assert self._thread is not None, "else nobody may ask"
         found: _Lease | str = BUSY
         try:
             made = await self._loop.run_in_executor(self._hashes, self._prepare, ask)
@@ -300,7 +297,6 @@ class ReadLeases:
         lease.unproved = not quiet
         if quiet:
             # Not before: so each read that the fence let pass has read what the block's hash says.
-            assert self._thread is not None
             self._thread.submit(lambda: self._unpin(lease), wake=False)
         else:
             # A copy takes milliseconds, and its reader lets go at the end.

@@ -144,7 +144,7 @@ class Adapters:
     # adapter is loaded before its first request enters. vLLM loads it again from the copy only.
 
     def __init__(self) -> None:
-        self._given = 0
+        self._given = 1 << 16  # the API servers of stock vLLM number theirs from 1
         self._loaded: OrderedDict[str, tuple[LoRARequest, _Copy]] = OrderedDict()
         self._paths: dict[str, str] = {}
         self._newest: dict[str, tuple[int, str]] = {}

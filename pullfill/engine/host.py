@@ -133,6 +133,7 @@ class EngineHost:
         self._tier: Tier | None = None
         self._beat = 0
         self._doing = ""
+        self._timeout = 0  # ms of the next wait for work
         self._blocked_at: float | None = None
         self._heap = environment.Heap()
         self.stepping = False
@@ -206,44 +207,58 @@ class EngineHost:
                 self.core.shutdown()
 
     def _loop(self, core: EngineCore) -> None:
-        timeout = 0
         while not self._stopping:
-            came = self._take_in(timeout)
-            quiet = timeout == self._idle_ms and not came
-            for hooks in self._hooks:
-                hooks.before_step()
-            # `requests` also has those that are finished, and whose blocks a peer still reads.
-            # After the last one has gone, `has_requests` asks for one more step, which tells the
-            # model runner. The next step that has requests tells it as well, so that step is
-            # taken only if nothing has come for long: it costs each short request a step, and a
-            # report to each frontend.
-            scheduler: Any = core.scheduler
-            work = scheduler.requests or (quiet and scheduler.has_requests())
-            if not (self._copies_run() or core.batch_queue or work):
-                timeout = self._idle_ms if not self._todo else 0
-                self._blocked_at = None
-                self.stepping = False
-                continue
-            self._doing = "a step"
-            failpoints.hit("engine.step")
-            try:
-                outputs, executed = core.step_fn()
-            except Exception as exc:
-                self._tell_failed(core, exc)
-                raise
-            for hooks in self._hooks:
-                hooks.after_step(len(core.batch_queue or ()))
-            for hooks in self._hooks:
-                if outputs:
-                    hooks.on_outputs(outputs)
-            core.post_step(executed)
-            self._heap.after_step()
-            timeout = 0 if core.batch_queue else self._pause(core, executed)
-            self.stepping = timeout == 0
-            if executed or timeout == self._idle_ms:
-                self._blocked_at = None
-            elif timeout == _BLOCKED_MS and self._blocked_at is None:
-                self._blocked_at = time.monotonic()
+            self.turn(core)
+
+    def turn(self, core: EngineCore) -> bool:
+        """Take in work, and take a step if a step can do something. Engine thread.
+
+        Returns whether the step ran the model. Raises what a step raises."""
+        came = self._take_in(self._timeout)
+        quiet = self._timeout == self._idle_ms and not came
+        for hooks in self._hooks:
+            hooks.before_step()
+        if not (self._copies_run() or core.batch_queue or self._has_requests(core, quiet)):
+            self._timeout = self._idle_ms if not self._todo else 0
+            self._blocked_at = None
+            self.stepping = False
+            return False
+        self._doing = "a step"
+        failpoints.hit("engine.step")
+        try:
+            outputs, executed = core.step_fn()
+        except Exception as exc:
+            self._tell_failed(core, exc)
+            raise
+        for hooks in self._hooks:
+            hooks.after_step(len(core.batch_queue or ()))
+        if outputs:
+            self._give(outputs)
+        core.post_step(executed)
+        self._heap.after_step()
+        timeout = self._timeout = 0 if core.batch_queue else self._pause(core, executed)
+        self.stepping = timeout == 0
+        if executed or timeout == self._idle_ms:
+            self._blocked_at = None
+        elif timeout == _BLOCKED_MS and self._blocked_at is None:
+            self._blocked_at = time.monotonic()
+        return bool(executed)
+
+    def _has_requests(self, core: EngineCore, quiet: bool) -> bool:
+        """Whether a step has a request. quiet: nothing has come for long."""
+        # `requests` also has those that are finished, and whose blocks a peer still reads. After
+        # the last one has gone, `has_requests` asks for one more step, which tells the model
+        # runner. The next step that has requests tells it as well, so that step is taken only if
+        # nothing has come for long: it costs each short request a step, and a report to each
+        # frontend.
+        scheduler: Any = core.scheduler
+        return bool(scheduler.requests or (quiet and scheduler.has_requests()))
+
+    def _give(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Give a step's outputs to those whose requests they are of."""
+        for hooks in self._hooks:
+            if outputs:
+                hooks.on_outputs(outputs)
 
     def _tell_failed(self, core: EngineCore, failure: Exception) -> None:
         """Tell all hooks that a step has raised. One that fails keeps none from hearing it."""

@@ -153,6 +153,8 @@ class KvEvents:
         self.places = places_of(scheduler.kv_cache_config)
         self._manager = scheduler.kv_cache_manager
         scheduler.kv_event_publisher = self
+        # Stock vLLM has made the pool before anybody could switch it on.
+        scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
 
     def look(self) -> None:
         """Take events that came without a step, e.g. of `reset_prefix_cache`. Engine thread."""

@@ -16,8 +16,9 @@ from pullfill.wire import u32
 # Longer prompts, in tokens, are kept from the garbage collector.
 UNTRACKED = 256
 
-# The client index of requests that a worker sends its own engine. Frontends have other ones.
-OWN_CLIENT = -1
+# The client index of requests that a worker sends its own engine, and the first one of a frontend.
+# The API servers of stock vLLM count from 0.
+OWN_CLIENT, FRONTENDS = -1, 1 << 16
 
 
 def own_request(

@@ -2,9 +2,9 @@
 
     vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
 
-An adapter gives the ports: own_loop.py over our own loop, stock_core.py in stock `vllm serve`. What
-an adapter lacks is None in `sides.Engine`, and what needs it switches off by name.
-tests/contract/test_ports.py judges all adapters alike.
+An adapter gives the ports: own_loop.py over a loop that takes our turns. That is our own one
+(engine/host.py), or vLLM's in stock `vllm serve` (engine/stock_host.py).
+tests/contract/test_ports.py judges both alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Steps(ABC):
     @abstractmethod
     def before_step(self) -> StepReport:
         """Called between two steps, and before the loop sleeps. Returns what vLLM must be told now.
-        Stock vLLM calls it at the end of each step, before `step_done`.
 
         Nothing of it may be `failed`: vLLM takes that only with a step."""
 
@@ -62,9 +61,7 @@ class Steps(ABC):
 
 
 class EngineThread(Protocol):
-    """The thread that steps the engine. It runs our work between two steps. Any thread may call.
-
-    An adapter may lack it: then no peer reads our prefix cache, and no frontend follows it."""
+    """The thread that steps the engine. It runs our work between two steps. Any thread may call."""
 
     def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
         """Run `work()` before the next step. Work that was submitted first runs first.
@@ -81,9 +78,7 @@ class EngineThread(Protocol):
 
 
 class Submit(Protocol):
-    """Requests of our own in the engine. Any thread may call.
-
-    An adapter may lack it: then there is no self-check, and no prefill side."""
+    """Requests of our own in the engine. Any thread may call."""
 
     def add(self, request: Any) -> Future[Any]:
         """Have the engine compute a request. Returns its outcome: the last EngineCoreOutput.

@@ -19,7 +19,6 @@ from pullfill.config import ClusterRef, ranks_of
 from pullfill.engine import args, check, compat, environment
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
-from pullfill.engine.view import View
 from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.ids import new_instance_id
 from pullfill.net.this_host import allow_open_files
@@ -28,9 +27,8 @@ from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
-from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.sides import Engine, Role
-from pullfill.worker.worker import Worker
+from pullfill.worker.worker import Worker, engines_of
 
 # By name, as vLLM gets the connector: the rooms of the sides import this one.
 ROLES = {
@@ -208,16 +206,9 @@ class WorkerProcess:
         described = compat.describe(
             self._config, self._served_name, self._fingerprint, first.geometry
         )
-        view = View(core)
-        for half in self._halves:
-            half.built(view)
-        loop = OwnLoop(host, core, self._life, first.adapters, self._halves)
-        host.use(loop)
-        engine: Engine[Any] = Engine(
-            view, loop, loop, loop, self._served_name, described, first, self._life.dead,
-            self._life.fail,
-        )  # fmt: skip
-        return [engine.of(context) for context in self._contexts]
+        return engines_of(
+            host, self._life, self._contexts, self._halves, self._served_name, described
+        )
 
 
 async def _all(work: Any) -> None:

@@ -17,7 +17,6 @@ from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.memory import Copier
 from pullfill.worker.own_loop import OwnLoop
-from pullfill.worker.ports import EngineThread, Submit
 
 C = TypeVar("C", bound=WorkerContext)
 
@@ -26,16 +25,13 @@ C = TypeVar("C", bound=WorkerContext)
 class Engine(Generic[C]):
     """An engine that is built, as one side sees it: the ports, and what the engine is.
 
-    thread, submit: None if the adapter lacks them.
-    own_loop: our own loop, for the request server. None: another one steps the engine.
+    loop: `EngineThread` and `Submit`, and for the request server all that it is.
     context: of the side. It describes the KV cache in memory.
     dead: set once the engine takes no more steps. asyncio thread.
     fail: ends the worker, for this reason. Any thread."""
 
     view: View
-    thread: EngineThread | None
-    submit: Submit | None
-    own_loop: OwnLoop | None
+    loop: OwnLoop
     served_name: str
     compat: Compat
     context: C

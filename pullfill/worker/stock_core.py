@@ -1,13 +1,13 @@
-"""The ports (ports.py) inside stock `vllm serve`: one flag makes its engine a decode worker.
+"""The ports (ports.py) inside stock `vllm serve`: one flag makes its engine a worker.
 
     --kv-transfer-config '{"kv_connector": "PullfillDecode", "kv_role": "kv_consumer",
         "kv_connector_module_path": "pullfill.worker.stock_core", "kv_connector_extra_config":
         {"etcd": "http://…", "nats": "nats://…", "namespace": "…"}}'
 
-vLLM's own engine core takes the steps, and calls the side through the connector. The rest of the
-worker runs on an asyncio loop in a thread of the same process. There is no `EngineThread` and no
-`Submit`: so nobody reads this worker's prefix cache, and it makes no self-check. Clients speak to
-vLLM's own server.
+`PullfillPrefill` with "kv_producer" makes it a prefill worker. vLLM's own busy loop takes our turns
+(engine/stock_host.py), and calls the side through the connector. The rest of the worker runs on an
+asyncio loop in a thread of the same process. Clients may speak to vLLM's own server, to our
+frontends, or to both.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import (
     get_kv_transfer_group,
     has_kv_transfer_group,
 )
-from vllm.v1.request import RequestStatus
 
 from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, request_limits, speculation
-from pullfill.engine.host import Pulse
-from pullfill.engine.view import View
+from pullfill.engine.requests import FRONTENDS
+from pullfill.engine.stock_host import StockHost, core_above
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
 from pullfill.options import ClusterOptions, WorkerOptions, declared
@@ -48,10 +46,10 @@ from pullfill.runtime.lifecycle import until
 from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
-from pullfill.worker.connector import RankTold, StepMetadata, WorkerConnector
+from pullfill.worker.connector import RankTold, WorkerConnector
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.sides import Engine, Role
-from pullfill.worker.worker import Worker
+from pullfill.worker.worker import Worker, engines_of
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +98,9 @@ def settings_of(
     return cluster, WorkerOptions(model=model, instance_id=name, **given)
 
 
-def name_of(config: VllmConfig) -> str:
+def name_of(config: VllmConfig, side: str) -> str:
     """Return the instance id: all processes of this engine know vLLM's engine_id."""
-    name = f"decode-{config.kv_transfer_config.engine_id}".lower()
+    name = f"{side}-{config.kv_transfer_config.engine_id}".lower()
     if not is_name(name):
         raise ConfigError(
             f"engine_id {config.kv_transfer_config.engine_id!r} of --kv-transfer-config: use "
@@ -111,13 +109,14 @@ def name_of(config: VllmConfig) -> str:
     return name
 
 
-def check_config(config: VllmConfig) -> None:
-    """Raise ConfigError, in one line, if this engine cannot be a decode worker."""
+def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
+    """Raise ConfigError, in one line, if this engine cannot be a worker of this kind."""
     check.require_version()
     transfer = config.kv_transfer_config
-    if transfer.kv_role != "kv_consumer":
+    if transfer.kv_role != kind.kv_role:
         raise ConfigError(
-            f"kv_role is {transfer.kv_role!r}, but PullfillDecode is one side only: use kv_consumer"
+            f"kv_role is {transfer.kv_role!r}, but {kind.__name__} is one side only: "
+            f"use {kind.kv_role}"
         )
     model, parallel = config.model_config, config.parallel_config
     flags = SimpleNamespace(
@@ -131,60 +130,26 @@ def check_config(config: VllmConfig) -> None:
     speculation.check_config(config)
 
 
-class CoreFromHooks:
-    """As much of vLLM's EngineCore as a `View` reads, as the connector's calls tell it.
-
-    The connector never gets vLLM's scheduler. So the total of a step's tokens cannot be changed
-    from here, only how many of them one prompt gets.
-
-    scheduled, done: number of steps."""
-
-    def __init__(self, config: VllmConfig, kv_cache_config: KVCacheConfig, manager: Any) -> None:
-        self.vllm_config = config
-        self.scheduler = self
-        self.kv_cache_config = kv_cache_config
-        self.kv_cache_manager = manager
-        self.connector = None
-        self.scheduler_config = steps = config.scheduler_config
-        most = steps.max_num_scheduled_tokens or steps.max_num_batched_tokens
-        self.max_num_scheduled_tokens = most
-        self.num_spec_tokens = config.num_speculative_tokens
-        self.requests: dict[str, Any] = {}
-        self._inflight_prefills: set[Any] = set()
-        self.scheduled = self.done = 0
-
-    @property
-    def running(self) -> list[Any]:
-        """vLLM's requests that run. Any thread."""
-        return [r for r in list(self.requests.values()) if r.status is RequestStatus.RUNNING]
-
-    def get_request_counts(self) -> tuple[int, int]:
-        running = len(self.running)
-        return running, len(self.requests) - running
-
-    @property
-    def batch_queue(self) -> int:
-        """Number of scheduled steps that have not run yet."""
-        return self.scheduled - self.done
-
-
 class StockLife:
     """The engine of stock vLLM (engine/life.py: `Life`). vLLM owns its end, and its memory.
 
-    fail: see `Engine`."""
+    ending: set once vLLM is told to shut down. fail: see `Engine`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: StockHost) -> None:
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[list[Engine[Any]]] = self.loop.create_future()
-        self.dead = asyncio.Event()
-        self.failure = ""
+        self.dead, self.ending = asyncio.Event(), asyncio.Event()
+        self.failure: BaseException | None = None
+        self.pulse = host.pulse
+        self._host = host
 
     def fail(self, why: str) -> None:
         """End vLLM's engine at its next step. Any thread."""
-        self.failure = why
 
-    def pulse(self) -> Pulse:
-        return Pulse(0, "", 0)  # vLLM watches its own engine
+        def end() -> None:
+            raise RuntimeError(why)
+
+        self._host.submit(end)
 
     give_up = fail
 
@@ -202,24 +167,30 @@ class StockCore:
     """
 
     def __init__(
-        self, config: VllmConfig, kv_cache_config: KVCacheConfig, role_class: tuple[str, str]
+        self, config: VllmConfig, kv_cache_config: KVCacheConfig, kind: type[PullfillDecode]
     ) -> None:
-        """role_class: see `PullfillDecode`.
+        """kind: says which side it has.
 
         Raises ConfigError if the settings or the engine do not fit."""
-        log.setup("decode")
-        check_config(config)
+        log.setup(kind.side)
+        check_config(config, kind)
+        if (core := core_above()) is None:
+            raise ConfigError(
+                f"{kind.__name__} needs vLLM's engine in a process of its own: use `vllm serve`"
+            )
         # vLLM's default ends a request whose KV does not come. Ours is computed here.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        name, model = name_of(config), config.model_config
+        name, model = name_of(config, kind.side), config.model_config
         extra = config.kv_transfer_config.kv_connector_extra_config
         cluster, options = settings_of(extra, model.model, name)
-        module, kind = role_class
-        role: Role[Any] = getattr(import_module(module), kind)(cluster, options)
+        module, role_class = kind.role_class
+        role: Role[Any] = getattr(import_module(module), role_class)(cluster, options)
+        role.adjust(config)
         self._worker = Worker([role], role.name, name, cluster, options)
-        self._config, self._kv_cache_config = config, kv_cache_config
+        self._config = config
         self._fingerprint = compat.fingerprint_as_run(config)
-        self.context: WorkerContext = role.make_context(lambda: None, RegionFiles(name))
+        self._host = StockHost(core, self._ending, self.close)
+        self.context: WorkerContext = role.make_context(self._host.wake, RegionFiles(name))
         self.half: SchedulerHalf = role.make_half(self.context)
         # As in our own loop: a claim must not wait 5 ms for the engine thread to let the GIL go.
         sys.setswitchinterval(0.0005)
@@ -228,10 +199,6 @@ class StockCore:
         self._thread.start()
         self._life = self._made.result()
 
-    def bind(self, manager: Any) -> None:
-        """vLLM has made its scheduler. manager: its KVCacheManager."""
-        self.core = CoreFromHooks(self._config, self._kv_cache_config, manager)
-
     def begin(self) -> None:
         """The memory of all ranks is known: join the cluster. Returns once the worker serves.
 
@@ -239,32 +206,20 @@ class StockCore:
         served = self._config.model_config.served_model_name
         assert self.context.geometry is not None
         described = compat.describe(self._config, served, self._fingerprint, self.context.geometry)
-        view = View(self.core)
-        self.half.built(view)
-        engine = Engine(
-            view, None, None, None, served, described, self.context, self._life.dead,
-            self._life.fail,
-        )  # fmt: skip
-        self._tell(self._life.ready.set_result, [engine])
+        engines = engines_of(self._host, self._life, [self.context], [self.half], served, described)
+        self._tell(self._life.ready.set_result, engines)
+        self._host.wait(self._serves.done)
         self._serves.result()
 
-    def scheduled(self) -> None:
-        """vLLM has scheduled a step. Raises RuntimeError to end the engine."""
-        self.core.scheduled += 1
-        if self._life.failure:
-            raise RuntimeError(self._life.failure)
-
-    def step_done(self) -> None:
-        """A step has run on every rank, and vLLM knows what it has computed."""
-        self.core.done += 1
-        self.half.step_done(self.core.batch_queue)
-
     def close(self) -> None:
-        """vLLM ends: the engine takes no more steps. Leave the cluster. May be called again."""
+        """The engine takes no more steps: leave the cluster. May be called again."""
         self._tell(self._life.dead.set)
         self._thread.join(_CLOSE_S)
         if self.context.files is not None:
             self.context.files.close()  # while etcd or NATS is away, the worker takes longer
+
+    def _ending(self) -> None:
+        self._tell(self._life.ending.set)
 
     def _tell(self, function: Callable[..., object], *given: object) -> None:
         """Call this on the worker's loop, unless the worker has ended, well or not."""
@@ -283,7 +238,7 @@ class StockCore:
                 self._serves.set_exception(exc)
 
     async def _serve(self) -> None:
-        life = StockLife()
+        life = StockLife(self._host)
         self._made.set_result(life)
         async with AsyncExitStack() as parts:
             # `build` does this, too, but not if it fails early. No exit of ours removes the files.
@@ -295,27 +250,25 @@ class StockCore:
                 life.dead.set()  # `begin` raises this, so the engine never takes a step
                 raise
             self._serves.set_result(None)
-            await until(self._worker.revoked, life.dead)
+            await until(self._worker.revoked, life.ending, life.dead)
+            services = await self._worker.settle()
             await self._worker.stop_taking()
-            if not life.dead.is_set():
+            if self._worker.revoked.is_set():
                 logger.warning("lease revoked: all prompts are prefilled here from now on")
             # Prefill workers may still write what was granted before. vLLM owns the process.
             await life.dead.wait()
-
-
-class Present(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Tells nothing, but is there: vLLM drops the output of a rank that tells nothing at all, and
-    then does not call `update_connector_output`."""
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return self
+            for service in services:
+                await service.engine_gone(hangs=False)
 
 
 class PullfillDecode(WorkerConnector):
     """The connector of a decode worker in stock `vllm serve`. See the module.
 
-    role_class: of its side, by module and name, because the rooms of the sides import this one."""
+    side: its name. kv_role: what vLLM must be told of it.
+    role_class: of the side, by module and name, because the rooms of the sides import this one."""
 
+    side = "decode"
+    kv_role = "kv_consumer"
     role_class: ClassVar = ("pullfill.decode_worker.side", "DecodeRole")
 
     def __init__(
@@ -323,7 +276,7 @@ class PullfillDecode(WorkerConnector):
     ) -> None:
         self._stock: StockCore | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._stock = StockCore(vllm_config, kv_cache_config, self.role_class)
+            self._stock = StockCore(vllm_config, kv_cache_config, type(self))
             contexts.install((self._stock.context, self._stock.half))
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -333,12 +286,7 @@ class PullfillDecode(WorkerConnector):
         directory = shm_dir()
         with suppress(OSError):  # whoever makes the files says why the directory cannot be used
             sweep(directory)
-        return name_of(vllm_config), directory
-
-    @property
-    def _core(self) -> StockCore:
-        assert self._stock is not None, "the half of vLLM's scheduler has it"
-        return self._stock
+        return name_of(vllm_config, self.side), directory
 
     def shutdown(self) -> None:
         if self._stock is not None:
@@ -346,56 +294,19 @@ class PullfillDecode(WorkerConnector):
 
     # ------------------------------------------------------------------ scheduler half
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
-        self._core.bind(kv_cache_manager)
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
-        self._core.begin()
-
-    def on_new_request(self, request: Any) -> None:
-        self._core.core.requests[request.request_id] = request
+        assert self._stock is not None, "the half of vLLM's scheduler has it"
+        self._stock.begin()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        # Clients come past our frontends. These drop what a client says about KV transfer, and
-        # refuse targets that are no numbers. Here either would end the engine, so both are dropped.
-        request.kv_transfer_params = None
-        params = request.sampling_params
-        extra = (params.extra_args if params is not None else None) or {}
-        if request_limits.why_bad_targets(extra):
-            targets = request_limits.TARGET_HEADERS.values()
-            params.extra_args = {key: value for key, value in extra.items() if key not in targets}
+        if 0 <= request.client_index < FRONTENDS:
+            _drop_what_ends_engines(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        self._core.scheduled()
-        return super().build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        super().update_connector_output(connector_output)
-        # vLLM reads these two right after this call. So a request whose KV came during a step is
-        # scheduled in the next one, as in our own loop.
-        report = self._core.half.before_step()
-        for name, ended in (("finished_recving", report.loaded), ("finished_sending", report.sent)):
-            if ended:
-                already = getattr(connector_output, name) or set()
-                setattr(connector_output, name, already | ended)
-
-    def get_kv_connector_stats(self) -> None:
-        # vLLM asks each rank for statistics, too, but its scheduler once after each step.
-        if self._stock is not None:
-            self._stock.step_done()
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._core.core.requests.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
 
     # ------------------------------------------------------------------ worker half
 
@@ -403,8 +314,27 @@ class PullfillDecode(WorkerConnector):
         if has_kv_transfer_group() and get_kv_transfer_group() is not self:
             # Another connector may still copy from a block that a prefill worker writes. Our own
             # loop knows of such copies (engine/tier.py).
-            raise ConfigError("PullfillDecode cannot be one of several connectors: use it alone")
+            raise ConfigError(
+                f"{type(self).__name__} cannot be one of several connectors: use it alone"
+            )
         super().register_kv_caches(kv_caches)
 
-    def build_connector_worker_meta(self) -> Present:
-        return Present()
+
+class PullfillPrefill(PullfillDecode):
+    """The connector of a prefill worker in stock `vllm serve`."""
+
+    side = "prefill"
+    kv_role = "kv_producer"
+    role_class: ClassVar = ("pullfill.prefill_worker.side", "PrefillRole")
+
+
+def _drop_what_ends_engines(request: Any) -> None:
+    """Drop what a client of vLLM's own server says of KV transfer, and bad targets.
+
+    Our frontends drop the one and refuse the other. Here either would end the engine."""
+    request.kv_transfer_params = None
+    params = request.sampling_params
+    extra = (params.extra_args if params is not None else None) or {}
+    if request_limits.why_bad_targets(extra):
+        targets = request_limits.TARGET_HEADERS.values()
+        params.extra_args = {key: value for key, value in extra.items() if key not in targets}

@@ -19,7 +19,9 @@ from functools import partial
 from typing import Any
 
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
+from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineWatchdog, Life
+from pullfill.engine.view import View
 from pullfill.errors import BadMessage
 from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
@@ -33,6 +35,7 @@ from pullfill.runtime.health import UP
 from pullfill.runtime.lifecycle import end
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import (
+    Compat,
     QueueSettings,
     RegionDescriptor,
     RoleOrder,
@@ -41,8 +44,30 @@ from pullfill.wire import (
     decode,
 )
 from pullfill.worker import memory
+from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.switch import Side, Switch
+
+
+def engines_of(
+    host: EngineHost,
+    life: Any,
+    contexts: Sequence[WorkerContext],
+    halves: Sequence[SchedulerHalf],
+    served_name: str,
+    described: Compat,
+) -> list[Engine[Any]]:
+    """Make the ports of an engine that is built. Returns it as each side sees it. Engine thread.
+
+    life: of the engine. contexts, halves: of the sides."""
+    view, first = View(host.core), contexts[0]
+    for half in halves:
+        half.built(view)
+    loop = OwnLoop(host, host.core, life, first.adapters, halves)
+    host.use(loop)
+    engine: Engine[Any] = Engine(view, loop, served_name, described, first, life.dead, life.fail)
+    return [engine.of(context) for context in contexts]
 
 
 class Worker:

@@ -1,7 +1,7 @@
-"""The ports that a side stands on (pullfill/worker/ports.py), for each adapter that gives them.
+"""The ports that a side stands on (pullfill/worker/ports.py), over each loop that gives them.
 
-vLLM's engine core and scheduler are real, and compute no model. An engine of ours that nobody wakes
-sleeps for a minute, which fails a test. Stock vLLM turns while a request waits, and needs no wake.
+vLLM's engine core and scheduler are real, and compute no model. An engine of our own loop that
+nobody wakes sleeps for a minute, which fails a test.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import asyncio
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -31,7 +30,6 @@ from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import own_request
-from pullfill.engine.view import View
 from pullfill.errors import BadMessage, ConfigError, NotNow
 from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
@@ -41,9 +39,9 @@ from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
-from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
+from pullfill.worker.worker import engines_of
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.etcd import EtcdServer
 from tests.support.late import Late
@@ -56,6 +54,7 @@ arg_utils: Any = Late("vllm.engine.arg_utils")
 vllm_core: Any = Late("vllm.v1.engine.core")
 executor: Any = Late("vllm.v1.executor")
 vllm_config: Any = Late("vllm.config")
+mocked: Any = Late("pullfill.testing.mock_executor")
 
 pytestmark = pytest.mark.engine
 
@@ -139,12 +138,27 @@ class Memory:
 
 @dataclass
 class Made:
-    """An engine by its ports. end: ends it, as whoever owns its end does."""
+    """An engine by its ports. stock: its process, if that is vLLM's."""
 
     engine: Engine[Any]
     memory: Memory
-    thread: EngineThread
-    submit: Submit
+    stock: Any = None
+
+    @property
+    def thread(self) -> EngineThread:
+        return self.engine.loop
+
+    @property
+    def submit(self) -> Submit:
+        return self.engine.loop
+
+    async def call(self, work: Callable[[], Any]) -> Any:
+        """`EngineThread.call`, on the asyncio loop of the worker."""
+        loop = asyncio.get_running_loop()
+        if self.stock is not None:
+            (loop,) = ProbeRole.loops
+        called = asyncio.run_coroutine_threadsafe(self.thread.call(work), loop)
+        return await asyncio.wrap_future(called)
 
 
 @asynccontextmanager
@@ -168,85 +182,65 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
         kept.append(Memory(context))
         shutdown = core.shutdown
         core.shutdown = lambda: [kept[0].order.append("freed"), shutdown()]
-        view = View(core)
-        half.built(view)
-        loop = OwnLoop(host, core, life, context.adapters, [half])
-        host.use(loop)
-        return Engine(
-            view, loop, loop, loop, "m", compat(block_size=BLOCK), context, life.dead, life.fail
-        )
+        described = compat(block_size=BLOCK)
+        return engines_of(host, life, [context], [half], "m", described)[0]
 
     life = EngineLife(load, built)
     life.start()
     engine = await life.ready
     kept[0].dead = life.dead
-    assert engine.thread is not None
-    assert engine.submit is not None
     try:
-        yield Made(engine, kept[0], engine.thread, engine.submit)
+        yield Made(engine, kept[0])
     finally:
         await memory.end(life, kept[0])
 
 
-class StockLoop:
-    """An EngineCore in the turns of vLLM's `EngineCoreProc.run_busy_loop`, without its sockets.
+def stock_proc(config: Any) -> Any:
+    """vLLM's EngineCoreProc without its sockets: what comes and goes is in its queues."""
 
-    What a test does through `EngineThread` and `Submit` goes the way of a client's request."""
+    class Proc(vllm_core.EngineCoreProc):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.input_queue, self.output_queue = Queue[Any](), Queue[Any]()
+            self.shutdown_state = vllm_core.EngineShutdownState.RUNNING
+            self.engines_running = False
+            self.publish_dp_lb_stats = self.has_coordinator = self.enable_fault_tolerance = False
+            self.process_input_queue_block = True
+            made_by = executor.Executor.get_class(config)
+            vllm_core.EngineCore.__init__(self, config, made_by, log_stats=False)
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._came: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._outcomes: dict[str, Future[Any]] = {}
+    return Proc()
+
+
+class StockProc:
+    """The process of a core, as a thread."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.core: Future[Any] = Future()
-
-    def start(self) -> None:
         self._thread.start()
-
-    def end(self) -> None:
-        self._came.put(None)
-        self._thread.join(20)
 
     def _run(self) -> None:
         try:
-            core = self._make()
+            core = stock_proc(self._config)
         except BaseException as exc:
             self.core.set_exception(exc)
             return
         self.core.set_result(core)
-        while True:
-            while not self._came.empty() or not (core.scheduler.has_requests() or core.batch_queue):
-                if (work := self._came.get()) is None:
-                    core.shutdown()
-                    return
-                work()
-            outputs, computed = core.step_fn()
-            for output in outputs[0].outputs if outputs and 0 in outputs else ():
-                if output.finish_reason is not None:
-                    self._outcomes.pop(output.request_id).set_result(output)
-            if not computed and core.scheduler.has_requests():
-                time.sleep(0.001)
+        with suppress(SystemExit):
+            core.run_busy_loop()
+        core.shutdown()
 
-    def submit(self, work: Callable[[], object], *, wake: bool = True) -> None:
-        self._came.put(work)
+    def put(self, kind: str, what: Any = None) -> None:
+        self.core.result().input_queue.put_nowait((vllm_core.EngineCoreRequestType[kind], what))
 
-    def wake(self) -> None:
-        """Stock vLLM cannot be woken."""
-
-    async def call(self, work: Callable[[], Any]) -> Any:
-        done: Future[Any] = Future()
-        self.submit(lambda: done.set_result(work()))
-        return await asyncio.wrap_future(done)
-
-    def add(self, request: Any) -> Future[Any]:
-        core, request.client_index = self.core.result(), 0
-        self._outcomes[request.request_id] = outcome = Future[Any]()
-        self.submit(lambda: core.add_request(*core.preprocess_add_request(request)))
-        return outcome
-
-    def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:
-        core = self.core.result()
-        self.submit(lambda: (core.abort_requests([request_id]), forgotten()))
+    def end(self) -> None:
+        """As SIGTERM does."""
+        if self.core.exception() is None:
+            self.core.result().shutdown_state = vllm_core.EngineShutdownState.REQUESTED
+            self.put("WAKEUP")
+        self._thread.join(20)
+        assert not self._thread.is_alive()
 
 
 class ProbeRole(Role[WorkerContext]):
@@ -255,6 +249,7 @@ class ProbeRole(Role[WorkerContext]):
     name, kv_role = "decode", "kv_consumer"
     sides: ClassVar[Sides]
     engine: ClassVar[asyncio.Future[Engine[Any]]]
+    loops: ClassVar[list[asyncio.AbstractEventLoop]]
 
     def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None: ...
 
@@ -268,14 +263,16 @@ class ProbeRole(Role[WorkerContext]):
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
 
     async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> None:
+        ProbeRole.loops = [asyncio.get_running_loop()]
         self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
 
     async def open(self, parts: AsyncExitStack) -> Any:
-        async def nothing(*_: Any) -> None: ...
+        async def nothing(*_: Any, **__: Any) -> None: ...
 
         return SimpleNamespace(
             describe=lambda record: (record, []), start=nothing, checking=str, reasons=list,
             told=dict, status=dict, jobs=dict, refresh_metrics=lambda: None, stop_taking=nothing,
+            engine_gone=nothing,
         )  # fmt: skip
 
 
@@ -294,16 +291,13 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
         kv_role="kv_consumer", engine_id=NAME, kv_connector_extra_config=place,
     )  # fmt: skip
     config = args.create_engine_config()
-    loop = StockLoop(
-        lambda: vllm_core.EngineCore(config, executor.Executor.get_class(config), log_stats=False)
-    )
-    loop.start()
+    proc = StockProc(config)
     try:
-        await asyncio.wrap_future(loop.core)
+        await asyncio.wrap_future(proc.core)
         engine = await ProbeRole.engine
-        yield Made(engine, Memory(engine.context), loop, loop)
+        yield Made(engine, Memory(engine.context), proc)
     finally:
-        await asyncio.to_thread(loop.end)
+        await asyncio.to_thread(proc.end)
 
 
 async def test_what_clients_of_stock_vllm_say_ends_no_engine(
@@ -317,8 +311,11 @@ async def test_what_clients_of_stock_vllm_say_ends_no_engine(
             {"ttft_ms": 20, "itl_ms": 5.0},
         ):
             asked = request(f"a{len(probe.said)}")
-            asked.sampling_params.extra_args = extra
-            await asyncio.wrap_future(made.submit.add(asked))
+            asked.client_index, asked.sampling_params.extra_args = 0, extra
+            core = made.stock.core.result()
+            made.stock.put("ADD", core.preprocess_add_request(asked))
+            client, answer = await asyncio.to_thread(core.output_queue.get, timeout=20)
+            assert (client, [one.request_id for one in answer.outputs]) == (0, [asked.request_id])
         (dropped, kept), (_, targets) = probe.said
         assert dropped is None
         assert kept.keys() & {"ttft_ms", "own"} == {"own"}
@@ -347,26 +344,26 @@ async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
     model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if that has ended the worker's loop already. No file stays."""
-    from pullfill.worker.stock_core import PullfillDecode
+    from pullfill.worker.stock_core import StockCore
 
     async def refuse(self: Any, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         raise ConfigError("not in this cluster")
 
     files: list[RegionFiles] = []
-    bind = PullfillDecode.bind_kv_cache_manager
+    begin = StockCore.begin
 
-    def bind_late(connector: PullfillDecode, manager: Any) -> None:
-        connector._core._thread.join(20)
-        bind(connector, manager)
-        connector.shutdown()
-        connector.shutdown()
+    def begin_late(stock: StockCore) -> None:
+        stock._thread.join(20)
+        stock.close()
+        stock.close()
+        begin(stock)
 
     def sides(_: Any, own: RegionFiles) -> tuple[Any, SchedulerHalf]:
         files.append(own)
         return WorkerContext(NAME, own), Probe()
 
     monkeypatch.setattr(ProbeRole, "watch", refuse)
-    monkeypatch.setattr(PullfillDecode, "bind_kv_cache_manager", bind_late)
+    monkeypatch.setattr(StockCore, "begin", begin_late)
     with pytest.raises(ConfigError, match="not in this cluster"):
         async with stock_core(etcd, ns, model_path, sides):
             pass
@@ -399,25 +396,26 @@ async def until(holds: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(eventually, holds, what)
 
 
-async def test_work_runs_on_the_engine_thread_in_order(model_path: Path) -> None:
+async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path: Path) -> None:
     done: list[str] = []
-    async with probed(own_loop, model_path) as (made, probe):
+    async with probed(adapter, model_path) as (made, probe):
         thread = made.thread
-        assert await thread.call(threading.get_ident) != threading.get_ident()
+        assert await made.call(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
-            await thread.call(lambda: 1 // 0)
+            await made.call(lambda: 1 // 0)
         thread.submit(lambda: done.append("a"), wake=False)
         thread.submit(lambda: done.append("b"))
         await until(lambda: done == ["a", "b"], "the engine sleeps")
         turns = probe.turns
         thread.wake()
         await until(lambda: probe.turns > turns, "the side is not asked")
-    with pytest.raises(NotNow, match="has ended"):
-        await thread.call(lambda: None)
+    if made.stock is None:  # the asyncio loop of the other one has ended, too
+        with pytest.raises(NotNow, match="has ended"):
+            await thread.call(lambda: None)
 
 
-async def test_a_request_has_one_outcome(model_path: Path) -> None:
-    async with probed(own_loop, model_path) as (made, probe):
+async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None:
+    async with probed(adapter, model_path) as (made, probe):
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert output.finish_reason is not None
         assert len(output.new_token_ids) == 1
@@ -472,15 +470,27 @@ async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path
         probe.brings["a"] = BROUGHT
         outcome = made.submit.add(request("a"))
         await until(lambda: "a" in probe.placed, "it does not wait")
-        busy = await made.thread.call(lambda: view.load(draining=True))
+        busy = await made.call(lambda: view.load(draining=True))
         assert (busy.waiting, busy.active_blocks, busy.draining) == (1, BROUGHT // BLOCK, True)
         probe.now = StepReport({"a"})
         made.thread.wake()
         await asyncio.wrap_future(outcome)
 
 
+async def test_stock_vllm_frees_the_memory_after_the_worker_has_left(
+    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(mocked.MockExecutor, "shutdown", lambda _: left.append(not fence.exists()))
+    async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
+        assert made.engine.context.files is not None
+        fence = made.engine.context.files.fence_path
+        assert fence.exists()
+    assert left
+    assert all(left)
+
+
 async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
-    """Stock vLLM ends the ranks first. Their memory stays until its process ends."""
     async with probed(own_loop, model_path) as (made, probe):
         await asyncio.wrap_future(made.submit.add(request("a")))
         assert made.memory.order == []
@@ -510,15 +520,14 @@ async def decode_role(
         yield role, made, lambda engine: role.build(engine, queue, parts)
 
 
-async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
+async def test_a_decode_side_serves(
     model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
 ) -> None:
-    """No thread, no requests of its own, no request server: clients come another way."""
     async with (
         decode_role(own_loop, model_path, ns, etcd, nats, client) as (role, made, build),
         AsyncExitStack() as parts,
     ):
-        await build(replace(made.engine, thread=None, submit=None, own_loop=None))
+        await build(made.engine)
         service = await role.open(parts)
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert len(output.new_token_ids) == 1
@@ -528,7 +537,7 @@ async def test_a_decode_side_starts_without_what_an_adapter_may_lack(
                 model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
             )
         )  # fmt: skip
-        assert (record.data, record.computes) == ("", "")
+        assert record.data
         assert record.control
         assert descriptors
         load = service.status()["load"]

@@ -262,7 +262,7 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     monkeypatch.setattr(stock_core.kv, "device_of", lambda _: "cuda")
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
-        stock_core.check_config(config)
+        stock_core.check_config(config, stock_core.PullfillDecode)
     # Beside another connector, for example one that offloads KV.
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
     child = object.__new__(stock_core.PullfillDecode)

@@ -1,0 +1,115 @@
+"""vLLM's own engine core, in the process that `vllm serve` starts for it, as our host.
+
+    run_busy_loop ─▶ _process_input_queue ─▶ _process_engine_step = our turn (host.py)
+
+So our work, the frontends' sockets and what the sides report come between two steps, as in our own
+loop. And the engine sleeps while all its requests wait for KV, which vLLM's loop does not. The rest
+stays vLLM's: its sockets, its clients, its shutdown, data parallel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pullfill.engine.host import EngineHost
+from pullfill.engine.requests import FRONTENDS, OWN_CLIENT, levels_of
+
+
+def core_above() -> Any | None:
+    """Return the EngineCoreProc that is being made, for the connector that it makes.
+
+    vLLM gives a connector its configuration, and never the engine core. But that is on the stack
+    of whoever constructs the connector. None: the engine has another loop, as in vLLM's `LLM`."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    frame = sys._getframe(1)
+    while (above := frame.f_back) is not None:
+        frame = above
+        if isinstance(found := frame.f_locals.get("self"), EngineCoreProc):
+            return found
+    return None
+
+
+class StockHost(EngineHost):
+    """See the module. It is made while the core is being made: vLLM has no scheduler yet.
+
+    core: vLLM's EngineCoreProc. Some of its methods are replaced.
+    on_ending: called once vLLM is told to shut down. on_end: called when the core takes no more
+    steps, before vLLM frees its memory. Engine thread."""
+
+    def __init__(
+        self, core: Any, on_ending: Callable[[], object], on_end: Callable[[], object]
+    ) -> None:
+        super().__init__(core.vllm_config)
+        self.core: Any = core
+        self._on_ending: Callable[[], object] | None = on_ending
+        put, shutdown = core.input_queue.put_nowait, core.shutdown
+        self._abort_outputs = core._send_abort_outputs_to_client
+
+        def put_and_wake(item: Any) -> None:
+            put(item)
+            self.wake()
+
+        def end() -> None:
+            on_end()
+            shutdown()
+
+        core.process_input_queue_block = False  # a turn waits for that queue, too
+        core.input_queue.put_nowait = put_and_wake
+        core._process_engine_step = lambda: self.turn(core)
+        core._send_abort_outputs_to_client = self._aborted
+        core.shutdown = end
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Run what is submitted until `done()`, before vLLM's loop begins. Engine thread."""
+        while not done():
+            super()._take_in(50)
+
+    def turn(self, core: Any) -> bool:
+        if core.engines_running:
+            self._timeout = 0  # the other ranks of a data parallel group wait for this one
+        return super().turn(core)
+
+    def _take_in(self, timeout_ms: int) -> bool:
+        came, queue = super()._take_in(timeout_ms), self.core.input_queue
+        while not queue.empty():
+            came = True
+            self.core._handle_client_request(*queue.get_nowait())
+        if self._on_ending is not None and not self.core.is_running():
+            self._on_ending()
+            self._on_ending = None
+        return came
+
+    def _has_requests(self, core: Any, quiet: bool) -> bool:
+        return bool(core.scheduler.has_requests())  # vLLM does not end before that is false
+
+    def _pause(self, core: Any, executed: bool) -> int:
+        scheduler = core.scheduler
+        if not scheduler.requests and scheduler.has_requests():
+            return 0
+        return super()._pause(core, executed)
+
+    def _give(self, outputs: dict[int, Any]) -> None:
+        ours = {client: outputs.pop(client) for client in list(outputs) if _is_ours(client)}
+        for batch in ours.values():
+            if (stats := batch.scheduler_stats) is not None:
+                # vLLM tells them once. Its own servers count them, and ours only show the levels.
+                batch.scheduler_stats = levels_of(stats)
+                outputs.setdefault(0, type(batch)()).scheduler_stats = stats
+        super()._give(ours)
+        for output in outputs.items():
+            self.core.output_queue.put_nowait(output)
+
+    def _aborted(self, request_ids: list[str], client: int) -> None:
+        """vLLM ends, and has aborted these."""
+        if not _is_ours(client):
+            self._abort_outputs(request_ids, client)
+            return
+        for hooks in self._hooks:
+            hooks.on_failed_step(set(request_ids))
+
+
+def _is_ours(client: int) -> bool:
+    return client == OWN_CLIENT or client >= FRONTENDS
