@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = log.get("worker.stock")
 
 # Flags of `pullfill decode` that are settings here, too. The others are about what vLLM owns.
-_SETTINGS = frozenset({
+SETTINGS = frozenset({
     "host", "lease_ttl_s", "connect_timeout_s", "transports", "kv_port", "advertise_kv",
     "http_port", "kv_mode", "control_port", "advertise_control",
 })  # fmt: skip
@@ -74,7 +74,7 @@ def settings_of(
 
     model: its path. name: the worker's instance id."""
     flags = {one.name.strip("-").replace("-", "_"): one for one in declared(WorkerOptions)}
-    flags = {key: one for key, one in flags.items() if one.field in _SETTINGS}
+    flags = {key: one for key, one in flags.items() if one.field in SETTINGS}
     places = {one.name for one in fields(ClusterOptions)}
     given: dict[str, Any] = {}
     for key, value in extra.items():

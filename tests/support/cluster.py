@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,15 +20,18 @@ import time
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import httpx
 import msgspec
 import nats
+import pytest
 from nats.js import JetStreamContext
 from prometheus_client.parser import text_string_to_metric_families
 
+from pullfill.options import WorkerOptions, declared
 from pullfill.registry import keys
 from pullfill.runtime.failpoints import parse as check_failpoints
 from pullfill.transfer.shm.files import PREFIX, shm_dir, sweep
@@ -35,6 +40,7 @@ from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
+from tests.support.stock_vllm import ENVIRONMENT as STOCK_ENV
 from tests.support.waiting import patience
 from tests.support.waiting import until as until
 from tests.support.zygote import Forked, zygote
@@ -87,10 +93,9 @@ class Worker:
     def stopped(self) -> bool:
         """By SIGSTOP, or a failpoint's."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            return _state_of(self.pid) == "T"
         except OSError:
             return False  # it has ended
-        return stat.rpartition(")")[2].split()[0] == "T"
 
     @property
     def answers(self) -> bool:
@@ -146,6 +151,10 @@ class Worker:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def write_failpoints(log: Path, spec: str) -> Path:
     """Replace the file from which a worker with this log takes its failpoints."""
     check_failpoints(spec)
@@ -153,6 +162,79 @@ def write_failpoints(log: Path, spec: str) -> Path:
     new = path.with_suffix(".new")
     new.write_text(spec)
     return new.replace(path)
+
+
+STOCK = frozenset(os.environ.get("STOCK", "").split())
+"""Roles whose workers are stock `vllm serve` with one flag: STOCK="decode prefill" pytest …"""
+
+
+@dataclass
+class StockWorker(Worker):
+    """A worker in stock vLLM: its API server, and the engine's process, which is the worker."""
+
+    engine: int = 0  # its pid, once it is known
+
+    @property
+    def pid(self) -> int:
+        return self.engine or self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        if self.process.poll() is not None:
+            return False
+        with contextlib.suppress(OSError):
+            return _state_of(self.pid) != "Z"
+        return False
+
+    def signal(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+        elif number == signal.SIGTERM:
+            self.process.send_signal(number)
+        elif self.alive:
+            os.kill(self.pid, number)
+
+
+@cache
+def stock_settings() -> frozenset[str]:
+    """Fields of `WorkerOptions` that are settings of a worker in stock vLLM."""
+    from pullfill.worker.stock_core import SETTINGS
+
+    return SETTINGS
+
+
+def stock_arguments(role: str, name: str, flags: Sequence[str]) -> list[str]:
+    """Return vLLM's arguments for a worker that `pullfill ROLE FLAGS` would be.
+
+    Skips the test if it needs a flag that is no setting of such a worker."""
+    known = {one.name: one.field for one in declared(WorkerOptions)}
+    places = {"--etcd", "--nats", "--namespace", "--state-dir", "--security"}
+    settings: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(flags)
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag in ("--model", "--cpu"):
+            rest += [flag, next(words)] if flag == "--model" else []
+        elif flag in places or known.get(flag) in stock_settings():
+            settings[flag.strip("-").replace("-", "_")] = value or next(words)
+        elif flag in known:
+            pytest.skip(f"a worker in stock vLLM has no {flag}")
+        else:
+            rest.append(word)
+    transfer = {
+        "kv_connector": f"Pullfill{role.title()}",
+        "kv_connector_module_path": "pullfill.worker.stock_core",
+        "kv_role": {"decode": "kv_consumer", "prefill": "kv_producer"}[role],
+        "engine_id": name.removeprefix(f"{role}-"),
+        "kv_connector_extra_config": settings,
+    }
+    (port,) = free_ports(1)
+    return [
+        *rest, "--host=127.0.0.1", f"--port={port}", "--shutdown-timeout=20",
+        f"--kv-transfer-config={json.dumps(transfer)}",
+    ]  # fmt: skip
 
 
 @dataclass
@@ -172,6 +254,7 @@ class Cluster:
     api_key: str = "none"
     forked: bool = True
     workers: list[Worker] = field(default_factory=list)
+    stock: frozenset[str] = STOCK
     up_states: ClassVar[tuple[str, ...]] = ("ready",)
 
     def __post_init__(self) -> None:
@@ -253,6 +336,15 @@ class Cluster:
         full["PULLFILL_FAILPOINTS"] = f"@{write_failpoints(log, failpoints)}"
         command += extra
         log.touch()
+        if role in self.stock and not program:
+            name = f"{role}-s{number}-{secrets.token_hex(3)}"
+            made = zygote().spawn(
+                stock_arguments(role, name, command[1:]), {**full, **STOCK_ENV}, log, namespace,
+                module="tests.support.stock_vllm",
+            )  # fmt: skip
+            worker: Worker = StockWorker(role, made, log, name, armed=failpoints)
+            self.workers.append(worker)
+            return worker
         process: subprocess.Popen[bytes] | Forked
         if self.forked and not program:
             process = zygote().spawn(command, full, log, namespace)
@@ -289,7 +381,12 @@ class Cluster:
         for worker in workers:
             assert worker.alive, f"{worker.role} died at start:\n{worker.tail()}"
         with contextlib.suppress(httpx.HTTPError):
-            known = {w["pid"]: w for w in self.status()["workers"]}
+            rows = self.status()["workers"]
+            for worker in workers:
+                if isinstance(worker, StockWorker):
+                    mine = (w["pid"] for w in rows if w["instance_id"] == worker.instance_id)
+                    worker.engine = next(mine, 0)
+            known = {w["pid"]: w for w in rows}
             for worker in workers:
                 if worker.role == "frontend":
                     ready = web.get(f"{self.frontend_url}/ready").json()

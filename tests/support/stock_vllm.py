@@ -22,6 +22,15 @@ from tests.support.zygote import Forked, zygote
 START_S = 120.0
 SEQS = 4
 """`--max-num-seqs` of each server."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 LEASE_S = 6
 """How long a prefill server keeps blocks that nobody reads. vLLM's own value is 30. It divides this
 one by 6 and rounds down for the seconds between two signs of life: less than 6 gives 0."""
@@ -108,16 +117,10 @@ class StockVllm:
     def _environment(self) -> dict[str, str]:
         return {
             **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
+            **ENVIRONMENT,
             "UCX_TLS": "shm,tcp,self",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
-            "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[1]),
-            "VLLM_NO_USAGE_STATS": "1",
             **self.env,
         }
 
