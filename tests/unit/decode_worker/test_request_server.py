@@ -16,7 +16,7 @@ from pullfill.decode_worker import request_server
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.engine import front_wire
+from pullfill.engine import front_wire, requests
 from pullfill.errors import NotNow
 from pullfill.wire.prefix import PrefixFollow
 from pullfill.worker.own_loop import OwnLoop
@@ -292,7 +292,7 @@ def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> 
     situation = Situation(10, 0)
     rig.request_server._traces.decided("r", situation, Decision(False, "short"))
     end = Output("r", [7], finish_reason=STOP)
-    rig.request_server.send_outputs({0: Outputs(outputs=[end])})
+    rig.request_server.send_outputs({requests.FRONTENDS: Outputs(outputs=[end])})
     assert rig.peer.poll(5000)
     kind, trace, _ = rig.peer.recv_multipart()
     assert kind == front_wire.LAST
@@ -326,4 +326,4 @@ def test_one_frontend_hears_what_a_step_counts_and_all_hear_its_levels(
     for _ in range(2):
         rig.clock.advance(1.1)
         server.check_silent()
-    assert sent == [(1, Stats(2))], "once"
+    assert sent == [(requests.FRONTENDS + 1, Stats(2))], "once"
