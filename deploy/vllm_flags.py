@@ -102,8 +102,6 @@ def check(arguments: Sequence[str]) -> None:
                 f"{given} is pullfill's own to set: remove it. To keep more KV in CPU memory use "
                 "--kv-offloading-size"
             )
-        if name == "kv-events-config":
-            raise ConfigError(f"{given}: decode workers take these events themselves: remove it")
         if name in _NOT_SERVED and not given.startswith("--no-"):
             raise ConfigError(f"{given}: not supported by pullfill's frontend: {_NOT_SERVED[name]}")
         alone = name in _SIZE and [joined or "", *values][-1] == "1"

@@ -1,7 +1,8 @@
 """vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
 
 vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts `KvEvents`
-in that place. So users cannot have one (--kv-events-config is refused).
+in that place. A publisher that the user has configured (--kv-events-config) still gets every event
+as vLLM would tell it.
 
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
 is removed, and mean nothing to other processes.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pullfill.errors import ConfigError
+import msgspec
 
 INTS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
 
@@ -116,6 +117,7 @@ class KvEvents:
     block_size: tokens of a block. 0: there are no events."""
 
     def __init__(self) -> None:
+        self._ints = False
         self._manager: Any = None
         self.places = Places({}, 0)
 
@@ -126,13 +128,15 @@ class KvEvents:
     def switch_on(self, config: Any) -> None:
         """Have vLLM collect events in the engine that is built next. config: its VllmConfig.
 
-        Changes `config` and the environment of this process. Raises ConfigError."""
+        Changes `config` and the environment of this process."""
+        from vllm import envs
         from vllm.config.kv_events import KVEventsConfig
 
         theirs = config.kv_events_config
-        if theirs is not None and theirs.enable_kv_cache_events:  # of a --config file
-            raise ConfigError("kv_events_config: a decode worker takes these events itself")
-        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if theirs is None or not theirs.enable_kv_cache_events:
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        # Whether the user's publisher gets block hashes as integers, which is vLLM's default.
+        self._ints = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
         os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
     def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
@@ -146,8 +150,9 @@ class KvEvents:
         scheduler = core.scheduler
         if not scheduler.kv_cache_manager.block_pool.enable_caching:
             return
-        null = scheduler.kv_event_publisher
-        self.get_publisher_config, self.shutdown = null.get_publisher_config, null.shutdown
+        theirs = scheduler.kv_event_publisher
+        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
+        self.get_publisher_config = theirs.get_publisher_config
         self._vllm = kv_events
         self._take = take
         self.places = places_of(scheduler.kv_cache_config)
@@ -182,6 +187,15 @@ class KvEvents:
                 changes.append(Removed(place, self._lost(event)))
         if changes:
             self._take(changes)
+        if self._theirs is not None:
+            if self._ints:
+                batch.events = [_with_ints(event) for event in batch.events]
+            self._theirs.publish(batch)
+
+    def shutdown(self) -> None:
+        """End the user's publisher."""
+        if self._theirs is not None:
+            self._theirs.shutdown()
 
     def _place(self, event: Any) -> int:
         """Return the bit of the event's group and memory. 0: its blocks do not count."""
@@ -206,3 +220,17 @@ class KvEvents:
         find = self._manager.block_pool.cached_block_hash_to_block.get_one_block
         keys = [make_block_hash_with_group_id(one, event.group_idx) for one in handles]
         return [one for one, key in zip(handles, keys, strict=True) if find(key) is None]
+
+
+def _with_ints(event: Any) -> Any:
+    """Return the event with hashes as vLLM makes them of the whole ones by default."""
+    changed: dict[str, Any] = {}
+    if hashes := getattr(event, "block_hashes", None):
+        changed["block_hashes"] = [_int(each) for each in hashes]
+    if (parent := getattr(event, "parent_block_hash", None)) is not None:
+        changed["parent_block_hash"] = _int(parent)
+    return msgspec.structs.replace(event, **changed)
+
+
+def _int(handle: bytes) -> int:
+    return int.from_bytes(handle, "big") & ((1 << 64) - 1)

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm import envs
 from vllm.config.kv_events import KVEventsConfig
-from vllm.distributed.kv_events import KVEventBatch, NullEventPublisher
+from vllm.distributed.kv_events import EventPublisher, KVEventBatch, NullEventPublisher
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    maybe_convert_block_hash,
 )
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -39,7 +40,6 @@ from vllm.v1.request import Request
 from pullfill.decode_worker.prefix.block_events import Held
 from pullfill.engine import kv_events
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Removed, Stored
-from pullfill.errors import ConfigError
 from pullfill.prefix import chain
 from pullfill.wire import u32
 
@@ -51,7 +51,7 @@ class Cache:
 
     windows: number of further KV cache groups, which have a sliding window."""
 
-    def __init__(self, blocks: int, windows: int = 0) -> None:
+    def __init__(self, blocks: int, windows: int = 0, theirs: Any = None) -> None:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -66,6 +66,8 @@ class Cache:
         )  # fmt: skip
         self.events = KvEvents()
         self.config = SimpleNamespace(kv_events_config=None)
+        if theirs is not None:
+            self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
         self.events.switch_on(self.config)
         self.manager = KVCacheManager(
             kv_cache_config=config, max_model_len=1 << 20, scheduler_block_size=BLOCK,
@@ -74,7 +76,7 @@ class Cache:
         self.scheduler = SimpleNamespace(
             kv_cache_manager=self.manager,
             kv_cache_config=config,
-            kv_event_publisher=NullEventPublisher(),
+            kv_event_publisher=theirs or NullEventPublisher(),
         )
         self.events.attach(SimpleNamespace(scheduler=self.scheduler), self.take)
         self.held = Held(self.events.places)
@@ -137,6 +139,20 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         envs.enable_envs_cache()
 
 
+class Recorder(EventPublisher):
+    """The publisher of a user."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.ended = False
+
+    def publish(self, events: Any) -> None:
+        self.events += events.events
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
 @pytest.mark.parametrize("windows", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.essential
@@ -172,10 +188,28 @@ def test_what_is_told_is_what_vllm_has_cached(windows: int, seed: int) -> None:
     assert most > 20
 
 
-def test_a_publisher_of_the_user_is_refused() -> None:
-    config = SimpleNamespace(kv_events_config=KVEventsConfig(enable_kv_cache_events=True))
-    with pytest.raises(ConfigError, match="kv_events_config"):
-        KvEvents().switch_on(config)
+@pytest.mark.parametrize("ints", [None, "1", "0"])
+def test_a_publisher_of_the_user_gets_every_event(
+    ints: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM tells it by default, or as the user's variable says."""
+    if ints is not None:
+        monkeypatch.setenv(kv_events.INTS, ints)
+    theirs = Recorder()
+    cache = Cache(20, windows=1, theirs=theirs)
+    assert cache.config.kv_events_config.publisher == "zmq"
+    request = cache.request(list(range(3 * BLOCK)))
+    assert cache.run(request)
+    cache.step_ends()
+    assert {event.group_idx for event in theirs.events} == {0, 1}
+    with monkeypatch.context() as by_itself:
+        by_itself.setenv(kv_events.INTS, ints or "1")
+        assert theirs.events[-1].block_hashes == [
+            maybe_convert_block_hash(one) for one in request.block_hashes
+        ]
+    assert cache.told == cache.cached()
+    cache.scheduler.kv_event_publisher.shutdown()
+    assert theirs.ended
 
 
 def test_events_that_come_without_a_step() -> None:
