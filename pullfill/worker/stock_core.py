@@ -251,10 +251,10 @@ class StockCore:
                 raise
             self._serves.set_result(None)
             await until(self._worker.revoked, life.ending, life.dead)
+            revoked = self._worker.revoked.is_set()
+            logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
             services = await self._worker.settle()
             await self._worker.stop_taking()
-            if self._worker.revoked.is_set():
-                logger.warning("lease revoked: all prompts are prefilled here from now on")
             # Prefill workers may still write what was granted before. vLLM owns the process.
             await life.dead.wait()
             for service in services:
