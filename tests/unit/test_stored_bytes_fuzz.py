@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from pullfill.config import CLUSTER_FILE, read_cluster_file
 from pullfill.errors import BadMessage, ConfigError, PeerUnavailable
-from pullfill.net.channel import split_address
 from pullfill.net.security import load
 from pullfill.registry import keys, live_settings
 from pullfill.registry.client import read_failure
@@ -22,7 +21,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.layout import dense_layout, layout_of
 from pullfill.transfer.shm.files import ShmEndpoint
 from pullfill.transfer.shm.shm_transport import ShmTransport
-from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, u32
+from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord
 from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.wire_examples import example
@@ -140,22 +139,6 @@ def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
             ShmTransport().connect(mine, described)
         assert ShmTransport().can_reach(described) is not None, path
     assert victim.read_bytes() == b"v" * 8192
-
-
-@EXAMPLES
-def test_endpoints_and_addresses(examples: int) -> None:
-    good = [_endpoint("/x", "/y").encode(), b'{"v":1}']
-
-    def check(data: bytes, text: str) -> None:
-        for parse in (
-            lambda: ShmEndpoint.decode(data.decode("utf-8", "replace")),
-            lambda: split_address(text),
-            lambda: u32.unpack(data),
-        ):
-            with contextlib.suppress(BadMessage):
-                parse()
-
-    explore(examples, check, data=mutated(good), text=TEXT)
 
 
 # ------------------------------------------------------------------ files

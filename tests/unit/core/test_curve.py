@@ -97,12 +97,6 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["none", "same"])
-async def test_equal_keys_meet(key: ClusterKey | None) -> None:
-    state, trouble, refused = await _meet(key, key)
-    assert (state, trouble, refused) == (ConnectionState.READY, "", [])
-
-
 @pytest.mark.parametrize(
     ("decode_key", "frontend_key"),
     [(KEY, None), (KEY, OTHER), (None, KEY)],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,29 +86,6 @@ async def test_only_a_second_signal_forces(monkeypatch: pytest.MonkeyPatch) -> N
     stop.ask("SIGTERM")
     assert stop.force.is_set()
     assert ends == [1]
-
-
-@pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_a_server_that_closes_loses_no_connection(turns: int) -> None:
-    """turns: of the loop, from the connect to the close."""
-    got: list[asyncio.BaseTransport] = []
-
-    class Collecting(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            got.append(transport)
-
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(Collecting, "127.0.0.1", 0)
-    with socket.create_connection(server.sockets[0].getsockname()) as peer:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await lifecycle.stop_listening(server)
-        if got:
-            got[0].abort()
-            await asyncio.sleep(0)
-        peer.settimeout(5.0)
-        with contextlib.suppress(ConnectionResetError):
-            assert peer.recv(1) == b""
 
 
 async def test_a_task_that_drops_a_cancellation_is_cancelled_again() -> None:

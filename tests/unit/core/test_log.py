@@ -46,18 +46,6 @@ def test_a_line_stays_one_line_whatever_clients_call_their_requests(said: io.Str
     assert "\x1b" not in said.getvalue()
 
 
-def test_others_do_not_silence_us(caplog: pytest.LogCaptureFixture) -> None:
-    logger = log.get("room.loud")
-    caplog.set_level(logging.INFO, logger.name)
-    logging.disable(logging.INFO)
-    try:
-        logger.info("settings")
-        logger.debug("details")
-    finally:
-        logging.disable(logging.NOTSET)
-    assert [record.message for record in caplog.records] == ["settings"]
-
-
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_an_error_is_one_line_unless_more_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str

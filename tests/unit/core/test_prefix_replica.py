@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 from pullfill.prefix.events import Replica, Ring, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode, encode
-from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
-
-
-def raw(*numbers: int) -> bytes:
-    return array("Q", numbers).tobytes()
+from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow
 
 
 class Pair:
@@ -103,30 +97,6 @@ def test_events_that_no_ring_sends_are_refused(pair: Pair) -> None:
 # ------------------------------------------------------------------ the decode worker's side
 
 
-def sent(ring: Ring, number: int) -> list[tuple[int, int]]:
-    """(operation, hash) of each event from `number` on."""
-    found = ring.since(ring.epoch, number)
-    assert found is not None
-    ops = b"".join(one.ops for one in found)
-    hashes = array("Q", b"".join(one.hashes for one in found))
-    assert found[0].first == number
-    return list(zip(ops, hashes, strict=True))
-
-
-def test_it_keeps_the_last_events_in_their_order() -> None:
-    ring, told = Ring(7), list[tuple[int, int]]()
-    for turn in range(1, 40):
-        op = Op.REMOVE if turn % 3 == 0 else Op.STORE
-        some = range(10 * turn, 10 * turn + turn % 6)
-        assert ring.append(op, some) == len(told) + len(some)
-        told += [(int(op), one) for one in some]
-        for number in range(max(0, len(told) - 7), len(told) + 1):
-            assert sent(ring, number) == told[number:]
-        assert ring.since(ring.epoch, len(told) + 1) is None
-        if len(told) > 14:
-            assert ring.since(ring.epoch, len(told) - 15) is None, "its memory is bounded"
-
-
 def test_a_message_has_at_most_so_many_events() -> None:
     ring = Ring(3 * MAX_EVENTS)
     ring.append(Op.STORE, range(1, 2 * MAX_EVENTS + 2))
@@ -136,13 +106,3 @@ def test_a_message_has_at_most_so_many_events() -> None:
     assert [one.held for one in found] == [None, None, 2 * MAX_EVENTS + 1]
     for one in found:
         assert decode(encode(one), PrefixEvents) == one
-
-
-def test_a_snapshot_has_every_block_in_pages_that_fit() -> None:
-    ring, hashes = Ring(1), range(1, 10 * MAX_EVENTS)
-    ring.append(Op.STORE, hashes)
-    pages = [one for one in ring.answer(PrefixFollow()) if isinstance(one, PrefixPage)]
-    assert [one.page for one in pages] == list(range(10))
-    assert [one.last for one in pages] == [False] * 9 + [True]
-    found = b"".join(decode(encode(one), PrefixPage).hashes for one in pages)
-    assert sorted(array("Q", found)) == list(hashes)

@@ -56,13 +56,6 @@ def test_nats_that_no_worker_reaches_is_named_once_and_no_figure_is_repeated() -
     assert cluster_of(reports, ETCD).queue is None
 
 
-def test_one_worker_that_does_not_reach_nats_is_named_with_it() -> None:
-    reports = [decode(said(load=LINKED)), prefill(said(AWAY))]
-    (reason,) = cluster_of(reports, ETCD).reasons()
-    assert reason == "prefill-1: NATS unreachable for 12 s: nats://h:1: refused"
-    assert cluster_of(reports, ETCD).servers["nats"].up is True
-
-
 @pytest.mark.parametrize(
     ("linked", "told", "reason"),
     [
@@ -100,21 +93,6 @@ def test_without_a_report_the_servers_are_unknown_not_up() -> None:
     assert cluster.outages() == cluster.reasons() == [f"NATS {UNTOLD}"]
     assert cluster_of([], ETCD).outages() == [], "stock servers alone need no NATS"
     assert (cluster.workers[0].state, cluster.workers[0].age_s) == ("lost", None)
-
-
-def test_jobs_of_a_prefill_worker_run_once_they_are_claimed() -> None:
-    load = {"jobs": 5, "unclaimed": 2, "tokens_per_s": 900, "demand": {"backlog_s": 3.0}}
-    (row,) = cluster_of([prefill(said(load=load))], ETCD).workers
-    assert (row.running, row.waiting, row.tokens_per_s, row.backlog_s) == (3, 2, 900.0, None)
-
-
-def test_backlogs_of_decode_workers_are_added_and_their_rates_are_the_callers() -> None:
-    load = {"demand": {"backlog_s": 1.5, "pressure": 0.5}}
-    reports = [(record(name, role="decode"), said(load=load)) for name in ("a", "b")]
-    cluster = cluster_of(reports, ETCD, tokens_per_s={"a": 7.0})
-    assert cluster.backlog_s == 3.0
-    assert [row.tokens_per_s for row in cluster.workers] == [7.0, 0.0]
-    assert cluster_of([], ETCD).backlog_s is None
 
 
 class TestHealth:

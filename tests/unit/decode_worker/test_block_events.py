@@ -187,17 +187,6 @@ async def test_nothing_is_sent_while_nothing_changes_or_nobody_follows(rig: Rig)
     assert len(rig.sent) == sent
 
 
-async def test_changes_of_many_steps_are_one_message(rig: Rig) -> None:
-    follower = rig.follower()
-    await soon(lambda: follower.replica.state is State.WARM)
-    follower.messages.clear()
-    many = [random.Random(i).choices(range(999), k=SIZE) for i in range(50)]
-    for prompt in many:
-        rig.take([stored(prompt)])
-    await soon(lambda: follower.index.blocks(1) == 50)
-    assert len(follower.messages) == 1
-
-
 async def test_an_asyncio_thread_that_hangs_costs_a_bounded_queue(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

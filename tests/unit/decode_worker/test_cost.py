@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Mapping
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -131,18 +129,6 @@ def test_a_slow_prefill_worker_is_left_and_tried_again_later(rig: Rig) -> None:
     assert rig.ask(300)[1].reason == "cost_probe"
 
 
-def test_an_idle_engine_takes_what_would_wait_in_the_queue(rig: Rig) -> None:
-    assert rig.ask(2000)[1].remote
-    chosen = {rig.ask(2000)[1].remote for _ in range(5)}
-    assert chosen == {True, False}
-
-
-def test_a_prompt_that_has_waited_is_late_sooner(rig: Rig) -> None:
-    for waited_s, late in ((0.0, False), (3.0, True)):
-        costs = rig.model.predict(Queue(), Targets(2.0, 0.05), 0, 2000, waited_s)
-        assert (costs.options[Choice.REMOTE].cost > 0.9) is late
-
-
 def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
     queue = Queue(2, 3, 4000)
     own = span(0, 499)
@@ -152,14 +138,6 @@ def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
 
     assert work(queue) == (own[0] + 2000 / 256, own[1])
     assert work(Queue(2, 1, 4000)) == own, "one of them is free"
-
-
-def test_nothing_is_remote_while_no_prefill_worker_pulls(rig: Rig) -> None:
-    costs = rig.model.predict(Queue(workers=0), Targets(2.0, 0.05), 0, 2000)
-    assert Choice.REMOTE not in costs.options
-    predicted = rig.model.admitted("r", costs, False)
-    assert predicted is not None
-    assert predicted.remote is None
 
 
 # ------------------------------------------------------------------ chunks
@@ -256,13 +234,6 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rates.work(span(0, 512)) == pytest.approx(0.4)
 
 
-def test_steps_with_work_that_nobody_announced_teach_nothing(rig: Rig) -> None:
-    before = rig.model.rates.base(1)
-    for _ in range(20):
-        rig.step(9.0, unknown=500)
-    assert rig.model.rates.base(1) == before
-
-
 def test_nothing_is_left_of_requests_that_are_over() -> None:
     """And sums are exact, whatever comes and goes."""
     rig, fresh = Rig(), Rig()
@@ -276,17 +247,3 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     told = [made.model.predict(Queue(), Targets(1, 1), 0, 500).work for made in (rig, fresh)]
     assert told == [span(0, 499)] * 2
     assert rig.model.chunk() == (0, 0)
-
-
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_prediction_takes_no_longer_beside_many_prompts(remote: bool) -> None:
-    """It is made on the engine thread, for each prompt: streams wait meanwhile."""
-
-    def seconds(prompts: int) -> float:
-        model, targets = CostModel(), Targets(1, 1)
-        for n in range(prompts):
-            model.admitted(f"r{n}", model.predict(Queue(), targets, 0, 500), remote)
-        ask = partial(model.predict, Queue(), targets, 0, 500)
-        return min(timeit.repeat(ask, number=1, repeat=50))
-
-    assert seconds(2000) < 10 * seconds(2)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
-from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.snapshot import Demand
 from pullfill.wire import RouterConfig
@@ -59,14 +58,6 @@ def test_the_backlog_of_the_time_without_one_is_gone_with_the_first_prefill_work
     told = rig.figures(rates=[RATE], pool=1)
     assert told.backlog_s == 0
     assert told.prefill_demand == pytest.approx(3.0 / WINDOW_S), "an autoscaler keeps the worker"
-
-
-def test_the_last_rate_told_counts_when_the_prefill_workers_are_gone() -> None:
-    rig = Rig()
-    assert rig.figures().tokens_per_s == ASSUMED_TOKENS_PER_S
-    assert rig.figures(own_rate=300.0).tokens_per_s == 300.0
-    rig.figures(rates=[RATE], pool=1)
-    assert rig.figures(own_rate=300.0).tokens_per_s == RATE
 
 
 @pytest.mark.parametrize(

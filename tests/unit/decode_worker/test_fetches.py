@@ -47,14 +47,6 @@ async def look(worker: FetchWorker, holder: Any, hit: int = 0, **fields: Any) ->
     return answer
 
 
-async def test_a_prefix_that_is_long_enough_is_asked_for(
-    worker: FetchWorker, asked: list[Any]
-) -> None:
-    assert await look(worker, hint(worker, 10 * BLOCK), hit=2 * BLOCK) == (None, False)
-    (fetch,) = asked
-    assert (fetch.start, fetch.end, fetch.least) == (2 * BLOCK, 10 * BLOCK, LEAST)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -134,19 +126,6 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     fetch.answer_by = 0.0
     assert worker.side.decide(request, 0) == (0, False)
     assert worker.side.decide(request, 0) == (0, False)
-    worker.side.request_finished(request.request_id)
-    assert not worker.fetches._open
-
-
-async def test_vllm_may_decline(worker: FetchWorker, asked: list[Any]) -> None:
-    request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
-    assert worker.side.decide(request, 0) == (None, False)
-    await asyncio.sleep(0)
-    (fetch,) = asked
-    fetch.leased = 10 * BLOCK
-    assert worker.side.decide(request, 0) == (10 * BLOCK, True)
-    worker.side.enqueue(request, [[]], 0)
-    assert not fetch.wanted
     worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
 

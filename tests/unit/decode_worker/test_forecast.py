@@ -85,11 +85,6 @@ def test_the_link_of_a_worker_that_is_gone_keeps_no_prompt_local() -> None:
     assert told("new").write_s == 0
 
 
-def test_a_worker_that_computed_nothing_yet_counts_as_the_others() -> None:
-    made, _ = forecaster()
-    assert of(made, 100, p=load(1000), q=load(0), depth=4000).wait_s == 2
-
-
 def test_with_nothing_measured_prompts_go_out_and_have_time() -> None:
     made, _ = forecaster()
     told = of(made, 128_000, p=load(0), depth=200_000)
@@ -134,18 +129,6 @@ def test_a_link_that_became_slow_is_noticed_and_one_hold_up_is_not() -> None:
     assert of(made, 16_000, p=load(1000)).write_s == pytest.approx(60, rel=0.01)
 
 
-@pytest.mark.parametrize(("blocks", "seconds"), [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("inf"))])
-def test_what_measures_nothing_changes_nothing(blocks: int, seconds: float) -> None:
-    made, _ = forecaster()
-    made.wrote("p", blocks, seconds)
-    assert of(made, 16_000, p=load(1000)).write_s == 0
-
-
-def test_a_small_prompt_keeps_the_timeouts_of_the_settings() -> None:
-    made, _ = forecaster()
-    assert timeouts(of(made, 2000, p=load(5000), depth=4000), CONFIG) == (30.0, 10.0)
-
-
 # ------------------------------------------------------------------ what a prefill worker reports
 
 
@@ -162,10 +145,3 @@ def test_the_rate_is_of_the_time_in_which_it_computes() -> None:
     meter.step(1000, 50.0, 51.0)
     assert meter.load([]).tokens_per_s == pytest.approx(1000)
     assert meter.load([task(0), task(3)]).done_tokens == 3 * BLOCK
-
-
-def test_steps_in_flight_together_share_the_time() -> None:
-    meter = Meter()
-    meter.step(1000, 0.0, 1.0)
-    meter.step(1000, 0.0, 2.0)
-    assert meter.load([]).tokens_per_s == pytest.approx(1000)

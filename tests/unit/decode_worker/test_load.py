@@ -77,13 +77,6 @@ def test_at_most_one_in_each_interval_and_the_last_state_is_sent(rig: Rig) -> No
     assert rig.sent[-1] == IDLE
 
 
-def test_tokens_that_are_computed_are_told_while_requests_run(rig: Rig) -> None:
-    rig.look(running=1, uncached_tokens_queued=5000)
-    rig.look(uncached_tokens_queued=3000)
-    rig.look()
-    assert [r.uncached_tokens_queued for r in rig.sent] == [5000, 3000]
-
-
 def test_open_jobs_have_their_state_and_their_times() -> None:
     model = HandoffModel()
     first, second = model.open(4), model.open(2)

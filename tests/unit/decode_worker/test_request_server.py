@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from pullfill import wire
 from pullfill.decode_worker import request_server
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire, requests
 from pullfill.errors import NotNow
-from pullfill.wire.prefix import PrefixFollow
 from pullfill.worker.own_loop import OwnLoop
 from tests.support.fake_vllm import STOP, Output, Outputs
 from tests.support.request_server_rig import Rig, rigged
@@ -44,15 +42,6 @@ def test_the_port_asked_for(rig: Rig) -> None:
     assert rig.request_server.address == f"tcp://127.0.0.1:{port}"
 
 
-def test_requests_reach_the_engine_and_abort_does(rig: Rig) -> None:
-    rig.add("a", 10)
-    assert rig.core.added == ["a"]
-    assert rig.request_server.active_requests == 1
-    rig.tell(front_wire.ABRT, front_wire.encode_ids(["a", "not-mine"]))
-    assert rig.core.aborted == ["a"]
-    assert rig.request_server.active_requests == 0
-
-
 def test_a_request_arrives_by_this_hosts_clock(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's scheduler compares arrivals of requests that come from several frontends."""
     monkeypatch.setattr(rig.request_server._codec, "arrival_time", time.time() - 90)
@@ -76,21 +65,6 @@ def test_the_same_id_twice_is_answered_and_added_once(rig: Rig) -> None:
     rig.add("a", 10)
     assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]
     assert rig.core.added == ["a"]
-
-
-@pytest.mark.parametrize("where", ["preprocess_add_request", "add_request"])
-def test_a_bug_while_a_request_is_taken_in_is_ours(
-    rig: Rig, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def bug(request: Any) -> Any:
-        raise ValueError("a bug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.core, where, bug)
-        assert rig.ask(front_wire.ADD, b"a", b"", b"") == [front_wire.OUT, b"error a ours"]
-    assert "Traceback" in caplog.text
-    rig.add("b")
-    assert rig.core.added == ["b"]
 
 
 def test_a_frontend_dropped_as_silent_is_told_when_it_speaks_again(rig: Rig) -> None:
@@ -273,19 +247,6 @@ def test_a_request_that_no_thread_can_prepare_goes_back(
     rig.add("b", 10_000, settle=False)
     assert rig.peer.recv_multipart() == [front_wire.BACK, front_wire.encode_ids(["b"])]
     assert rig.request_server.active_requests == 1
-
-
-def test_who_follows_is_sent_block_events(rig: Rig) -> None:
-    asked: list[Any] = []
-    rig.follow = lambda *told: asked.append(told)
-    follow = PrefixFollow(epoch=1, next=2)
-    rig.tell(front_wire.FOLW, wire.encode(follow))
-    ((identity, message, send),) = asked
-    assert message == follow
-    for number, to in enumerate((None, b"another", identity)):
-        send(b"%d" % number, to)
-    rig.settle()
-    assert [rig.peer.recv_multipart() for _ in range(2)] == [[b"BLKS", b"0"], [b"BLKS", b"2"]]
 
 
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:

@@ -11,7 +11,6 @@ from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
-from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
 from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
 from tests.support import said
@@ -181,21 +180,6 @@ def test_vllm_may_overrule() -> None:
 
 
 # ------------------------------------------------------------------ what comes back
-
-
-def test_a_fallback_is_local_when_vllm_asks_again() -> None:
-    rig = Rig()
-    request = rig.send(20)
-    rig.ledger.give_up(rig.published[0].job_id, Outcome.PUBLISH_FAILED)
-    assert rig.side.has_work
-    assert rig.side.collect() == ([], ["r"])
-    assert not rig.side.has_work
-    assert rig.side.decide(request, 0) == (0, False)
-    rig.side.enqueue(request, [list(range(5))], 0)
-    record = rig.traces.finish("r")
-    assert record is not None
-    assert (record.path, record.reason) == ("local", "policy_always_remote")
-    assert record.fallback == "publish_failed"
 
 
 @pytest.mark.essential

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pullfill.decode_worker.scheduler import JobBlocks
-from tests.support.fakes import FakePool, FakeRequest
+from tests.support.fakes import FakeRequest
 from tests.support.handoff_model import BLOCK
 from tests.unit.decode_worker.test_scheduler import Rig
 
@@ -62,42 +61,3 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     rig.side.request_finished("r")
     rig.side.collect()
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
-
-
-# ------------------------------------------------------------------ which blocks of a hit are read
-
-SIZE, WINDOW = 4, 8
-HIT = 6 * SIZE
-"""The window sees 7 tokens before token 24: from position 4 on."""
-REQUEST = FakeRequest("r", [0] * 50, block_hashes=[f"h{at}" for at in range(12)])
-TABLES = [list(range(11, 24)), [0] * 10 + [41, 42, 43]]
-
-
-class Window:
-    """cached: positions of the window's blocks that are cached. Block 60 + i is at position i."""
-
-    def __init__(self, cached: set[int]) -> None:
-        self.pool = FakePool(80, SIZE)
-        self.pool.cached = {(f"h{at}", 1): 60 + at for at in cached}
-        self.blocks = JobBlocks(SIZE)
-        self.blocks.bind(self.pool, lambda tokens: (0, max(0, tokens - WINDOW + 1) // SIZE))
-
-    def held(self) -> set[int]:
-        return {block.block_id - 60 for block in self.pool.blocks if block.ref_cnt}
-
-
-@pytest.mark.parametrize(
-    ("cached", "first"),
-    [({2, 3, 4, 5}, 4), ({0, 1, 2, 4, 5}, 4), ({0, 1, 2, 3, 5}, 6), ({4}, 6)],
-)
-def test_what_is_cached_of_the_window_is_held(cached: set[int], first: int) -> None:
-    """But not a part of a window, which nobody can use."""
-    rig = Window(cached)
-    read_from, listed = rig.blocks.read(REQUEST, TABLES, HIT, (0, 10))
-    assert read_from == (0, first)
-    expected = [[11 + at] + ([60 + at] if at >= first else []) for at in range(6)]
-    assert listed == [block for blocks in expected for block in blocks]
-    assert rig.held() == set(range(first, 6))
-    rig.blocks.read_no_more("r")
-    rig.blocks.read_no_more("r")
-    assert rig.held() == set()

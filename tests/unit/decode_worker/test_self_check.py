@@ -22,7 +22,6 @@ from pullfill.decode_worker.self_check import (
     Incomplete,
     Ours,
     Trials,
-    wanted_blocks,
 )
 from pullfill.engine import requests
 from pullfill.engine.groups import ONE_GROUP
@@ -191,11 +190,6 @@ async def test_without_a_model_there_is_nothing_to_compare() -> None:
         rig.meet(computes="")
         assert rig.checks.reason == ""
         assert rig.results() == []
-
-
-@pytest.mark.parametrize(("size", "blocks"), [(16, 4), (80, 3), (1056, 2)])
-def test_large_blocks_make_no_long_prompt(size: int, blocks: int) -> None:
-    assert wanted_blocks(size) == blocks
 
 
 async def test_kv_that_cannot_be_read_harms_no_step(

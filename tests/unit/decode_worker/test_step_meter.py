@@ -131,19 +131,6 @@ def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
     assert pressure(rig) == pytest.approx(1.6, rel=0.05)
 
 
-def test_explain_gets_prediction_and_outcome() -> None:
-    rig = Rig()
-    for name in "abc":
-        rig.local(name, 300)
-        rig.step(0.1, idle_s=1.0, **{name: 300})
-    record = rig.traces.finish("c")
-    assert record is not None
-    assert record.choice == "local"
-    assert record.predicted_ms is not None
-    assert record.predicted_ms.local == pytest.approx(100, rel=0.2)
-    assert record.outcome_ms == pytest.approx(1100)
-
-
 def test_chunks_are_sized_by_this_policy_only() -> None:
     rig = Rig()
     rig.step(0.01, a=1)
@@ -152,12 +139,3 @@ def test_chunks_are_sized_by_this_policy_only() -> None:
     rig.step(0.01, a=1)
     rig.step(0.01, a=1)
     assert rig.chunks.told == [(0, 0), "release"]
-
-
-def test_a_request_may_name_its_targets() -> None:
-    rig = Rig()
-    rig.local("r", 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 20.4}))
-    rig.step(0.1, r=300)
-    assert rig.meter.model.tightest_itl_s == 0.02
-    rig.meter.finished("r")
-    assert rig.meter.model.tightest_itl_s == 0

@@ -106,12 +106,3 @@ def test_other_scales_are_told_apart() -> None:
     told = {joined({"l.0": layer(1.0, 1.0), "l.1": layer(*pair)}).scales for pair in scales}
     assert len(told - {UNSCALED}) == len(scales)
     assert all(len(digest) == 16 for digest in told)
-
-
-def test_how_layers_are_split_over_ranks_does_not_matter() -> None:
-    layers = {"l.0": layer(0.5, 0.5, "TRITON_ATTN"), "l.1": layer(0.25, 0.5)}
-    whole = joined(layers)
-    assert whole.backend == "FLASH_ATTN+TRITON_ATTN"
-    assert joined(layers, layers) == whole
-    assert joined(*({name: made} for name, made in layers.items())) == whole
-    assert joined(layers | {"l.1": layer(0.25, 0.75)}) != whole

@@ -19,7 +19,7 @@ STEP, SEATS = 1024, 3
 
 
 class Pool:
-    """cached: hashes that are cached. looked_up: how often it was asked."""
+    """cached: hashes that are cached."""
 
     num_gpu_blocks = 101
     hash_block_size = HASH_BLOCK
@@ -28,14 +28,12 @@ class Pool:
     def __init__(self) -> None:
         self.free = 100
         self.cached: set[str] = set()
-        self.looked_up = 0
 
     def get_num_free_blocks(self) -> int:
         return self.free
 
     def get_cached_block(self, block_hash: str, groups: list[int]) -> list[int] | None:
         assert groups == [2]
-        self.looked_up += 1
         return [1] if block_hash in self.cached else None
 
 
@@ -105,22 +103,6 @@ def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
     assert (report.running, report.waiting) == (2, 2)
     assert report.uncached_tokens_queued == (50 - 20) + 41 + (41 - 3 * BLOCK) + 41
     assert (report.active_blocks, report.free_blocks) == (30, 70)
-
-
-def test_a_waiting_request_is_looked_up_once(scheduler: Scheduler) -> None:
-    """The load is told 20 times a second, by the thread that takes the steps."""
-    seen = View(scheduler)
-    scheduler.add("new", 41)
-    first = seen.load(draining=False)
-    asked = scheduler.pool.looked_up
-    assert asked
-    assert seen.load(draining=False) == first
-    assert scheduler.pool.looked_up == asked
-    scheduler.requests.clear()
-    seen.load(draining=False)
-    scheduler.add("new", 41)  # another request of the same name
-    seen.load(draining=False)
-    assert scheduler.pool.looked_up == 2 * asked
 
 
 def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:

@@ -95,14 +95,6 @@ def value(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
-async def test_the_policy_may_change_between_requests(rig: Rig) -> None:
-    rig.policy = DecodePolicy.ROUND_ROBIN
-    assert [rig.worker_of(request(f"r{n}", PROMPT)) for n in range(4)] == ["a", "b", "c", "a"]
-    rig.policy = DecodePolicy.KV
-    rig.holds(c=request("x", PROMPT))
-    assert rig.worker_of(request("r4", PROMPT)) == "c"
-
-
 async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     def counted() -> float:
         return value("pullfill_decode_choice_total", policy="kv", reason="prefix")
@@ -143,16 +135,6 @@ def test_which_blocks_of_a_prompt_can_be_matched() -> None:
     assert hashes_of(request("t", PROMPT[:100]), PROMPT[100:], BLOCK) == whole
     for nothing in (embeds, skips, request("n", [])):
         assert hashes_of(nothing, (), BLOCK) == []
-
-
-async def test_what_workers_report_decides(rig: Rig) -> None:
-    rig.holds()
-    for worker, queued in zip(rig.workers, (900, 100, 500), strict=True):
-        worker.load = front_wire.LoadReport(
-            running=1, waiting=0, uncached_tokens_queued=queued, active_blocks=10, free_blocks=90
-        )
-        rig.balancer.report(worker)
-    assert rig.worker_of(request("r", PROMPT)) == "b"
 
 
 # --------------------------------------------------------------------------- fetches

@@ -146,27 +146,6 @@ def test_one_worker_needs_no_choice_and_without_hashes_the_load_decides() -> Non
         rig.placer.send(view, 0, plain, 0.0)
 
 
-def test_more_frontends_count_a_shared_prefix_for_each_other() -> None:
-    def sent_before_another_is_tried(peers: int) -> int:
-        rig = Rig("a", "b")
-        rig.placer.peers = peers
-        for number in range(1000):
-            view, _ = rig.choose(a=90)
-            if view.instance_id == "b":
-                return number
-            view.work += 160
-        return 1000
-
-    assert sent_before_another_is_tried(8) < sent_before_another_is_tried(1) < 100
-
-
-def test_a_worker_that_was_sent_as_much_as_another_has_stored_counts_like_it() -> None:
-    rig = Rig("a", "b", "c")
-    assert rig.send(960) == ("a", 0)
-    rig.placer.report("b", 9000.0, 0.0, 1000.0)
-    assert rig.send(1650, b=60) == ("a", 960)
-
-
 def test_a_worker_that_has_left_is_not_predicted_to_hold_anything() -> None:
     rig = Rig("a", "b", "c")
     view, _ = rig.choose()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +14,11 @@ from pullfill.engine import front_wire
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
-from pullfill.runtime import tracing
 from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
 from tests.support.asgi import Client
-from tests.support.fake_vllm import Request, request
-from tests.support.frontend_rig import FakeDecode, Rig, rig
-from tests.support.otlp import Receiver
+from tests.support.fake_vllm import request
+from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.waiting import soon
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -211,17 +208,6 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() ->
         assert [record.key for record in r.requests.since(0)] == ["cmpl-b-0", "cmpl-a-0"]
 
 
-async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
-    """Its worker tells of it a moment later."""
-    async with rig(FakeDecode(step_s=0.01)) as r:
-        r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=999))
-        await soon(lambda: bool(r.sink.tokens))
-        r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
-        await r.requests.settled("cmpl-a-0")
-        found = known(r.requests, "cmpl-a-0")
-        assert (found.state, found.path) == ("answered", "local")
-
-
 async def test_a_record_that_never_comes_is_not_waited_for() -> None:
     requests, one = RequestLog(wait_s=0.01), RequestRecord("x")
     one.answer_ms = 1.0
@@ -246,81 +232,8 @@ def test_records_since_a_number_come_newest_first_and_each_once() -> None:
     assert list(requests.since(6)) == []
 
 
-def test_a_request_that_waits_has_left_its_last_worker_too() -> None:
-    requests, one = RequestLog(), RequestRecord("r")
-    requests.begin(one)
-    requests.sent("r-1", one, one.to("d"))
-    assert one.explained().migrated_from == ()
-    one.left("was lost")
-    assert one.explained().migrated_from == ("d",)
-    requests.over(one, error="no other worker")
-    assert one.explained().migrated_from == (), "no other worker has continued it"
-
-
 # --------------------------------------------------------------------------- spans
 
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as receiver:
-        tracing.begin(receiver.url, "frontend", "frontend-1")
-        yield receiver
-        tracing.close(20.0)
-
-
-def traced(request_id: str, headers: dict[str, str]) -> Request:
-    made = request(request_id)
-    made.trace_headers = headers
-    return made
-
-
-@asynccontextmanager
-async def tracing_rig(*workers: FakeDecode) -> AsyncIterator[Rig]:
-    """A rig with one request, a-1, at its first worker. Afterwards all spans are there."""
-    async with rig(*workers) as r:
-        r.dispatcher.submit(traced("a-1", HEADERS))
-        await soon(lambda: bool(workers[0].added))
-        yield r
-    tracing.close(20.0)
-
-
-async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> None:
-    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
-    async with tracing_rig(one, two) as r:
-        one.die()
-        await soon(lambda: "a-1" in r.sink.finished)
-    first, second = receiver.named("frontend.dispatch")
-    assert first.error
-    assert not second.error
-    assert second.links == (first.id,)
-    assert second.parent == first.parent == receiver.one("frontend.request").id
-
-
-@pytest.mark.parametrize("answered", [False, True])
-async def test_an_abort_ends_the_trace_and_a_stop_string_is_no_error(
-    receiver: Receiver, answered: bool
-) -> None:
-    """vLLM finds it in the frontend, and aborts the request at its worker."""
-    async with tracing_rig(FakeDecode(hold=True)) as r:
-        record = r.dispatcher.flights["a-1"].record
-        r.dispatcher.abort(["a-1"], answered=answered)
-        assert (record.answer_ms is not None) is answered
-        await soon(lambda: r.workers[0].aborted == ["a-1"])
-    error = "" if answered else "aborted"
-    assert receiver.one("frontend.request").error == error
-    assert receiver.one("frontend.dispatch").error == error
-
-
-async def test_an_unsampled_trace_reaches_the_worker_as_it_came(receiver: Receiver) -> None:
-    headers = {"traceparent": f"00-{TRACE}-{CLIENT}-00"}
-    worker = FakeDecode()
-    async with rig(worker) as r:
-        r.dispatcher.submit(traced("a-1", headers))
-        await soon(lambda: "a-1" in r.sink.finished)
-    tracing.close(20.0)
-    assert worker.added[0].trace_headers == headers
-    assert receiver.spans == []

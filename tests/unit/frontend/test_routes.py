@@ -7,8 +7,6 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
-
 from pullfill.engine import front_wire
 from pullfill.frontend.routes import Admin
 from pullfill.frontend.routing.prefixes import Prefixes
@@ -50,17 +48,6 @@ def admin(r: Rig) -> Admin:
 async def body(answer: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((await answer).body)
     return found
-
-
-async def test_the_status_has_what_a_choice_of_a_worker_rests_on() -> None:
-    worker = FakeDecode("decode-1", load=LOAD)
-    async with rig(worker, prefixes=Prefixes(9)) as r:
-        one, two, prefill = (await body(admin(r).status(cast(Any, None))))["workers"]
-    assert one["routing"]["load"] == msgspec.to_builtins(LOAD)
-    assert one["routing"]["prefix"] == {"state": "none"}
-    assert two["routing"] == {"load": None, "prefix": {"state": "none"}}
-    assert "routing" not in prefill
-    assert one["troubles"] == two["troubles"] == prefill["troubles"] == ["old"]
 
 
 async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -> None:

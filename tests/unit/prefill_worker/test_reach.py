@@ -4,7 +4,6 @@ remembered."""
 from __future__ import annotations
 
 import asyncio
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,27 +114,3 @@ async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port)
     with pytest.raises(OutOfReach, match="gone"):
         await port.shared.get()
     assert port.attempts == 1
-
-
-async def test_who_stops_waiting_ends_no_attempt_and_its_failure_is_no_error_of_asyncio(
-    port: Port,
-) -> None:
-    """asyncio would log a trace for every decode worker that cannot be reached in time."""
-    errors: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, about: errors.append(about))
-    port.failure = PeerUnavailable("no answer")
-    port.go.clear()
-    (asked,) = await port.ask(1)
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
-    port.go.set()
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert port.attempts == 1
-    port.failure = None
-    port.shared.forgive()
-    assert await port.shared.get() is port.shared.current
-    del asked
-    gc.collect()
-    assert errors == []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pullfill.queue.depth import DepthCache, Snapshot, read_snapshot
+from pullfill.queue.depth import DepthCache, Snapshot
 
 
 class FakeClock:
@@ -88,32 +86,3 @@ def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
     cache.ended(1)
     assert depth(cache) == (0, 0)
     assert cache.status().in_flight == 0
-
-
-def test_the_oldest_job_grows_older() -> None:
-    clock = FakeClock()
-    cache = DepthCache(clock)
-    assert cache.status().oldest_age_s == 0
-    cache.published(1, 10)
-    clock.now = 103.0
-    assert cache.status().oldest_age_s == 3.0
-    cache.store(snapshot(2, 20, 1), 103.0)
-    clock.now = 104.0
-    assert cache.status().oldest_age_s == 2.0
-    assert cache.status().age_s == 1.0
-
-
-def test_a_snapshot_is_read_from_the_answers_of_the_server() -> None:
-    stream: dict[str, Any] = {
-        "created": "2026-01-01T00:00:00Z",
-        "ts": "2026-01-01T00:01:00Z",
-        "state": {
-            "first_seq": 3,
-            "last_seq": 9,
-            "first_ts": "2026-01-01T00:00:50Z",
-            "subjects": {"p.job.tight.31": 2, "p.job.normal.1024": 3},
-        },
-    }
-    found = read_snapshot(stream, [{"num_ack_pending": 1}, {"num_ack_pending": 7}, {}])
-    assert found == Snapshot(5, 2 * 31 + 3 * 1024, 5, 10.0, 3, 9, "2026-01-01T00:00:00Z")
-    assert read_snapshot({"state": {}, "created": "x"}) == Snapshot(0, 0, 0, 0.0, 0, 0, "x")

@@ -24,11 +24,6 @@ def served(turns: Turns, jobs: dict[Urgency, int], count: int) -> list[Urgency]:
     return found
 
 
-def test_the_urgent_come_first_and_then_each_has_its_share() -> None:
-    order = "".join(one.label[0] for one in served(Turns(), dict.fromkeys(Urgency, 1024), 28))
-    assert order == "ttttttttnnnnllttttttttnnnnll"
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.tuples(*[st.integers(1, 50_000)] * 3))
 def test_shares_are_by_tokens_whatever_the_lengths(lengths: tuple[int, int, int]) -> None:

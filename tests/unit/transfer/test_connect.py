@@ -262,18 +262,6 @@ def test_a_reason_of_any_length_fits_a_commit(tmp_path: Path) -> None:
     assert decode_message(encode(commit), Commit) == commit
 
 
-def test_a_peer_of_another_host_gets_tcp_by_itself(tmp_path: Path) -> None:
-    transports = [StreamTransport(TcpKind()), ShmTransport()]
-    decode = own(tmp_path, WHOLE)
-    (descriptor,) = decode.descriptors
-    assert choose(descriptor, transports)[0].name == "shm"
-    elsewhere = msgspec.structs.replace(descriptor, host_id="elsewhere")
-    chosen, why_not = choose(elsewhere, transports)
-    assert chosen.name == "tcp"
-    assert "another host" in dict(why_not)["shm"]
-    decode.owner.close()
-
-
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_only_what_was_chosen_is_offered(tmp_path: Path, name: str) -> None:
     decode = own(tmp_path, WHOLE, offered={name})

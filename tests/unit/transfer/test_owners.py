@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,22 +169,6 @@ def test_a_process_that_fails_at_its_start_leaves_no_files(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, check=False)
     assert done.returncode == 2
     assert os.listdir(tmp_path) == []
-
-
-def test_what_a_rank_tells_survives_the_way_to_the_main_process(tmp_path: Path) -> None:
-    """vLLM pickles it between its own processes."""
-    told = region(tmp_path, 0)
-    code = (
-        "import pickle, sys; from pullfill.transfer import owners\n"
-        "told = pickle.loads(sys.stdin.buffer.read())\n"
-        "(rank,) = owners.attach_ranks({(0, 0): told}, 1)\n"
-        "import ctypes; sys.stdout.write(str(ctypes.string_at(rank.memory.address, 1)[0]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPO, input=pickle.dumps(told), capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert done.stdout == b"1", done.stderr
 
 
 # --------------------------------------------------------------------------- layouts

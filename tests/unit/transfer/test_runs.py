@@ -149,27 +149,6 @@ def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> N
     assert all((s + n, t + n) not in starts for s, t, n in runs)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ([0], [9]),
-        ([9], [0]),
-        ([-1], [0]),
-        ([0, 1], [0]),
-        ([0, 1], [2, 2]),
-        ([1 << 70], [0]),
-        ([7, 8, 9], [0, 1, 2]),
-        ([0, 1, 2], [7, 8, 9]),
-        ([-1, 0], [0, 1]),
-        ([0, 1], [-1, 0]),
-    ],
-)
-def test_bad_ids_plan_nothing(source: list[int], target: list[int]) -> None:
-    layout = dense_layout(1, 9, 1, 16)
-    with pytest.raises(BadMessage):
-        Planner(layout, layout).plan(source, target)
-
-
 def test_overlapping_or_empty_layouts_are_refused() -> None:
     good = dense_layout(2, 4, 2, 16)
     check_bounds(good, extent(good))
@@ -231,22 +210,6 @@ def test_batches_are_the_stream_cut_at_fixed_places(
     assert b"".join(gather(runs) for runs in made) == want
     assert all(runs.total == batch for runs in made[:-1])
     assert 0 < made[-1].total <= batch
-
-
-@pytest.mark.parametrize(
-    ("layout", "blocks", "runs"),
-    [
-        (dense_layout(3, 40, 2, PAGE), range(10, 30), 3),
-        (dense_layout(3, 40, 2, PAGE), [4, 5, 9], 6),
-        (LAYOUTS["padded-heads"], [4, 5], 12),
-        (LAYOUTS["head-outermost"], [4, 5], 12),
-    ],
-)
-def test_runs_are_merged_where_memory_is_contiguous(
-    layout: KvLayout, blocks: list[int], runs: int
-) -> None:
-    memory = LocalMemory(address=1 << 40, nbytes=1 << 30, layout=layout)
-    assert len(stream_of(memory, np.array(blocks)).iovec) == runs
 
 
 def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
