@@ -20,7 +20,6 @@ REPO = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
 
 
-# Eight threads allocate at the same time; malloc_info lists the arenas that there are.
 @pytest.mark.parametrize(
     ("device", "installed", "driver", "on_cpu"),
     [
@@ -97,7 +96,6 @@ def test_ranks_share_the_cores() -> None:
 # --------------------------------------------------------------------------- heap
 
 
-# Blocks of 16 KiB, every other one freed: holes, each with whole pages, and no end to cut off.
 def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock, trims = FakeClock(), []
     kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)
