@@ -117,10 +117,12 @@ class NatsConnection:
         self._setup, self._on_down = setup, on_down
         backoff, why = Backoff(0.05, 1.0), None
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(wait_s) as limit:
                 while (why := await self._dialled()) is not None:
                     if isinstance(why, ConfigError):
                         raise why
+                    if limit.expired():  # `wait_for` of Python 3.11, in nats-py, may lose that
+                        raise TimeoutError
                     await asyncio.sleep(backoff.next())
         except TimeoutError:
             full = isinstance(why, ApiError) and why.full
