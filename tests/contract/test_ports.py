@@ -7,6 +7,7 @@ nobody wakes sleeps for a minute, which fails a test.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import threading
@@ -71,6 +72,13 @@ Sides = Callable[[Callable[[], None], RegionFiles], tuple[Any, SchedulerHalf]]
 def _new_name() -> None:
     global NAME
     NAME = f"ports-{os.getpid()}-{next(NUMBERS)}"
+
+
+@pytest.fixture(autouse=True)
+def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM freezes all objects that there are when an engine starts. When it ends, vLLM unfreezes
+    them and collects garbage among them, which takes longer than the rest of a test here."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 class Probe(SchedulerHalf):

@@ -18,20 +18,6 @@ HELLO = Hello(prefill_instance="p", compat="c")
 QUIET = DrainAck()
 
 
-async def test_messages_come_out_as_they_went_in_however_they_are_cut() -> None:
-    channel, reader, _ = framing.channel_of()
-    data = frame(encode(HELLO)) + frame(encode(QUIET))
-    reading = asyncio.ensure_future(channel.read(Hello))
-    for i in range(len(data)):
-        await asyncio.sleep(0)
-        reader.feed_data(data[i : i + 1])
-    reader.feed_eof()
-    assert await reading == HELLO
-    assert await channel.read(ToDecode) == QUIET  # type: ignore[arg-type]
-    with pytest.raises(EOFError, match="it closed the connection"):
-        await channel.read(Hello)
-
-
 async def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     """Only the length is there: waiting for the body would be the bug."""
     channel, _, _ = framing.channel_of(struct.pack("<I", 101))
@@ -46,26 +32,6 @@ def test_addresses() -> None:
     for address in ("", "tcp://", "tcp://h", "tcp://:1", "h:x", "tcp://h:"):
         with pytest.raises(BadMessage):
             split_address(address)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [frame(b"\xc1"), struct.pack("<I", MAX_FRAME + 1)],
-    ids=["unreadable", "too long"],
-)
-async def test_a_strange_frame_ends_the_connection_and_nothing_behind_it_counts(bad: bytes) -> None:
-    said = frame(encode(HELLO)) + bad + frame(encode(HELLO))
-    channel, _, wire = framing.channel_of(said)
-    heard: list[Any] = []
-
-    def answer(message: Any) -> None:
-        heard.append(message)
-        channel.write(QUIET)
-
-    with pytest.raises(BadMessage):
-        await channel.hear(ToDecode, answer)
-    assert heard == [HELLO]
-    assert wire.pieces == [frame(encode(QUIET))], "what was asked before it is answered"
 
 
 async def test_nothing_is_handled_after_an_abort() -> None:

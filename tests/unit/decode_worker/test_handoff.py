@@ -116,40 +116,6 @@ async def test_a_job_that_nats_does_not_take_is_told_but_for_a_full_queue(
     assert len(caplog.records) == (not retryable)
 
 
-async def test_a_message_that_was_deleted_for_its_job_is_not_told_as_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The client of one leaves while the queue answers. Its writer is not proved quiet yet."""
-    rig = Rig()
-
-    async def gone(receipts: list[Receipt]) -> list[Receipt]:
-        grant = said.grant(rig.ledger, "left", "i0", "writer").grant
-        assert grant is not None
-        rig.fences.hold(grant.fence)
-        rig.ledger.give_up("left", Outcome.CANCELLED)
-        return receipts
-
-    monkeypatch.setattr(rig, "gone", gone, raising=False)
-    for name in ("left", "gone"):
-        rig.send(name)
-    await soon(lambda: caplog.messages)
-    (told,) = caplog.messages
-    assert "1 jobs are gone" in told
-    assert told.endswith("Requests: r-gone")
-    await rig.handoff.close()
-
-
-async def test_a_job_opened_while_the_last_worker_left_is_served_here() -> None:
-    """The engine thread decided a moment before: no claim timeout is waited for."""
-    rig = Rig()
-    rig.peers.clear()
-    rig.send("j")
-    await soon(lambda: rig.ledger.has_events)
-    assert rig.ledger.take_events() == [Settle("r-j", Outcome.PREFILL_LOST)]
-    assert rig.stored == []
-    await rig.handoff.close()
-
-
 async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job() -> None:
     """It may have been stopped in its write for a minute. That kept later prompts local."""
     rig = Rig()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.prefix.fetches import FetchOutcome
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.errors import Outcome
@@ -92,17 +90,3 @@ def test_a_client_that_leaves_during_a_remote_prefill_ends_its_span(spans: Any) 
     assert wait[2] == remote[1], "no span names one that is not there"
     assert remote[2] == request[1]
     assert remote[3] == "cancelled"
-
-
-def test_a_request_is_around_the_prefix_that_was_read_for_it(spans: Any) -> None:
-    """The other worker is asked before the decision. On a busy machine it takes long to answer."""
-    traces = decided(remote=False)
-    place: Any = SimpleNamespace(instance_id="holder")
-    fetch: Any = SimpleNamespace(
-        request_id="r", at=place, outcome=FetchOutcome.BUSY, seconds=5.0, kv_bytes=0
-    )
-    traces.fetched(fetch)
-    traces.finish("r")
-    fetched, request = spans
-    assert [name for name, *_ in spans] == ["decode.prefix_fetch", "decode.request"]
-    assert request[4] <= fetched[4] < fetched[5] <= request[5]

@@ -262,21 +262,6 @@ def test_files_that_are_gone_refuse_a_load_and_leave_the_adapter_as_it_was(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "enabled", "why"), [("broken", True, "rank 64"), ("a", False, "--enable-lora")]
-)
-def test_an_adapter_that_cannot_be_loaded_is_refused(
-    name: str, enabled: bool, why: str, tmp_path: Path
-) -> None:
-    worker, path = Worker(), an_adapter(tmp_path / "a")
-    worker.core = Core(enabled)
-    with pytest.raises(BadMessage, match=why) as refused:
-        worker.enter(name, path)
-    assert not worker.core.broken
-    assert "pullfill-" not in str(refused.value), "users know their own path"
-    assert "@" not in str(refused.value), "and their own name"
-
-
-@pytest.mark.parametrize(
     "fields", [[], ["a"], ["a", 0, "/p"], ["a", 1, ""], ["a", 1, 5], "a", None]
 )
 def test_nonsense_from_a_frontend_is_refused(fields: Any) -> None:

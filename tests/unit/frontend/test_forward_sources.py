@@ -128,23 +128,6 @@ def rig() -> Iterator[Rig]:
     made.beats.close()
 
 
-def test_a_server_is_known_until_it_is_silent_for_too_long(rig: Rig) -> None:
-    rig.hear("P", "a:1", "k:2")
-    rig.hear("D", "b:3")
-    rig.passes(3)
-    assert rig.published == [(PREFILL, DECODE)]
-    rig.hear("D", "b:3")
-    rig.passes(2)
-    assert len(rig.published) == 1, "5 s are not over"
-    rig.passes(0.5)
-    assert rig.published[1:] == [(DECODE,)]
-    rig.passes(3)
-    assert rig.published[2:] == [()]
-    rig.hear("D", "b:3")
-    rig.passes(0.25)
-    assert rig.published[3:] == [(DECODE,)]
-
-
 def test_a_frontend_that_was_stopped_forgets_nobody(rig: Rig) -> None:
     rig.hear("D", "b:3")
     rig.passes(4)

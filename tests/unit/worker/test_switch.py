@@ -134,16 +134,6 @@ async def test_the_old_side_leaves_before_the_new_one_begins() -> None:
         assert not rig.switch.revoked.is_set(), "our own leaving is no order to drain"
 
 
-async def test_both_adds_a_side_and_drains_none() -> None:
-    async with running(Rig()) as rig:
-        rig.switch.order(BOTH)
-        await rig.becomes("both")
-        assert rig.told == ["prefill joins", "prefill starts"]
-        rig.switch.order(frozenset({"decode"}))
-        await rig.becomes("decode")
-        assert "decode stops taking" not in rig.told
-
-
 async def test_work_that_does_not_end_is_given_up() -> None:
     async with running(Rig(drain_timeout_s=0.05)) as rig:
         rig.decode.idle.clear()
