@@ -18,6 +18,7 @@ import pytest
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt
+from tests.support.waiting import patience
 
 pytestmark = pytest.mark.engine
 
@@ -92,16 +93,12 @@ class Talk:
     def held(self) -> threading.Thread:
         """Ask the next turn, and return when it has stopped before its read. Returns its thread."""
         thread = threading.Thread(target=self.turn)
-        line = f"failpoint {READ} acts: hold".encode()
-        before = self.asker.log.read_bytes().count(line)
-        self.asker.arm(f"{READ}=hold@1")
-        thread.start()
-        until(lambda: self.asker.log.read_bytes().count(line) > before, 20, "held")
+        self.asker.hold(READ, thread.start)
         return thread
 
     def go(self, thread: threading.Thread) -> None:
         self.asker.arm("")
-        thread.join(30.0)
+        thread.join(patience(30.0))
         assert not thread.is_alive()
 
 

@@ -122,12 +122,15 @@ class Worker:
         self.armed = spec
         write_failpoints(self.log, spec)
 
-    def hold(self, failpoint: str, within_s: float = 20.0) -> None:
-        """Hold it at its next hit of a failpoint. Returns when it is there. `arm` lets it go."""
+    def hold(self, failpoint: str, cause: Callable[[], object] = lambda: None) -> None:
+        """Hold it at its next hit of a failpoint. Returns when it is there. `arm` lets it go.
+
+        cause: called when the failpoint is armed."""
         line = f"failpoint {failpoint} acts: hold".encode()
         before = self.log.read_bytes().count(line)
         self.arm(f"{failpoint}=hold@1")
-        until(lambda: self.log.read_bytes().count(line) > before, within_s, f"held at {failpoint}")
+        cause()
+        until(lambda: self.log.read_bytes().count(line) > before, 20, f"held at {failpoint}")
 
     def signal(self, number: int) -> None:
         if self.alive:
