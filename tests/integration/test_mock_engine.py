@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.cluster import BLOCK, MOCK, MODEL, Cluster
 from tests.support.otlp import Receiver
-from tests.support.prompts import random_prompt
+from tests.support.prompts import ask, random_prompt
 
 pytestmark = pytest.mark.engine
 
 SLOW = '--additional-config={"mock": {"step_s": 0.002}}'
-
-
-def ask(cluster: Cluster, prompt: list[int], count: int) -> tuple[list[int], dict[str, Any]]:
-    """(tokens, how the request was served)."""
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=count,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    tokens: list[int] = answer.choices[0].token_ids
-    return list(tokens), cluster.explain(answer.id)
 
 
 @pytest.mark.long
@@ -42,13 +29,15 @@ def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) ->
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
         head = random_prompt(20 * BLOCK + 3, seed=1)
-        tokens, told = ask(cluster, head, 5)
-        assert tokens == [75] * 5, "the token of the mock"
+        answer = ask(cluster, head, 5, logprobs=None)
+        told = cluster.explain(answer.request_id)
+        assert answer.tokens == [75] * 5, "the token of the mock"
         assert (told["path"], told["remote_tokens"]) == ("remote", len(head) - 1), told
         assert told["kv_bytes"] > 0
         more = head + random_prompt(700, seed=2)
-        tokens, told = ask(cluster, more, 2)
-        assert len(tokens) == 2
+        answer = ask(cluster, more, 2, logprobs=None)
+        told = cluster.explain(answer.request_id)
+        assert len(answer.tokens) == 2
         assert told["prefix_hit_tokens"] == 20 * BLOCK, "whole blocks of what was asked before"
         assert told["path"] == "remote"
         cluster.assert_clean()

@@ -15,7 +15,7 @@ import pytest
 
 from pullfill.transfer.shm.files import PREFIX, shm_dir
 from tests.support.checkpoint import TINY, tiny_checkpoint
-from tests.support.cluster import BLOCK, MODEL, Cluster
+from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import (
@@ -184,14 +184,7 @@ def test_every_decision_has_its_reason(cluster: Cluster) -> None:
 
 def sample(cluster: Cluster, prompt: list[int], count: int = 8, **more: object) -> list[int]:
     """Tokens of one seeded completion over HTTP. more: sampling parameters."""
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=count,
-        extra_body={"return_token_ids": True, "ignore_eos": True, **SAMPLED, **more},
-    )
-    tokens: list[int] = answer.choices[0].token_ids
-    return list(tokens)
+    return ask(cluster, prompt, count, **{**SAMPLED, **more}).tokens
 
 
 def sampled(oracle: Oracle, prompt: list[int], count: int = 8, **more: object) -> list[int]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import MODEL, Cluster
+from tests.support import prompts
+from tests.support.cluster import Cluster
 from tests.support.prompts import random_prompt
 from tests.support.recurrent import answer_to
 from tests.support.zoo import ZOO
@@ -41,14 +42,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def ask(cluster: Cluster, prompt: list[int], count: int = COUNT) -> dict[str, Any]:
     """Check the answer. Returns how it was made."""
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=prompt,
-        max_tokens=count,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    told = cluster.explain(answer.id)
-    assert list(answer.choices[0].token_ids) == answer_to(prompt, count), told
+    answer = prompts.ask(cluster, prompt, count, logprobs=None)
+    told = cluster.explain(answer.request_id)
+    assert answer.tokens == answer_to(prompt, count), told
     return told
 
 
