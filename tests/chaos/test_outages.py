@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from pullfill.queue.contract import Urgency
 from pullfill.queue.streams import consumer_of
 from pullfill.snapshot import NOT_CLAIMED
 from tests.support import web
-from tests.support.cluster import MOCK, MODEL, Cluster, Worker, until
-from tests.support.prompts import random_prompt
+from tests.support.cluster import MOCK, Cluster, Worker, until
+from tests.support.etcd import EtcdServer
+from tests.support.nats import NatsServer
+from tests.support.prompts import ask, random_prompt
 from tests.support.proxy import Proxy
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -53,13 +56,8 @@ class Wires:
         """Send a new prompt. Returns the seconds until its answer, and its record."""
         self.asked += 1
         begin = time.monotonic()
-        answer = self.cluster.client().completions.create(
-            model=MODEL,
-            prompt=random_prompt(700, seed=30_000 + self.asked),
-            max_tokens=2,
-            extra_body={"ignore_eos": True},
-        )
-        return time.monotonic() - begin, self.cluster.explain(answer.id)
+        answer = ask(self.cluster, random_prompt(700, seed=30_000 + self.asked), 2, logprobs=None)
+        return time.monotonic() - begin, self.cluster.explain(answer.request_id)
 
     def ready(self) -> dict[str, Any]:
         body: dict[str, Any] = web.get(f"{self.cluster.frontend_url}/ready").json()
@@ -199,6 +197,15 @@ def told_of(wires: Wires, server: str, name: str, capsys: pytest.CaptureFixture[
     assert line in wires.printed(capsys)
 
 
+@contextmanager
+def away(server: NatsServer | EtcdServer, how: str) -> Iterator[None]:
+    getattr(server, how)()
+    try:
+        yield
+    finally:
+        getattr(server, {"kill": "start", "pause": "resume"}[how])()
+
+
 def healed(wires: Wires, server: str, name: str) -> None:
     until(lambda: wires.whole(), NEVER_S, "nothing is degraded")
     assert wires.cluster.status()["servers"][server]["error"] is None
@@ -212,11 +219,9 @@ def test_row_14_nats_that_is_away_is_told(
     how: str, wires: Wires, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Killed, or stopped with its connections open. No figure of the queue is repeated."""
-    server = wires.cluster.nats
     known = wires.cluster.status()["queue"]
     assert known["age_s"] < NEVER_S
-    getattr(server, how)()
-    try:
+    with away(wires.cluster.nats, how):
         told_of(wires, "nats", "NATS", capsys)
         assert wires.cluster.status()["queue"] is None
         assert "queue: unknown" in wires.printed(capsys)
@@ -227,11 +232,6 @@ def test_row_14_nats_that_is_away_is_told(
         _, trace = wires.ask()
         assert (trace["path"], trace["reason"]) == ("local", "queue_unavailable")
         assert trace["outage"].startswith("NATS unreachable for ")
-    finally:
-        if how == "kill":
-            server.start()
-        else:
-            server.resume()
     healed(wires, "nats", "NATS")
     until(lambda: wires.ask()[1]["path"] == "remote", NEVER_S, "remote again")
 
@@ -243,9 +243,7 @@ def test_row_17_etcd_that_is_away_is_told(
 ) -> None:
     """The list of workers is an old picture then: its age is said. `pullfill status` asks the
     frontend of the state directory and needs no etcd."""
-    server = wires.cluster.etcd
-    getattr(server, how)()
-    try:
+    with away(wires.cluster.etcd, how):
         told_of(wires, "etcd", "etcd", capsys)
         state = wires.cluster.status()
         assert state["workers_age_s"] >= state["servers"]["etcd"]["since_s"]
@@ -255,9 +253,4 @@ def test_row_17_etcd_that_is_away_is_told(
         assert trace["path"] == "remote" or "etcd unreachable" in trace["outage"], (
             "only a prefill worker that met the decode worker before needs no etcd"
         )
-    finally:
-        if how == "kill":
-            server.start()
-        else:
-            server.resume()
     healed(wires, "etcd", "etcd")
