@@ -145,7 +145,8 @@ def test_workers_with_both_sides_offload(
             done = pullfill(cluster, "role", worker.instance_id, "both", "--wait")
             assert done.returncode == 0, done.stderr
         cluster.set_router(policy="conditional", max_local_prefill_length=256,
-                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600)  # fmt: skip
+                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600,
+                           itl_ms=10_000)  # fmt: skip
         served = Served(MEMORY, cluster, oracle)
         talks = [random_prompt(500 + 7 * n, seed=30) for n in range(TALKS)]
         for turn, more in enumerate((60, 400, 60, 300)):
