@@ -2,7 +2,7 @@
 
 `DecodeEngine` schedules as vLLM does: running requests first, in order, then waiting ones while the
 step has tokens left. The production code decides where a prompt is computed
-(`rules.decide`, `CostModel`) and sizes the chunks (`PrefillChunks`). Only the times are made up:
+(`rules.py`, `CostModel`) and sizes the chunks (`PrefillChunks`). Only the times are made up:
 `Speed` and WAY_S.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from pullfill.decode_worker.cost import CostModel, Queue, Targets
-from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, decide
+from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.view import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy
 
@@ -307,7 +307,7 @@ class DecodeEngine:
             queue_available=bool(workers),
             costs=costs,
         )
-        decision: Decision = decide(request, now, OF_THE_CLUSTER)
+        decision = first(OF_THE_CLUSTER, request, now) or Decision(True, "long_prompt")
         model.admitted(request.name, costs, decision.remote)
         if decision.remote:
             pool.put(request, lambda: self._committed(request))

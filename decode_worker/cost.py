@@ -85,7 +85,6 @@ class Targets(msgspec.Struct, frozen=True):
 class Option(msgspec.Struct, frozen=True):
     """What one choice is expected to cost."""
 
-    choice: Choice
     ttft_s: float  # seconds from now to the first token
     # About the number of requests that miss their targets by this choice: the prompt itself, whose
     # first token may be late, and the streams, whose next token may be.
@@ -112,13 +111,9 @@ class Prefill(msgspec.Struct):
     option: Option | None = None
     streaming: bool = False  # its first token is out
 
-    @property
-    def known(self) -> bool:
-        return Choice.REMOTE in self.options
-
     def cheapest(self) -> Choice:
         """Return the choice that has the least cost. Of equals it is LOCAL."""
-        return min(self.options.values(), key=lambda one: one.cost).choice
+        return min(self.options, key=lambda choice: self.options[choice].cost)
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -189,7 +184,6 @@ class EngineRates:
     def __init__(self) -> None:
         self._decode = Rate()
         self._prefill = Rate()
-        self._least, self._most = 0, 0  # streams of a step
 
     def step(self, streams: int, computed: Span, seconds: float, now: float) -> None:
         """Learn from one step. streams: requests that got one token in it."""
@@ -197,8 +191,6 @@ class EngineRates:
             self._prefill.observe(*computed, max(0.0, seconds - self.base(streams)), now)
         elif streams:
             self._decode.observe(1.0, streams / 8.0, seconds, now)
-            self._least = min(self._least or streams, streams)
-            self._most = max(self._most, streams)
 
     def assume(self, remote: Rate, now: float) -> None:
         """Believe that prompts are computed as fast as prefill workers do, unless they were
@@ -213,13 +205,6 @@ class EngineRates:
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
         return self._decode.of(1.0, streams / 8.0)
-
-    @property
-    def alone(self) -> float:
-        """Seconds of a step that only decodes, for one stream.
-
-        0 if unknown: all steps so far had the same number of streams, and that was not one."""
-        return self.base(1) if self._least == 1 or self._least < self._most else 0.0
 
     def work(self, of: Span) -> float:
         """Seconds that the computation of a span adds to steps."""
@@ -296,7 +281,7 @@ class CostModel:
         if remote.count and queue.workers:
             base = self.rates.base(sum(streams.values()))
             ttft_s = remote.of(*one.work) + base
-            one.options[Choice.REMOTE] = self._option(Choice.REMOTE, one, ttft_s, base, streams)
+            one.options[Choice.REMOTE] = self._option(one, ttft_s, base, streams)
         return one
 
     def _local(self, one: Prefill, streams: Streams, chunks: bool) -> Option:
@@ -313,11 +298,9 @@ class CostModel:
         base = rates.base(sum(streams.values()))
         ttft_s = rates.work(span(at, left)) + rates.work(before.span) + steps * base
         longest = base + rates.work(span(end - last, last))
-        return self._option(Choice.LOCAL, one, ttft_s, longest, streams)
+        return self._option(one, ttft_s, longest, streams)
 
-    def _option(
-        self, choice: Choice, one: Prefill, ttft_s: float, step_s: float, streams: Streams
-    ) -> Option:
+    def _option(self, one: Prefill, ttft_s: float, step_s: float, streams: Streams) -> Option:
         """step_s: the longest step of the streams meanwhile."""
         late, target = one.waited_s + ttft_s, one.targets.ttft_s
         cost = miss(late, target, _TTFT_SHARP) + _LATER * late / target
@@ -325,7 +308,7 @@ class CostModel:
         for target, count in streams.items():
             more = miss(step_s, target, _ITL_SHARP) - miss(base, target, _ITL_SHARP)
             cost += count * max(0.0, more)
-        return Option(choice, ttft_s, cost)
+        return Option(ttft_s, cost)
 
     # ------------------------------------------------------------------ what is under way
 
@@ -409,15 +392,6 @@ class CostModel:
     @property
     def streams(self) -> int:
         return sum(self._itl.values())
-
-    @property
-    def tightest_itl_s(self) -> float:
-        """The least target of the running streams. 0: there is no stream.
-
-        A target that not even one stream alone meets would be missed however many workers there
-        are. If no other is left, twice the time of such a step takes its place."""
-        alone = self.rates.alone
-        return min((t for t in self._itl if t > alone), default=2 * alone if self._itl else 0.0)
 
     # ------------------------------------------------------------------ looking back
 

@@ -4,8 +4,8 @@ A prompt *wants* a prefill worker if it is sent to one, or if it is long enough 
 here because there are no prefill workers, or too few.
 
 The pressure says how full this worker is. At 1 it should get no more streams. It is the largest of
-streams (time between two tokens, divided by its target), kv (share of the KV blocks that requests
-hold) and seats (number of requests, divided by `--max-num-seqs`).
+streams (time between two tokens, divided by `router.itl_ms`), kv (share of the KV blocks that
+requests hold) and seats (number of requests, divided by `--max-num-seqs`).
 
 The engine thread writes. Any thread may read.
 """
@@ -79,11 +79,9 @@ class DemandMeter:
     def stepped(self, seconds: float, gap_s: float, target_s: float) -> None:
         """Note a step with streams.
 
-        gap_s: how long it would have taken without prompts. target_s: of the time between two
-        tokens, the least of all streams."""
-        if target_s > 0:
-            with self._lock:
-                self._now().streams_s += seconds * gap_s / target_s
+        gap_s: how long it would have taken without prompts. target_s: `router.itl_ms`."""
+        with self._lock:
+            self._now().streams_s += seconds * gap_s / target_s
 
     def _now(self) -> _Bucket:
         now = self._clock.monotonic()

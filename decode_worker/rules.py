@@ -113,9 +113,9 @@ def stays(reason: str, applies: Callable[[Any, Situation], object]) -> Rule:
     return rule
 
 
-def decide(request: Any, now: Situation, rules: Sequence[Rule] | None = None) -> Decision:
-    """Where to prefill. request: vLLM's Request. rules: RULES if not given. Pure."""
-    return first(RULES if rules is None else rules, request, now) or Decision(True, "long_prompt")
+def decide(request: Any, now: Situation) -> Decision:
+    """Where to prefill. request: vLLM's Request. Pure."""
+    return first(RULES, request, now) or Decision(True, "long_prompt")
 
 
 def first(rules: Sequence[Rule], request: Any, now: Situation) -> Decision | None:
@@ -179,7 +179,7 @@ def cost(request: Any, now: Situation) -> Decision | None:
         return None
     if costs.probe and now.remote_tokens >= PROBE_TOKENS:
         return Decision(True, "cost_probe")
-    if costs.known:
+    if Choice.REMOTE in costs.options:
         remote = costs.cheapest() is Choice.REMOTE
         return Decision(remote, "cost_remote" if remote else COST_LOCAL)
     # Until the first prefill worker is measured, length decides.

@@ -70,14 +70,16 @@ class StepMeter:
         self._ended = now
         while len(self._steps) > running:
             step = self._steps.popleft()
-            target_s = self.model.tightest_itl_s
+            streams = self.model.streams
             for request_id, outcome in self.model.stepped(step, seconds):
                 self._context.traces.first_token(
                     request_id, outcome.first_token_ms, outcome.regret_ms
                 )
-            if target_s and step.streams:
+            if streams and step.streams:
                 prompts = step.computed[0] > 0 or not step.known
                 gap_s = self.model.rates.base(step.streams) if prompts else seconds
+                # Not the streams' own targets: one request could ask for dozens of workers.
+                target_s = self._context.router_config().itl_ms / 1e3
                 self.demand.stepped(seconds, min(gap_s, seconds), target_s)
 
     # ------------------------------------------------------------------ one request

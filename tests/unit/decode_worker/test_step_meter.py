@@ -103,8 +103,8 @@ def test_steps_that_overlap_are_told_apart() -> None:
     assert rig.meter.model.streams == 1
 
 
-def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
-    """More decode workers would not help. One request alone could ask for dozens."""
+def test_the_target_of_one_request_asks_for_no_workers() -> None:
+    """No step may meet it, and it could ask for dozens."""
     rig = Rig()
     for _ in range(20):
         rig.step(0.025, a=1)
@@ -120,7 +120,6 @@ def test_a_target_that_no_step_meets_asks_for_no_workers() -> None:
 
 
 def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
-    """All its steps have equally many streams. So it cannot know how long a step with one takes."""
     rig = Rig()
     names = [f"r{number}" for number in range(30)]
     for name in names:
