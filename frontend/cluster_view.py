@@ -23,6 +23,7 @@ from pullfill.net import http_proof
 from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
 from pullfill.runtime.health import ServerHealth
+from pullfill.runtime.lifecycle import end
 from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
 
@@ -69,9 +70,7 @@ class ClusterView:
     _asked_at: float = -math.inf
 
     async def close(self) -> None:
-        for task in self._looking.values():
-            task.cancel()
-        await asyncio.gather(*self._looking.values(), return_exceptions=True)
+        await end(*self._looking.values())
         if self._session is not None:
             await self._session.close()
 

@@ -8,9 +8,6 @@ from prometheus_client import Counter, Gauge
 
 from pullfill.runtime.health import UP as UP
 
-RESENT = Counter(
-    "pullfill_frontend_resent", "Requests sent to another decode worker before their first token"
-)
 MIGRATED = Counter(
     "pullfill_frontend_migrated",
     "Answers whose decode worker left before their end, by what became of them: sent (to another "
@@ -44,9 +41,6 @@ IN_FLIGHT = Gauge("pullfill_frontend_in_flight", "Engine requests submitted and 
 PREFIX_BLOCKS = Gauge(
     "pullfill_prefix_index_blocks", "Different blocks that decode workers hold, as far as known"
 )
-PREFIX_EVENTS = Counter(
-    "pullfill_prefix_events", "Blocks stored and removed, as decode workers have told"
-)
 PREFIX_GAPS = Counter(
     "pullfill_prefix_gaps",
     "What was healed in the index of blocks: gaps (events were missing), snapshots, restarts (of a "
@@ -61,8 +55,5 @@ FORWARDED = Counter(
     "Requests that were served by stock vLLM servers, by forwarder and result: ok, refused (the "
     "server's own error), failed, broken (after the first byte), left (by the client)",
     ["forwarder", "result"],
-)
-FORWARD_FAILED = Counter(
-    "pullfill_forward_failed_stages", "Stages that failed at a stock vLLM server", ["stage"]
 )
 STOCK_SERVERS = Gauge("pullfill_stock_servers", "Known stock vLLM servers", ["role", "state"])

@@ -379,8 +379,6 @@ class Dispatcher:
         worker.send(front_wire.ADD, *frames)
         if flight.tokens:
             counters.MIGRATED.labels("sent").inc()
-        elif flight.attempt:
-            counters.RESENT.inc()
         if flight.record.route_ms is None:
             flight.record.route_ms = (time.monotonic() - flight.record.submitted) * 1000.0
 

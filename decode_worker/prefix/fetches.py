@@ -219,8 +219,6 @@ class PrefixFetches:
             fetch.turn = FetchTurn.OVER
             if not fetch.wanted:
                 del self._open[fetch.request_id]
-            if fetch.outcome is FetchOutcome.FETCHED:
-                metrics.PREFIX_FETCH_TOKENS.inc(fetch.leased - fetch.begin_at)
             taken.append(fetch)
         return taken
 

@@ -24,7 +24,7 @@ from pullfill.engine.adapters import lora_request
 from pullfill.engine.groups import cached_run, keeps_all
 from pullfill.errors import BadMessage, ConfigError, NotNow, OverloadedError
 from pullfill.net.channel import Channel
-from pullfill.runtime import failpoints, log, metrics
+from pullfill.runtime import failpoints, log
 from pullfill.runtime.lifecycle import Tasks
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import proved
@@ -196,7 +196,6 @@ class ReadLeases:
         self._asked.begin(self._give(asker, ask), "give a lease")
 
     def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
-        metrics.PREFIX_LEASE.labels(reason).inc()
         if not asker.gone:
             asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
@@ -217,7 +216,6 @@ class ReadLeases:
             self._over(asker, found)
             return
         found.timer = self._loop.call_later(LEASE_S, self._over, asker, found)
-        metrics.PREFIX_LEASE.labels("given").inc()
         failpoints.hit("decode.before_lease")
         asker.channel.write(
             Lease(

@@ -20,7 +20,6 @@ import itertools
 import json
 import random
 import re
-from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from pullfill.frontend.forward.sources import ROLES, StockEntry
 from pullfill.frontend.routing.choice import Placer, Prompt, Share
 from pullfill.prefix import chain
 from pullfill.runtime import log
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import DecodeChoice, DecodePolicy
 
 if TYPE_CHECKING:
@@ -161,30 +161,21 @@ _RUNS_BLOCKS = 8
 def prompt_of(body: dict[str, Any]) -> Prompt:
     """Return what the policies need of a prompt. It never fails: an odd prompt has no blocks.
 
-    Nothing is tokenized here. The length of a text is taken as a quarter of its UTF-8 bytes, and
-    its blocks are hashed over those bytes, four of them for one token. So equal beginnings have
-    equal hashes, which is all that `kv` needs. The hashes mean nothing to a vLLM server."""
+    Nothing is tokenized here. Four bytes of the prompt's JSON are taken for one token, and its
+    blocks are hashed over these. So equal beginnings have equal hashes, which is all that `kv`
+    needs. The hashes mean nothing to a vLLM server."""
     what, messages = body.get("prompt"), body.get("messages")
-    try:
-        tokens = array("I", what or ()).tobytes()
-    except (TypeError, ValueError, OverflowError):
-        tokens = b""
-    if not tokens:
-        if isinstance(messages, list):
-            # A longer conversation begins with the text of a shorter one.
-            what = [body.get("tools"), *messages]
-        if isinstance(what, str):
-            tokens = what.encode("utf-8", "surrogatepass")
-        else:
-            tokens = to_json(what)
-    tokens = tokens[:LOOKED_AT]
-    count = max(1, len(tokens) // 4)
+    if isinstance(messages, list):
+        # A longer conversation begins with the text of a shorter one.
+        what = [body.get("tools"), *messages]
+    text = to_json(what)[:LOOKED_AT]
+    count = max(1, len(text) // 4)
     salt, model = (
         value if isinstance(value, str) else None
         for value in (body.get("cache_salt"), body.get("model"))
     )
     root = chain.root(salt, model, BLOCK)
-    return Prompt(count, BLOCK, chain.extend(root, tokens[: count * 4], BLOCK))
+    return Prompt(count, BLOCK, chain.extend(root, text[: count * 4], BLOCK))
 
 
 def to_json(value: Any) -> bytes:
@@ -263,10 +254,7 @@ class Servers:
     async def close(self) -> None:
         """Forget all servers. Requests that wait for them end."""
         self.fail_all("this frontend ends")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks)
 
     def fail_all(self, why: str) -> None:
         """Forget all servers, and end all requests at them. Their clients are told `why`."""

@@ -35,6 +35,7 @@ from pullfill.frontend.forward.protocols import Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of, to_json
 from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import ForwarderName
+from pullfill.runtime.lifecycle import end
 from pullfill.wire import ForwardStage
 
 ATTEMPTS = 4
@@ -239,9 +240,7 @@ class Stock:
             else:
                 counters.FORWARDED.labels(self.name, "left").inc()
         finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            await end(work, gone)
 
     # ---------------------------------------------------------------- attempts
 
@@ -315,9 +314,7 @@ class Stock:
             await second
             return True
         finally:
-            for task in (first, second):
-                task.cancel()
-            await asyncio.gather(first, second, return_exceptions=True)
+            await end(first, second)
 
     # ---------------------------------------------------------------- stages
 
@@ -438,7 +435,6 @@ class Stock:
         """Take note of a failure, for the next choice."""
         if exc.server is None:
             return
-        counters.FORWARD_FAILED.labels(exc.server.role).inc()
         call.bad.add(exc.server)
         if exc.lost:
             self.servers.failed(exc.server, exc.why)

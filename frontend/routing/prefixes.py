@@ -121,8 +121,6 @@ class Prefixes:
             question = followed.replica.take(message, now)
         except ValueError as exc:
             raise BadMessage(str(exc)) from exc
-        if isinstance(message, PrefixEvents):
-            counters.PREFIX_EVENTS.inc(len(message.ops))
         if question is not None:
             self._ask(followed, question, now)
         for what, times in followed.replica.healing.items():

@@ -48,12 +48,6 @@ PREFIX_FETCH = Counter(
     "Prompts whose prefix another decode worker holds, by what came of reading it from there",
     ["outcome"],
 )
-PREFIX_FETCH_TOKENS = Counter(
-    "pullfill_prefix_fetch_tokens", "Prompt tokens whose KV was read from another decode worker"
-)
-PREFIX_LEASE = Counter(
-    "pullfill_prefix_lease", "Read leases that other decode workers asked this one for", ["result"]
-)
 KV_OFFLOAD_BYTES = Counter(
     "pullfill_kv_offload_bytes", "KV bytes copied by vLLM's own KV offloading", ["direction"]
 )
