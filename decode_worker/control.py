@@ -76,8 +76,7 @@ class ControlServer:
         self._serial = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._serving = Tasks()
-        self._timers: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         self._seldom = log.Seldom(60.0)
         self.address = ""
 
@@ -91,13 +90,14 @@ class ControlServer:
             raise NotNow(f"cannot listen for prefill workers on {host}:{port}: {exc}") from exc
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
-        self._timers += map(asyncio.create_task, (self._handoff.run(), self._watch_silence()))
+        self._tasks.begin(self._handoff.run(), "timer of the ledger")
+        self._tasks.begin(self._watch_silence(), "silence of prefill workers")
 
     async def stop(self) -> None:
         """Close every connection. When this returns, nothing here touches the ledger any more."""
         if self._server is not None:
             await stop_listening(self._server)
-        await end(*self._serving, *self._timers)
+        await end(*self._tasks)
         await self._handoff.close()
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
@@ -132,7 +132,7 @@ class ControlServer:
     # ------------------------------------------------------------------ one connection
 
     def _opened(self, channel: Channel) -> None:
-        self._serving.begin(self._serve(channel), "control connection")
+        self._tasks.begin(self._serve(channel), "control connection")
 
     async def _serve(self, channel: Channel) -> None:
         peer: Peer | None = None
@@ -187,7 +187,6 @@ class ControlServer:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
         self._handoff.pulling_changed()
-        self._handoff.ledger.prefill_free()
         channel.write(Welcome(decode_instance=self._instance_id))
         logger.info("prefill worker %s connected", peer.instance_id)
         short = f"short {peer.instance_id}"  # it may connect again every minute
@@ -252,14 +251,8 @@ class ControlServer:
 
     def _beat(self, peer: Peer, beat: Heartbeat) -> None:
         peer.channel.write(beat)
-        ledger = self._handoff.ledger
-        if peer.busy and not beat.busy:
-            ledger.prefill_free()
-        peer.busy = beat.busy
         if (beat.pulls, beat.why) != (peer.pulls, peer.why_not):
             peer.pulls, peer.why_not = beat.pulls, beat.why
             state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
             logger.warning("prefill worker %s %s", peer.instance_id, state)
-            if peer.pulls:
-                ledger.prefill_free()
             self._handoff.pulling_changed()

@@ -19,8 +19,6 @@ logger = log.get("decode_worker.intake")
 # Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
 # about 0.2 ms of work.
 SMALL_BYTES = 4 << 10
-# The same limit while the engine takes no steps.
-SMALL_AT_REST_BYTES = 16 << 10
 # Most bytes of messages that wait: 2,000 prompts of 128k tokens.
 MAX_BYTES = 1 << 30
 
@@ -32,12 +30,10 @@ Preparation = Callable[[], Work | None]
 class Intake:
     """Runs preparations one after another. Call it on the engine thread.
 
-    submit: `EngineThread.submit` (worker/ports.py).
-    stepping: returns whether the engine takes steps now."""
+    submit: `EngineThread.submit` (worker/ports.py)."""
 
-    def __init__(self, submit: Callable[..., None], stepping: Callable[[], bool]) -> None:
+    def __init__(self, submit: Callable[..., None]) -> None:
         self._submit = submit
-        self._stepping = stepping
         self.thread = SerialExecutor()
         # Bytes so far. Two sums, because each is changed by another thread.
         self._put = self._done = 0
@@ -50,8 +46,7 @@ class Intake:
         size: bytes of the message.
         here: a small message may be prepared at once, on the caller's thread."""
         # A small message that nothing waits before: two wake-ups of threads cost more than it does.
-        small = SMALL_BYTES if self._stepping() else SMALL_AT_REST_BYTES
-        if here and size <= small and not self.thread.busy:
+        if here and size <= SMALL_BYTES and not self.thread.busy:
             self._prepare(preparation, wake=False)
             return True
         if self._put - self._done + size > MAX_BYTES:

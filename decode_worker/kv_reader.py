@@ -44,11 +44,8 @@ class KvReader:
         instance_id: str,
         open_session: Open,
         readers: set[KvReader],
-        # What the log says of a worker whose memory cannot be reached.
-        otherwise: str = "writes from now on, because we cannot read from it",
     ) -> None:
         self._instance_id = instance_id
-        self._otherwise = otherwise
         self._open = open_session
         self._session: PeerSession | None = None
         self._closing = False
@@ -148,7 +145,7 @@ class KvReader:
         except PullfillError as exc:
             if self.within_reach:
                 self.within_reach = False
-                logger.warning("%s %s: %s", self._instance_id, self._otherwise, exc)
+                logger.warning("cannot read from %s: %s", self._instance_id, exc)
             raise
         self.within_reach = True
         logger.info("reading from %s over %s", self._instance_id, session.transport)

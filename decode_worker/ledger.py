@@ -43,8 +43,9 @@ logger = log.get("decode_worker.ledger")
 NO_PROOF_S = 0.1
 # Number of grants after which a job goes to no other prefill worker.
 MAX_ATTEMPTS = 3
-# The first and the longest pause of the breaker before it tries a job again.
-BREAKER_PAUSES_S = (1.0, 30.0)
+# The first and the longest pause of the breaker before it tries a job again. Each trial costs one
+# prompt a fifth of its claim timeout.
+BREAKER_PAUSES_S = (1.0, 5.0)
 _REMEMBERED = 16_384
 
 P = ParamSpec("P")
@@ -270,7 +271,7 @@ class ClaimBreaker:
 
     A claim timeout counts as a stall if no job of this decode worker was claimed while the job
     waited, even while prefill workers compute other jobs: the next prompts would wait as long.
-    Each trial that nobody claims doubles the pause. A prefill worker that becomes idle ends it.
+    Each trial that nobody claims doubles the pause.
     Call it under the ledger's lock. Any thread may read `stalled`."""
 
     #   CLOSED ──stalls──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
@@ -328,11 +329,6 @@ class ClaimBreaker:
         """Note that the job is over. After a trial without a result the next job is the trial."""
         if job_id == self._trial:
             self._trial = ""
-
-    def retry(self) -> None:
-        """End the pause, so the next prompt is the trial: a prefill worker has become free."""
-        if self._open_until is not None:
-            self._open_until = self._clock.monotonic()
 
     def _open(self) -> None:
         self._trial = ""
@@ -843,13 +839,6 @@ class Ledger:
         if self._actions or self._earlier:
             self._earlier = False  # before the call: another thread may set it meanwhile
             self._on_action()
-
-    def prefill_free(self) -> None:
-        """Note that a prefill worker has connected, pulls again, or has no more jobs.
-
-        Ends the breaker's pause."""
-        with self._lock:
-            self.claims.retry()
 
     # ------------------------------------------------------------------ views
 

@@ -26,7 +26,6 @@ class Peer:
     # pulls, why_not: whether it pulls jobs of this decode worker, and why not.
     pulls: bool = True
     why_not: str = ""
-    busy: bool = False  # what its last Heartbeat said
     load: Load = field(default_factory=Load)
 
     @property

@@ -75,7 +75,7 @@ class RequestServer:
         self._socket: Any = None
         self._key = key
         self._gate: CurveAuth | None = None
-        self.intake = Intake(loop.submit, lambda: loop.stepping)
+        self.intake = Intake(loop.submit)
         self._follow = follow
         self._stats: Any = None  # of the last step, until all frontends have its levels
         self._first = self.draining = False

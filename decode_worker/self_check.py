@@ -74,7 +74,8 @@ class Ours:
 class Checks:
     """The self-checks of this decode worker with all kinds of prefill workers.
 
-    kept: all results."""
+    kept: all results.
+    joining: whether this worker is `checking`."""
 
     def __init__(self, ours: Ours, trials: Trials, kept: SelfChecks) -> None:
         self.computes = ours.computes
@@ -83,7 +84,7 @@ class Checks:
         self._kept = kept
         self._peers: dict[str, tuple[Peer, str]] = {}
         self._changed = asyncio.Event()
-        self._joining = True
+        self.joining = True
         self._tasks = [asyncio.create_task(self._run(), name="self-checks")]
 
     async def close(self) -> None:
@@ -118,7 +119,7 @@ class Checks:
                 await self._all_compared(etcd, namespace)
             except Exception:  # routers would never see a worker that stays `checking`
                 logger.exception("the registry could not be looked at")
-            self._joining = False
+            self.joining = False
             note()
 
         self._tasks.append(asyncio.create_task(look(), name="self-checks of the registry"))
@@ -152,11 +153,6 @@ class Checks:
         )
 
     # ------------------------------------------------------------------ what is told
-
-    @property
-    def joining(self) -> bool:
-        """Whether this worker is `checking`."""
-        return self._joining
 
     @property
     def reason(self) -> str:

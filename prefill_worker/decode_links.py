@@ -64,7 +64,6 @@ class DecodeLink(PeerLink):
         self.record = record
         self._links = links
         self.jobs: dict[str, Handoff] = {}
-        self._completed = 0
         self._said = ""
         self.transfer = SharedTransferWorker(
             lambda: links.open_transfer_worker(record), record.instance_id
@@ -170,10 +169,8 @@ class DecodeLink(PeerLink):
         return self._links.lists(self.record) or bool(self.jobs) or self.transfer.busy
 
     def ping(self) -> Heartbeat:
-        before, (self._completed, granted) = self._completed, self._links.activity()
-        busy = granted > 0 or self._completed != before
         why = self._said = self._links.why_none_of(self.record)
-        return Heartbeat(pulls=not why, why=why, busy=busy, load=self._links.load())
+        return Heartbeat(pulls=not why, why=why, load=self._links.load())
 
 
 class DecodeLinks:
@@ -184,7 +181,6 @@ class DecodeLinks:
     open_transfer_worker: connects to a decode worker's KV memory, on a thread.
     key: the cluster key. Decode workers must hold the same one.
     load: returns the load of this worker.
-    activity: returns how many jobs it has completed, and how many it has a grant for.
     kept: the results of self-checks. None: every decode worker gets our KV.
     appear_s: how long a job waits for the connection to its decode worker.
     unknown_s: how long a job waits for a decode worker that the directory does not list. The
@@ -199,7 +195,6 @@ class DecodeLinks:
         key: ClusterKey | None = None,
         *,
         load: Callable[[], Load] = Load,
-        activity: Callable[[], tuple[int, int]] = lambda: (0, 0),
         kept: SelfChecks | None = None,
         silent_s: float = SILENT_S,
         appear_s: float = 2.0,
@@ -213,7 +208,6 @@ class DecodeLinks:
         self.open_transfer_worker = open_transfer_worker
         self.key = key
         self.load = load
-        self.activity = activity
         self._kept = kept
         self._on_checked: Callable[[], None] = lambda: None
         self._was_checking: str | None = None

@@ -102,10 +102,6 @@ class Budget:
         """Number of deliveries without a grant."""
         return sum(not charge.granted for charge in self._charges.values())
 
-    def activity(self) -> tuple[int, int]:
-        """How many jobs this worker has completed, and how many it has a grant for."""
-        return self.completed, len(self._charges) - self.waiting
-
     def pulled(self, job_id: str, tokens: int) -> None:
         """Charge a delivery."""
         # Usually the claim is answered before the timer fires. Without this charge the puller would

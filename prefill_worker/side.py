@@ -179,7 +179,7 @@ class PrefillRole(Role[PrefillContext]):
         )  # fmt: skip
         links = DecodeLinks(
             self._directory, self._hello, engine.compat, reach, self._key,
-            load=context.scheduler.load, activity=budget.activity, kept=self._kept,
+            load=context.scheduler.load, kept=self._kept,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 

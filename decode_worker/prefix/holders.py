@@ -76,7 +76,7 @@ class Holder(PeerLink):
 
     def on_welcome(self, welcome: LeaseWelcome) -> None:
         open_session = self._reach(welcome.regions)
-        self.reader = KvReader(self.name, open_session, self._readers, otherwise="cannot be read")
+        self.reader = KvReader(self.name, open_session, self._readers)
 
     def on_unwanted(self, answer: Any) -> None:
         if isinstance(answer, Lease):

@@ -136,8 +136,6 @@ class EngineHost:
         self._timeout = 0  # ms of the next wait for work
         self._blocked_at: float | None = None
         self._heap = environment.Heap()
-        self.stepping = False
-        """Whether the last turn of the loop took a step (any thread may read it)."""
 
     # ------------------------------------------------------------------ any thread
 
@@ -221,7 +219,6 @@ class EngineHost:
         if not (self._copies_run() or core.batch_queue or self._has_requests(core, quiet)):
             self._timeout = self._idle_ms if not self._todo else 0
             self._blocked_at = None
-            self.stepping = False
             return False
         self._doing = "a step"
         failpoints.hit("engine.step")
@@ -237,7 +234,6 @@ class EngineHost:
         core.post_step(executed)
         self._heap.after_step()
         timeout = self._timeout = 0 if core.batch_queue else self._pause(core, executed)
-        self.stepping = timeout == 0
         if executed or timeout == self._idle_ms:
             self._blocked_at = None
         elif timeout == _BLOCKED_MS and self._blocked_at is None:

@@ -310,9 +310,6 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     pulls: bool = True
     # The reason if `pulls` is False, for people.
     why: Text = ""
-    # The prefill worker computes for some decode worker, or has since the last Heartbeat of this
-    # connection. A worker that is not busy any more would claim a job at once.
-    busy: bool = False
     load: Load = Load()
 
 

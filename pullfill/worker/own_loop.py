@@ -127,12 +127,7 @@ class OwnLoop(EngineHooks):
                 self._end(output.request_id, output)
 
     # ------------------------------------------------------------------ for the request server
-    # Engine thread, except `stepping`, `prepare` and `adding`.
-
-    @property
-    def stepping(self) -> bool:
-        """Whether the last turn of the loop took a step."""
-        return self._host.stepping
+    # Engine thread, except `prepare` and `adding`.
 
     def prepare(self, request: Any, tokens: memoryview) -> Any:
         """See `engine.requests.prepare`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -396,32 +395,6 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(
     prefill.links.pause("")
     await soon(lambda: len(decode.server.peers.pulling) == 1)
     assert prefill.lost == 0
-
-
-@pytest.fixture
-def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the breaker. A test lists this before `decode`."""
-    monkeypatch.setattr("pullfill.decode_worker.ledger.BREAKER_PAUSES_S", (3600.0, 3600.0))
-
-
-@pytest.mark.parametrize("how", ["computes", "completes"])
-async def test_claims_that_time_out_beside_a_busy_prefill_worker(
-    long_pauses: None, decode: Decode, connect: Any, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two prefill workers are busy for others. So this decode worker queues nothing more for now,
-    and one more job as soon as one of them says that it is not busy any more."""
-    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.03)
-    completed = count()
-    prefills = [await connect(), await connect("prefill-2")]
-    for prefill in prefills:
-        prefill.links.activity = lambda: (next(completed), int(how == "computes"))
-    await soon(lambda: all(peer.busy for peer in decode.server.peers.values()))
-    for number in range(3):
-        decode.open(f"j{number}", timeout_s=0.15)
-        await soon(lambda: decode.ledger.open_jobs == 0)
-    assert decode.ledger.claims.stalled
-    prefills[0].links.activity = lambda: (0, 0)
-    await soon(lambda: not decode.ledger.claims.stalled)
 
 
 @pytest.mark.parametrize("writing", [False, True])

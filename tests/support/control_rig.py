@@ -141,7 +141,6 @@ class Prefill:
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
-        self.activity = (0, 0)
         self.directory = FakeDirectory()
         self.links = DecodeLinks(
             self.directory,  # type: ignore[arg-type]
@@ -150,7 +149,6 @@ class Prefill:
             open_transfer_worker or self._no_transfer_worker,
             key,
             silent_s=silent_s,
-            activity=lambda: self.activity,
         )
         self.links.start()
         self.link = self.move(decode.record(address))

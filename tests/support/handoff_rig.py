@@ -269,7 +269,6 @@ class PrefillHalf:
             ),
             COMPATIBLE,
             self._open_transfer_worker,
-            activity=self.budget.activity,
             **cluster.links,
         )
         self.consumer = consumer
