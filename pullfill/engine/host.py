@@ -147,6 +147,10 @@ class EngineHost:
         if wake:
             self.wake()
 
+    def enter(self, work: Callable[[], object]) -> None:
+        """`submit` for work that gives the engine a request."""
+        self.submit(work)
+
     def wake(self) -> None:
         """Make the loop look around. From any thread, also after the end."""
         with contextlib.suppress(OSError, ValueError):

@@ -10,6 +10,7 @@ stays vLLM's: its sockets, its clients, its shutdown, data parallel.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ class StockHost(EngineHost):
         super().__init__(core.vllm_config)
         self.core: Any = core
         self._on_ending: Callable[[], object] | None = on_ending
+        # Work for the next turn. The engine takes no request while it is being made.
+        self._entries: deque[Callable[[], object]] = deque()
         put, shutdown = core.input_queue.put_nowait, core.shutdown
         self._abort_outputs = core._send_abort_outputs_to_client
 
@@ -62,12 +65,18 @@ class StockHost(EngineHost):
         core._send_abort_outputs_to_client = self._aborted
         core.shutdown = end
 
+    def enter(self, work: Callable[[], object]) -> None:
+        self._entries.append(work)
+        self.wake()
+
     def wait(self, done: Callable[[], bool]) -> None:
         """Run what is submitted until `done()`, before vLLM's loop begins. Engine thread."""
         while not done():
             super()._take_in(50)
 
     def turn(self, core: Any) -> bool:
+        while self._entries:
+            self._todo.append(self._entries.popleft())
         if core.engines_running:
             self._timeout = 0  # the other ranks of a data parallel group wait for this one
         return super().turn(core)

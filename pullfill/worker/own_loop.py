@@ -86,7 +86,7 @@ class OwnLoop(EngineHooks):
                 refused.__cause__ = exc
                 self._end(name, refused)
 
-        self.submit(put)
+        self._host.enter(put)
         return outcome
 
     def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:

@@ -90,7 +90,9 @@ class FakeCore:
 
 def own_loop(core: Any, submit: Callable[..., object], register: Any = lambda *_: None) -> OwnLoop:
     """Our own loop around a core that records. submit: of its engine thread."""
-    host: Any = SimpleNamespace(submit=submit, register=register, wake=lambda: None, use=None)
+    host: Any = SimpleNamespace(
+        submit=submit, enter=submit, register=register, wake=lambda: None, use=None
+    )
     life: Any = None  # it never ends
     return OwnLoop(host, core, life, Adapters())
 
