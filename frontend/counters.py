@@ -50,10 +50,4 @@ PREFIX_GAPS = Counter(
 PREFIX_MISSING = Gauge(
     "pullfill_prefix_missing_workers", "Decode workers whose cached blocks are not known"
 )
-FORWARDED = Counter(
-    "pullfill_forwarded",
-    "Requests that were served by stock vLLM servers, by forwarder and result: ok, refused (the "
-    "server's own error), failed, broken (after the first byte), left (by the client)",
-    ["forwarder", "result"],
-)
 STOCK_SERVERS = Gauge("pullfill_stock_servers", "Known stock vLLM servers", ["role", "state"])

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.frontend import counters
 from pullfill.frontend.admission import Receive, Scope, Send
 from pullfill.frontend.forward.exchange import (
     END,
@@ -237,8 +236,6 @@ class Stock:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
-            else:
-                counters.FORWARDED.labels(self.name, "left").inc()
         finally:
             await end(work, gone)
 
@@ -257,7 +254,6 @@ class Stock:
                     failed = exc
                 self._failed(call, exc)
                 if call.first_byte_ms is not None:
-                    counters.FORWARDED.labels(self.name, "broken").inc()
                     await send({"type": "http.response.body", "body": broken(exc, call.path)})
                     return
                 risky = max(call.risky.values(), default=0) >= RISKY
@@ -268,7 +264,6 @@ class Stock:
                     pick.share.end()
                 call.picks.clear()
         assert failed is not None
-        counters.FORWARDED.labels(self.name, "failed").inc()
         await refuse(failed, send)
 
     async def _attempt(self, call: ClientCall, send: Send) -> None:
@@ -420,8 +415,6 @@ class Stock:
                 await send({"type": "http.response.body", "body": block, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         pick.share.end(events)
-        result = "ok" if answer.status == 200 else "refused"
-        counters.FORWARDED.labels(self.name, result).inc()
 
     # ---------------------------------------------------------------- inside
 
