@@ -130,7 +130,7 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(
     app = App()
     app.ready = False
     app.go.set()
-    gate = Admission(app, app.wait_ready, 1, body_s=0.05)
+    gate = Admission(app, app.wait_ready, 1, body_s=0.3)
     good = await Client(gate, path).say().ended()
     assert good.status == 200
     slow = Client(gate, path).say(b"{", more=True)

@@ -21,7 +21,7 @@ from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.proxy import Proxy
-from tests.support.waiting import soon
+from tests.support.waiting import patience, soon
 
 LATE = front_wire.LoadReport(
     running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
@@ -62,9 +62,9 @@ async def test_all_outputs_that_came_before_a_break_count() -> None:
     def be_busy() -> None:
         while not worker.active or worker.active[0].sent < 300:
             time.sleep(0.01)
-        time.sleep(0.2)  # ZMQ's thread writes what it has
+        time.sleep(patience(0.2))  # ZMQ's thread writes what it has
         worker.die()
-        time.sleep(0.2)
+        time.sleep(patience(0.2))
 
     async with rig(worker) as r:
         r.dispatcher.submit(request("a", max_tokens=400))

@@ -291,11 +291,11 @@ async def test_a_request_that_something_fails_for_harms_no_other_and_no_later_on
 
 
 async def test_a_request_that_has_found_a_worker_has_no_deadline_any_more() -> None:
-    desk = Desk(request("a"), waits=Waits(least=0.05, most=0.05))
+    desk = Desk(request("a"), waits=Waits(least=0.5, most=0.5))
     second = Worker("B")
     desk.lose(second)
     await soon(lambda: set(second.flights) == {"a~1"})
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.6)
     assert not desk.failures
 
 

@@ -143,7 +143,7 @@ async def test_a_worker_that_joins_in_time_takes_it() -> None:
 async def test_a_worker_too_small_for_the_rest_is_not_asked(room: int) -> None:
     one = FakeDecode("decode-1", stop_after=SOME, max_model_len=512)
     small = FakeDecode("decode-2", max_model_len=room)
-    async with rig(one, small, waits=Waits(least=0.1, most=0.1)) as r:
+    async with rig(one, small, waits=Waits(least=0.5, most=0.5)) as r:
         r.dispatcher.submit(request("a", max_tokens=400))
         await begun(r, "a")
         one.die()

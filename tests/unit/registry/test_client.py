@@ -106,7 +106,7 @@ async def test_a_token_from_before_a_change_of_roles_is_renewed(
 async def connect(members: list[Member]) -> tuple[EtcdClient, asyncio.Task[None]]:
     """Return a client of all members, and the task of its watch, which the first member serves."""
     urls = [await member.start() for member in members]
-    client = await EtcdClient.connect(",".join(urls), timeout_s=0.5)
+    client = await EtcdClient.connect(",".join(urls), timeout_s=1.0)
 
     async def watch() -> None:
         async with client.stream("/watch", {"create_request": {}}, idle_s=60.0) as lines:
