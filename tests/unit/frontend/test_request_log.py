@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +14,13 @@ from pullfill.engine import front_wire
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
 from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
+from pullfill.runtime import tracing
 from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
 from tests.support.asgi import Client
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
+from tests.support.otlp import Receiver
 from tests.support.waiting import soon
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -208,6 +210,17 @@ async def test_a_request_that_lost_its_worker_or_never_had_one_is_explained() ->
         assert [record.key for record in r.requests.since(0)] == ["cmpl-b-0", "cmpl-a-0"]
 
 
+async def test_an_answer_that_a_stop_string_ended_is_known_at_once() -> None:
+    """Its worker tells of it a moment later."""
+    async with rig(FakeDecode(step_s=0.01)) as r:
+        r.dispatcher.submit(request("cmpl-a-0-1234abcd", max_tokens=999))
+        await soon(lambda: bool(r.sink.tokens))
+        r.dispatcher.abort(["cmpl-a-0-1234abcd"], answered=True)
+        await r.requests.settled("cmpl-a-0")
+        found = known(r.requests, "cmpl-a-0")
+        assert (found.state, found.path) == ("answered", "local")
+
+
 async def test_a_record_that_never_comes_is_not_waited_for() -> None:
     requests, one = RequestLog(wait_s=0.01), RequestRecord("x")
     one.answer_ms = 1.0
@@ -237,3 +250,27 @@ def test_records_since_a_number_come_newest_first_and_each_once() -> None:
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01", "tracestate": "vendor=1"}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "frontend", "frontend-1")
+        yield receiver
+        tracing.close(20.0)
+
+
+async def test_a_request_that_is_sent_again_is_linked(receiver: Receiver) -> None:
+    one, two, asked = FakeDecode("decode-1", hold=True), FakeDecode("decode-2"), request("a-1")
+    asked.trace_headers = HEADERS
+    async with rig(one, two) as r:
+        r.dispatcher.submit(asked)
+        await soon(lambda: bool(one.added))
+        one.die()
+        await soon(lambda: "a-1" in r.sink.finished)
+    tracing.close(20.0)
+    first, second = receiver.named("frontend.dispatch")
+    assert first.error
+    assert not second.error
+    assert second.links == (first.id,)
+    assert second.parent == first.parent == receiver.one("frontend.request").id
