@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pullfill.runtime.health import ServerHealth, outage_of
+from pullfill.runtime.health import ServerHealth
 from pullfill.snapshot import LOST, NOT_CLAIMED, NOT_LINKED, UNTOLD, Report, cluster_of, read_report
 from pullfill.wire import ServerStatus, WorkerRecord
 from tests.support.fakes import FakeClock
@@ -110,10 +110,3 @@ class TestHealth:
         assert health.status().since_s == 5.0
         health.ok("jetstream")
         assert (turns, health.outage()) == ([True, False, True], "")
-
-    def test_the_address_is_said_once(self) -> None:
-        health = ServerHealth("nats", "nats://h:1")
-        health.failed("NATS at nats://h:1 gave no answer within 0.5 s")
-        assert health.status().error == "nats://h:1: gave no answer within 0.5 s"
-        text = outage_of("nats", ServerStatus(up=False, since_s=2.0, error=health.status().error))
-        assert text == "NATS unreachable for 2 s: nats://h:1: gave no answer within 0.5 s"

@@ -15,7 +15,6 @@ from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.transfer_rigs import RIGS
-from tests.support.waiting import soon
 
 BLOCK_BYTES = LAYOUT.block_bytes
 TOKENS = list(range(10 * BLOCK + 1))
@@ -127,20 +126,6 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     assert worker.side.decide(request, 0) == (0, False)
     assert worker.side.decide(request, 0) == (0, False)
     worker.side.request_finished(request.request_id)
-    assert not worker.fetches._open
-
-
-async def test_no_prompt_waits_for_a_fetch_that_has_ended(worker: FetchWorker) -> None:
-    """With priority scheduling vLLM may not ask about the first prompt for long."""
-    holder = hint(worker, 10 * BLOCK)
-    first, second = worker.request(TOKENS, holder), worker.request(TOKENS, holder)
-    second.request_id = "second"
-    assert worker.side.decide(first, 0) == (None, False)
-    assert worker.side.decide(second, 0) == (None, False)
-    await soon(lambda: worker.holders.away("holder") and not worker.fetches._running)
-    assert worker.side.decide(second, 0) == (0, False)
-    for request in (first, second):
-        worker.side.request_finished(request.request_id)
     assert not worker.fetches._open
 
 

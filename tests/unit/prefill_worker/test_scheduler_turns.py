@@ -158,26 +158,18 @@ def test_steps_that_overlap_share_their_time() -> None:
     assert meter.load([]).tokens_per_s == pytest.approx(100)
 
 
-def test_an_aborted_prompt_gives_its_turn_back() -> None:
-    engine = Engine(1)
-    engine.add("a", 3 * STEP)
-    engine.add("b", STEP)
-    engine.step()
-    task = engine.side.tasks["a"]
-    task.cancel()
-    engine.running.remove("a")
-    engine.side.finished(engine.requests["a"])
-    del engine.side.tasks["a"]
-    engine.step()
-    assert engine.steps == [{"a": 7}, {"b": STEP}]
-
-
-def test_a_preempted_prompt_gives_its_turn_back() -> None:
+@pytest.mark.parametrize("how", ["aborted", "preempted"])
+def test_a_prompt_that_leaves_gives_its_turn_back(how: str) -> None:
     engine = Engine(1)
     engine.add("a", 3 * STEP)
     engine.add("b", STEP)
     engine.step()
     engine.running.remove("a")
-    engine.side.scheduled(step({}, ["a"]))
+    if how == "aborted":
+        engine.side.tasks["a"].cancel()
+        engine.side.finished(engine.requests["a"])
+        del engine.side.tasks["a"]
+    else:
+        engine.side.scheduled(step({}, ["a"]))
     engine.step()
     assert engine.steps == [{"a": 7}, {"b": STEP}]

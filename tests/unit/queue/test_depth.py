@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from pullfill.queue.depth import DepthCache, Snapshot
-
-
-class FakeClock:
-    now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
+from tests.support.fakes import FakeClock
 
 
 def snapshot(
@@ -30,7 +24,7 @@ def depth(cache: DepthCache) -> tuple[int, int]:
 
 
 def test_own_publishes_are_counted_until_a_snapshot_reaches_them() -> None:
-    cache = DepthCache(FakeClock())
+    cache = DepthCache(FakeClock(100.0))
     cache.store(snapshot(2, 20, 5), 99.0)
     cache.published(5, 10)
     assert depth(cache) == (2, 20), "the snapshot already had it"
@@ -45,7 +39,7 @@ def test_own_publishes_are_counted_until_a_snapshot_reaches_them() -> None:
 
 def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
     """Until the next snapshot 64 claimed jobs counted as waiting, and prompts were `queue_full`."""
-    cache = DepthCache(FakeClock())
+    cache = DepthCache(FakeClock(100.0))
     cache.store(snapshot(3, 30, 0, in_flight=2), 99.0)
     for seq in range(1, 65):
         cache.published(seq, 10)
@@ -64,7 +58,7 @@ def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
 
 def test_what_has_ended_unnoticed_is_forgotten() -> None:
     """Somebody has purged the queue, or the job has used up its deliveries."""
-    cache = DepthCache(FakeClock())
+    cache = DepthCache(FakeClock(100.0))
     for seq in (1, 2, 3):
         cache.published(seq, 10)
     cache.store(snapshot(1, 10, 3, first=3), 99.0)
@@ -74,7 +68,7 @@ def test_what_has_ended_unnoticed_is_forgotten() -> None:
 
 
 def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
-    cache = DepthCache(FakeClock())
+    cache = DepthCache(FakeClock(100.0))
     cache.store(snapshot(1, 10, 5), 99.0)
     cache.published(9, 10)
     cache.claimed(9)
