@@ -313,17 +313,11 @@ class StateDir:
 LOW_DISK = 16 << 20
 
 
-def is_full(path: Path, least: int = LOW_DISK) -> bool:
-    """Whether fewer than `least` bytes are free. False: that cannot be told."""
+def full_disk(path: Path, least: int = LOW_DISK) -> str | None:
+    """Return a line about a disk with fewer than `least` bytes free. None: it has more, or nobody
+    can tell."""
     with suppress(OSError):
-        return shutil.disk_usage(path).free < least
-    return False
-
-
-def full_disk(path: Path) -> str | None:
-    """Return a line about a full disk. None: it has room, or there is no such directory."""
-    with suppress(OSError):
-        if (room := shutil.disk_usage(path).free) < LOW_DISK:
+        if (room := shutil.disk_usage(path).free) < least:
             return (
                 f"the disk of {path} is full ({room >> 20} MiB free): serving goes on, but NATS "
                 "stores no jobs, etcd may end, and logs lose lines. Free some space"

@@ -39,7 +39,6 @@ from pullfill.deploy.state import (
     full_disk,
     identify,
     is_alive,
-    is_full,
     spawn,
     start_time,
     tail,
@@ -233,7 +232,7 @@ class DiskWatch:
         if not self._full and (line := full_disk(path)):
             self._full = self._nats_failed = True
             say(line, "bold red")
-        if is_full(path, 2 * LOW_DISK):
+        if full_disk(path, 2 * LOW_DISK):
             return
         if self._full:
             say(f"the disk of {path} has room again")
@@ -419,7 +418,8 @@ class Supervisor:
                 self._tell_loss(name)
                 return
             # A frontend refuses a request after two deaths. Giving up would punish the worker.
-            blameless = is_full(self._state.path) or (code == STEP_FAILED and name not in SERVERS)
+            failed = code == STEP_FAILED and name not in SERVERS
+            blameless = failed or full_disk(self._state.path) is not None
             if not await self._revive(name, deaths, blameless=blameless):
                 return
 
@@ -427,7 +427,7 @@ class Supervisor:
         """Start the process again after a pause. False: it is given up, or the cluster stops."""
         while (pause := deaths.pause(time.monotonic(), blameless=blameless)) is not None:
             await self._sleep(pause)
-            while name in SERVERS and is_full(self._state.path) and not self._stopped():
+            while name in SERVERS and full_disk(self._state.path) and not self._stopped():
                 await self._sleep(1.0)
             try:
                 return await self._locked(lambda: self._start_again(name))

@@ -90,16 +90,16 @@ def bound_compute_threads() -> None:
         use(int(count))
 
 
-def bound_arenas(count: int = 2) -> None:
-    """At most this many malloc arenas, here and in child processes, unless MALLOC_ARENA_MAX is set.
+def bound_arenas() -> None:
+    """At most two malloc arenas, here and in child processes, unless MALLOC_ARENA_MAX is set.
 
     Without glibc this does nothing."""
     # By default nearly every thread gets an arena of its own, up to eight for each core, and each
     # keeps what the largest step or message that passed through it once needed.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, count)  # the environment is read when a process starts: too late here
-        os.environ["MALLOC_ARENA_MAX"] = str(count)
+        mallopt(M_ARENA_MAX, 2)  # the environment is read when a process starts: too late here
+        os.environ["MALLOC_ARENA_MAX"] = "2"
 
 
 def trim() -> None:
