@@ -215,13 +215,9 @@ class Handoff:
             await asyncio.sleep(0.5)  # such a job is served locally within a second
             if not (waiting := self.ledger.unclaimed()):
                 continue
-            try:
-                gone = await self._queue.gone(waiting)
-            except Exception:  # without this task such jobs would wait for the claim timeout
-                logger.exception("an answer of the job queue could not be handled")
-                continue
-            found = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
-            lost = [entry for entry in found if not entry.settled]  # else we have deleted it
+            self._queue.look_again()
+            gone = self._queue.gone(waiting)
+            lost = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
             give_up = partial(self.ledger.give_up, outcome=Outcome.JOB_GONE, if_queued=True)
             if ours := [entry.request_id for entry in lost if give_up(entry.job_id)]:
                 logger.warning(

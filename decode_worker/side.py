@@ -106,7 +106,7 @@ async def build(
         connect_options=cluster.security.nats.options(),
     )
     parts.push_async_callback(producer.close)
-    queue.subscribe(producer.streams.configure)
+    queue.subscribe(producer.configure)
 
     # The KV memory, and who may write to it.
     incarnation = new_incarnation()

@@ -67,16 +67,6 @@ class Receipt:
     stream_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """A job that nobody may try again. `pullfill doctor` shows how many there are."""
-
-    job_id: str
-    reason: str
-    deliveries: int
-    body: bytes
-
-
 class Delivery(Protocol):
     """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing."""
 

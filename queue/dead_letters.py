@@ -16,7 +16,7 @@ import msgspec
 from nats.aio.msg import Msg
 
 from pullfill.errors import PullfillError
-from pullfill.queue.contract import DeadLetter, Urgency
+from pullfill.queue.contract import Urgency
 from pullfill.queue.nats_connection import (
     API_TIMEOUT_S,
     HEADER_ROOM,
@@ -37,28 +37,25 @@ class DeadLetters:
         self._connection = connection
         self._names = names
 
-    async def write(self, letter: DeadLetter) -> None:
+    async def write(self, job_id: str, reason: str, deliveries: int, body: bytes) -> None:
         """Store one record. The same job again changes nothing. Raises QueueUnavailable."""
         room = self._connection.client.max_payload - HEADER_ROOM
         headers = {
-            MSG_ID: f"dead-{letter.job_id}",
-            JOB_ID: letter.job_id,
-            REASON: _one_line(letter.reason),
-            DELIVERIES: str(letter.deliveries),
+            MSG_ID: f"dead-{job_id}",
+            JOB_ID: job_id,
+            REASON: _one_line(reason),
+            DELIVERIES: str(deliveries),
         }
         reply = await self._connection.request(
-            self._names.dead, letter.body[:room], API_TIMEOUT_S, headers
+            self._names.dead, body[:room], API_TIMEOUT_S, headers
         )
         if read_reply(reply).get("duplicate"):
             return
         metrics.DEAD_LETTER.inc()
         logger.warning(
-            "job %s is dead after %d deliveries: %s",
-            letter.job_id,
-            letter.deliveries,
-            letter.reason,
-            extra=log.ids(job_id=letter.job_id),
-        )
+            "job %s is dead after %d deliveries: %s", job_id, deliveries, reason,
+            extra=log.ids(job_id=job_id),
+        )  # fmt: skip
 
     async def collect(self) -> None:
         """Move jobs that used up their deliveries. Call it on each new connection."""
@@ -100,14 +97,7 @@ class DeadLetters:
         if message is None:
             return
         headers, body = message
-        await self.write(
-            DeadLetter(
-                job_id=headers.get(MSG_ID, f"seq-{seq}"),
-                reason="max_deliver",
-                deliveries=deliveries,
-                body=body,
-            )
-        )
+        await self.write(headers.get(MSG_ID, f"seq-{seq}"), "max_deliver", deliveries, body)
         await delete_message(self._connection, self._names.stream, seq)
 
 

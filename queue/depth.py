@@ -31,6 +31,18 @@ class Snapshot:
     first_seq: int  # of the oldest message that is there
     last_seq: int
     stream_id: str
+    # Messages that are gone from the middle of the stream: how many, and which, if that was asked.
+    num_holes: int = 0
+    holes: frozenset[int] = frozenset()
+
+    def lost(self, seq: int) -> bool:
+        """Whether message `seq` of this stream was there and is gone."""
+        return seq <= self.last_seq and (seq < self.first_seq or seq in self.holes)
+
+
+# To list the holes costs time per hole, 17 ms of the loop for 100,000, and one old message keeps
+# the holes of all later ones. Beyond so many only the oldest message counts.
+MAX_HOLES = 20_000
 
 
 def read_snapshot(
@@ -52,11 +64,17 @@ def read_snapshot(
         first_seq=int(state.get("first_seq", 0)),
         last_seq=int(state.get("last_seq", 0)),
         stream_id=str(stream.get("created", "")),
+        num_holes=int(state.get("num_deleted", 0)),
+        holes=frozenset(state.get("deleted") or ()),
     )
 
 
-async def ask_depth(connection: NatsConnection, names: Names, timeout_s: float) -> Snapshot:
+async def ask_depth(
+    connection: NatsConnection, names: Names, timeout_s: float, *, holes: bool
+) -> Snapshot:
     """Ask the server. Raises as `NatsConnection.api`.
+
+    holes: ask which messages are gone from the middle of the stream.
 
     If a consumer is missing, or has no leader, its jobs in flight count as waiting."""
 
@@ -67,7 +85,7 @@ async def ask_depth(connection: NatsConnection, names: Names, timeout_s: float) 
         except ApiError:
             return {}
 
-    ask = {"subjects_filter": names.all_jobs}
+    ask = {"subjects_filter": names.all_jobs, "deleted_details": holes}
     stream = await connection.api(f"STREAM.INFO.{names.stream}", ask, timeout_s)
     if not stream["state"].get("subjects"):
         return read_snapshot(stream)
@@ -89,8 +107,9 @@ class DepthCache:
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._taken = clock.monotonic()
-        self.stream_id = ""  # the stream that is counted. Empty: none so far
-        self._last_seq, self._oldest_at = 0, 0.0
+        # The last one. Without a stream's id: there was none so far.
+        self._snapshot = Snapshot(0, 0, 0, 0.0, 0, 0, "")
+        self._oldest_at = 0.0
         self._own: dict[int, _Own] = {}
         # Jobs, tokens and jobs in flight of others, as of the last snapshot.
         self._others = (0, 0, 0)
@@ -99,7 +118,7 @@ class DepthCache:
         """Our job `seq` is stored."""
         if seq not in self._own:
             own = self._own[seq] = _Own(round_up_tokens(tokens), self._clock.monotonic())
-            if seq <= self._last_seq:  # the snapshot came before the answer to our publish
+            if seq <= self._snapshot.last_seq:  # the snapshot came before the answer to our publish
                 self._exclude(own)
 
     def claimed(self, seq: int) -> None:
@@ -111,13 +130,26 @@ class DepthCache:
         """Stop counting our job `seq`. Its message is removed, or will be soon."""
         self._own.pop(seq, None)
 
+    @property
+    def stream_id(self) -> str:
+        """The stream that is counted. Empty: none so far."""
+        return self._snapshot.stream_id
+
+    @property
+    def few_holes(self) -> bool:
+        """Whether the next snapshot may list them."""
+        return self._snapshot.num_holes <= MAX_HOLES
+
+    def lost(self, seq: int, stream_id: str) -> bool:
+        """Whether a message that was stored in this stream is there no more."""
+        return stream_id != self.stream_id or self._snapshot.lost(seq)
+
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
-        # What is older than the oldest message, or was in another stream, has ended unnoticed.
         same = snapshot.stream_id == self.stream_id
-        for seq in [seq for seq in self._own if seq < snapshot.first_seq or not same]:
-            self.ended(seq)
-        self.stream_id, self._last_seq = snapshot.stream_id, snapshot.last_seq
+        for seq in [seq for seq in self._own if snapshot.lost(seq) or not same]:
+            self.ended(seq)  # unnoticed
+        self._snapshot = snapshot
         self._taken, self._oldest_at = asked_at, asked_at - snapshot.oldest_age_s
         self._others = snapshot.jobs, snapshot.tokens, snapshot.in_flight
         for seq, own in self._own.items():

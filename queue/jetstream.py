@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -24,7 +22,7 @@ from nats.aio.subscription import Subscription
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue.contract import DeadLetter, Delivery, QueueConfig, Receipt, Turns, Urgency
+from pullfill.queue.contract import Delivery, QueueConfig, Receipt, Turns, Urgency
 from pullfill.queue.dead_letters import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, ask_depth
 from pullfill.queue.nats_connection import (
@@ -36,9 +34,8 @@ from pullfill.queue.nats_connection import (
 from pullfill.queue.streams import (
     EXPECTED_STREAM,
     MSG_ID,
-    NOT_SET,
     STREAM_NOT_FOUND,
-    Streams,
+    QueueEnd,
     consumer_of,
     parse_ack,
     subject_tokens,
@@ -54,54 +51,12 @@ BUSY_REFRESH_S = 0.2
 not answer, and while the depth keeps jobs local."""
 STEADY_REFRESH_S = 1.0
 """The same, at most. Own changes count in between."""
-MAX_HOLES = 20_000
-"""Messages that are gone from the middle of the stream. 100,000 cost 17 ms of the loop."""
 JETSTREAM, STORAGE, PULLS = "jetstream", "storage", "pulls"
 """The parts of the server's health: whether it counts jobs, stores them, and answers pulls."""
 _STORES_NOTHING = (
     "answers but stores no jobs: look in its log. If its disk is full, make room, then restart it. "
     "Until then prompts are prefilled locally"
 )
-
-
-class QueueEnd(ABC):
-    """What producer and consumer share: a connection to NATS, and the streams over it. `connect`
-    makes one.
-
-    streams: call its `configure` when the settings change."""
-
-    role: ClassVar[str]
-
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-        self.connection = streams.connection
-        self.health = self.connection.health
-        self._names = streams.names
-
-    @classmethod
-    async def connect(
-        cls,
-        url: str,
-        config: QueueConfig,
-        *,
-        settings: QueueSettings = NOT_SET,
-        wait_s: float = 30.0,
-        connect_options: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Connect, and make the streams if they are not there.
-
-        Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(Streams(NatsConnection(url, cls.role, connect_options), config, settings))
-        await self.connection.start(wait_s, self._connected, self._on_down)
-        return self
-
-    @abstractmethod
-    async def _connected(self) -> None:
-        """A connection was made. What fails over the first one is raised by `connect`."""
-
-    @abstractmethod
-    def _on_down(self) -> None:
-        """A connection was lost."""
 
 
 # ---------------------------------------------------------------------- the decode worker's side
@@ -118,12 +73,13 @@ class JetStreamProducer(QueueEnd):
 
     role = "producer"
 
-    def __init__(self, streams: Streams) -> None:
-        super().__init__(streams)
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        super().__init__(connection, config, settings)
         self._depth = DepthCache()
         self._answering = False
         self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
-        self._holes = 0  # messages that are gone from the middle of the stream
         self._loop = asyncio.get_running_loop()
         self._kick = asyncio.Event()
         self._cancels = asyncio.Semaphore(64)  # NATS would not answer thousands in time
@@ -132,8 +88,7 @@ class JetStreamProducer(QueueEnd):
     async def close(self) -> None:
         await end(self._watcher)
         self._answering = False
-        await self.streams.close()
-        await self.connection.close()
+        await super().close()
 
     def depth(self) -> QueueStatus:
         """Return the jobs and tokens that are pending or in flight. Does no I/O.
@@ -172,10 +127,10 @@ class JetStreamProducer(QueueEnd):
         worker pulls it, and its claim must be refused."""
         if not self.available:
             raise QueueUnavailable("the job queue does not answer now")
-        stream_id, subject = self.streams.stream_id, self._names.job(tokens, urgency)
-        headers = {MSG_ID: job_id, EXPECTED_STREAM: self._names.stream}
+        stream_id, subject = self.stream_id, self.names.job(tokens, urgency)
+        headers = {MSG_ID: job_id, EXPECTED_STREAM: self.names.stream}
         try:
-            reply = await self.connection.request(subject, body, self._wait_s, headers)
+            reply = await self.connection.request(subject, body, self.publish_timeout_s, headers)
             answer = read_reply(reply)
         except QueueUnavailable as exc:
             if isinstance(exc, ApiError) and exc.full:
@@ -199,40 +154,20 @@ class JetStreamProducer(QueueEnd):
         pulls it later must be refused the claim."""
         self.committed(receipt)
         async with self._cancels:
-            if self._answering and receipt.stream_id == self.streams.stream_id:
-                stream = self._names.stream
+            if self._answering and receipt.stream_id == self.stream_id:
                 try:
-                    return await delete_message(self.connection, stream, receipt.seq, self._wait_s)
+                    return await delete_message(
+                        self.connection, self.names.stream, receipt.seq, self.publish_timeout_s
+                    )
                 except QueueUnavailable as exc:
                     self._trip(exc)
         return False
 
-    async def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
+    def gone(self, receipts: Sequence[Receipt]) -> list[Receipt]:
         """Return those whose message the queue has no more, so that nobody will be given the job.
 
-        One request for all of them. Never raises. Returns [] if the server does not answer."""
-        if not (receipts and self._answering):
-            return []
-        # To list the holes costs time per hole, and one old message keeps the holes of all later
-        # ones. Beyond MAX_HOLES only the first message counts.
-        ask = {"deleted_details": self._holes <= MAX_HOLES}
-        try:
-            info = await self.connection.api(f"STREAM.INFO.{self._names.stream}", ask, self._wait_s)
-        except QueueUnavailable as exc:
-            if not isinstance(exc, ApiError) or exc.err_code != STREAM_NOT_FOUND:
-                return []
-            self._trip(exc)  # it is made again
-            return list(receipts)
-        state, stream_id = info["state"], str(info["created"])
-        self._holes = int(state.get("num_deleted", 0))
-        holes = set(state.get("deleted") or ())
-        return [
-            receipt
-            for receipt in receipts
-            if receipt.stream_id != stream_id
-            or receipt.seq < state["first_seq"]
-            or receipt.seq in holes
-        ]
+        As of the last count. Does no I/O."""
+        return [one for one in receipts if self._depth.lost(one.seq, one.stream_id)]
 
     def claimed(self, receipt: Receipt) -> None:
         """Note that the job waits no longer: a prefill worker has it."""
@@ -241,7 +176,7 @@ class JetStreamProducer(QueueEnd):
 
     def committed(self, receipt: Receipt) -> None:
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
-        # Not the id that `streams` knows: it knows none while the stream has no leader.
+        # Not our `stream_id`: there is none while the stream has no leader.
         if receipt.stream_id == self._depth.stream_id:
             self._depth.ended(receipt.seq)
 
@@ -254,9 +189,9 @@ class JetStreamProducer(QueueEnd):
         Raises BadMessage if `ack_subject`, which came over the network, is not of this queue and
         this job."""
         ack = parse_ack(ack_subject)
-        if ack.stream != self._names.stream:
+        if ack.stream != self.names.stream:
             raise BadMessage(f"ack subject of another queue: {ack_subject[:200]!r}")
-        if receipt is None or receipt.stream_id != self.streams.stream_id:
+        if receipt is None or receipt.stream_id != self.stream_id:
             return
         if ack.seq != receipt.seq:
             raise BadMessage(f"ack subject of another job: {ack_subject[:200]!r}")
@@ -268,12 +203,12 @@ class JetStreamProducer(QueueEnd):
 
     async def _connected(self) -> None:
         if self._watcher is None:  # over a later connection the watcher does this
-            await self.streams.ensure()
+            await self.ensure()
             await self._look()
             self._watcher = asyncio.create_task(self._watch(), name="queue-watch")
 
     def _on_down(self) -> None:
-        self.streams.stream_id = ""
+        super()._on_down()
         self._answering = False
 
     def _hold(self) -> None:
@@ -311,23 +246,21 @@ class JetStreamProducer(QueueEnd):
                 logger.exception("a reply of the job queue could not be handled")
                 self._trip(exc)
 
-    @property
-    def _wait_s(self) -> float:
-        return self.streams.publish_timeout_s
-
     async def _look(self) -> None:
         """Count the queue. If the server answers, close the breaker."""
-        if not self.streams.stream_id:
-            await self.streams.ensure()
+        if not self.stream_id:
+            await self.ensure()
         asked_at = SYSTEM_CLOCK.monotonic()
         try:
-            snapshot = await ask_depth(self.connection, self._names, self._wait_s)
+            snapshot = await ask_depth(
+                self.connection, self.names, self.publish_timeout_s, holes=self._depth.few_holes
+            )
         except ApiError as exc:
             if exc.err_code == STREAM_NOT_FOUND:
-                self.streams.stream_id = ""
+                self.stream_id = ""
             raise
         self._depth.store(snapshot, asked_at)
-        self.streams.stream_id = snapshot.stream_id
+        self.stream_id = snapshot.stream_id
         if not self._answering and self._watcher is not None:
             logger.info("the job queue answers again")
         self._answering = True
@@ -363,9 +296,11 @@ class JetStreamConsumer(QueueEnd):
 
     role = "consumer"
 
-    def __init__(self, streams: Streams) -> None:
-        super().__init__(streams)
-        self.letters = DeadLetters(self.connection, self._names)
+    def __init__(
+        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
+    ) -> None:
+        super().__init__(connection, config, settings)
+        self.letters = DeadLetters(self.connection, self.names)
         self._turns = Turns()
         self._subscription: Subscription | None = None
         self._inbox = ""
@@ -380,25 +315,14 @@ class JetStreamConsumer(QueueEnd):
         self._repairing: asyncio.Task[None] | None = None
         self._tasks = Tasks()
 
-    @property
-    def ack_wait_s(self) -> float:
-        """Seconds without a heartbeat after which a job is delivered again."""
-        return self.streams.ack_wait_s
-
-    @property
-    def max_deliver(self) -> int:
-        """Number of deliveries of one job, after which it becomes a dead letter."""
-        return self.streams.max_deliver
-
     async def close(self) -> None:
         """Close, once the server has read all acks, or after about 1 s."""
         await end(self._repairing)
-        await self.streams.close()
         await self.drain()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.connection.up:
             await self.connection.flush()
-        await self.connection.close()
+        await super().close()
 
     async def drain(self) -> None:
         """Take no more jobs. What is delivered from now on goes to other workers at once."""
@@ -495,7 +419,7 @@ class JetStreamConsumer(QueueEnd):
         self._live[urgency] = asyncio.get_running_loop().time() + wait_s + GRACE_S
         how = b'"expires":%d' % int(wait_s * 1e9) if wait_s else b'"no_wait":true'
         await self.connection.publish(
-            f"$JS.API.CONSUMER.MSG.NEXT.{self._names.stream}.{consumer_of(urgency)}",
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.names.stream}.{consumer_of(urgency)}",
             b'{"batch":1,%b}' % how,
             reply=f"{self._inbox}.{urgency.label}",
         )
@@ -549,7 +473,7 @@ class JetStreamConsumer(QueueEnd):
             # nats-py's `unsubscribe` would drop what comes meanwhile. Its `drain` writes a PING
             # that may overtake the UNSUB. A request is written after it.
             await self.connection.client._send_unsubscribe(subscription._id)
-            await self.connection.api(f"STREAM.INFO.{self._names.stream}", timeout_s=GRACE_S)
+            await self.connection.api(f"STREAM.INFO.{self.names.stream}", timeout_s=GRACE_S)
         with contextlib.suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
@@ -557,7 +481,7 @@ class JetStreamConsumer(QueueEnd):
 
     async def _connected(self) -> None:
         if not self._known:
-            await self.streams.ensure()
+            await self.ensure()
             self._known = True
         else:
             self._break(*Urgency, why="a new connection")
@@ -565,7 +489,7 @@ class JetStreamConsumer(QueueEnd):
         self._tasks.begin(self.letters.sweep(), "look for dead letters")
 
     def _on_down(self) -> None:
-        self.streams.stream_id = ""
+        super()._on_down()
         if self._repairing is not None:
             self._repairing.cancel()
         self._subscription = None
@@ -586,11 +510,11 @@ class JetStreamConsumer(QueueEnd):
     async def _repair(self, again_s: float = 0.5) -> None:
         while self._broken:
             try:
-                await self.streams.ensure()
+                await self.ensure()
             except (ConfigError, QueueUnavailable) as exc:
-                if not self.streams.stream_id:
+                if not self.stream_id:
                     self.health.failed(str(exc), PULLS)
-            if self.streams.stream_id:
+            if self.stream_id:
                 self.health.ok(PULLS)
                 self._broken.clear()
                 self._wake.set()
@@ -598,7 +522,7 @@ class JetStreamConsumer(QueueEnd):
 
     async def tell(self, stream_id: str, ack_subject: str, verdict: bytes) -> None:
         """Send `verdict`, if the server is connected and still has the stream."""
-        if self.connection.up and stream_id == self.streams.stream_id:
+        if self.connection.up and stream_id == self.stream_id:
             with contextlib.suppress(NotSent):
                 await self.connection.publish(ack_subject, verdict)
 
@@ -620,7 +544,7 @@ class JetStreamDelivery:
         self._owner = owner
         # If the server loses its data, the same ack subject may mean another job. Then the stream
         # has another id, and this delivery settles nothing.
-        self._stream_id = owner.streams.stream_id
+        self._stream_id = owner.stream_id
         self._settled = False
 
     async def ack(self) -> None:
@@ -631,8 +555,7 @@ class JetStreamDelivery:
 
     async def term(self, reason: str) -> None:
         if not self._settled:
-            letter = DeadLetter(self.job_id, reason, self.number, self.body)
-            await self._owner.letters.write(letter)
+            await self._owner.letters.write(self.job_id, reason, self.number, self.body)
             # If it gets lost, the job is delivered again, and the same letter is written once.
             await self._settle(b"+TERM")
 

@@ -13,9 +13,10 @@ retention cannot be changed, and must match.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
 from pullfill.ids import is_name
@@ -183,25 +184,60 @@ def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
     }
 
 
-class Streams:
-    """The streams and the consumers of one queue, over the connection of one producer or consumer.
+class QueueEnd(ABC):
+    """What producer and consumer share: a connection to NATS, the streams and the consumers of one
+    queue. `connect` makes one.
 
-    settings: the values of `queue.*`. `configure` changes them."""
+    settings: the values of `queue.*`. Call `configure` when they change."""
+
+    role: ClassVar[str]
 
     def __init__(
         self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
     ) -> None:
         self.connection = connection
+        self.health = connection.health
         self.names = Names(config.namespace, config.compat_hash)
         # When the job stream was made, as the server writes it. A stream that is made again after a
         # loss of data has another one. Empty: not known.
         self.stream_id = ""
-        # As the consumer of normal jobs has them on the server. The others follow it.
+        # Seconds without a heartbeat after which a job is delivered again, and how often that
+        # happens before it is a dead letter. As the consumer of normal jobs has them on the server.
+        # The others follow it.
         self.ack_wait_s = config.ack_wait_s
         self.max_deliver = config.max_deliver
         self._config = config
         self._settings = settings
-        self._task: asyncio.Task[None] | None = None
+        self._applying: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        config: QueueConfig,
+        *,
+        settings: QueueSettings = NOT_SET,
+        wait_s: float = 30.0,
+        connect_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Connect, and make the streams if they are not there.
+
+        Raises QueueUnavailable after `wait_s`, ConfigError."""
+        self = cls(NatsConnection(url, cls.role, connect_options), config, settings)
+        await self.connection.start(wait_s, self._connected, self._on_down)
+        return self
+
+    @abstractmethod
+    async def _connected(self) -> None:
+        """A connection was made. What fails over the first one is raised by `connect`."""
+
+    def _on_down(self) -> None:
+        """A connection was lost."""
+        self.stream_id = ""
+
+    async def close(self) -> None:
+        await end(self._applying)
+        await self.connection.close()
 
     @property
     def publish_timeout_s(self) -> float:
@@ -212,15 +248,12 @@ class Streams:
         """Apply these settings now, or over the next connection. Returns at once."""
         self._settings = settings
         if self.connection.up and not self.busy:
-            self._task = asyncio.create_task(self._apply(), name="queue-settings")
+            self._applying = asyncio.create_task(self._apply(), name="queue-settings")
 
     @property
     def busy(self) -> bool:
         """Whether settings are being applied now."""
-        return self._task is not None and not self._task.done()
-
-    async def close(self) -> None:
-        await end(self._task)
+        return self._applying is not None and not self._applying.done()
 
     async def _apply(self) -> None:
         """Apply the settings, again if they changed meanwhile. After a failure the next connection

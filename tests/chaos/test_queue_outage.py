@@ -129,7 +129,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
         consumer = await JetStreamConsumer.connect(url, config, **how)
         before = await cluster.info(stream)
         assert before["config"]["num_replicas"] == 3
-        identity = producer.streams.stream_id
+        identity = producer.stream_id
         traffic = Traffic(producer, consumer)
         await traffic.more(20)
         leader.kill()
@@ -137,9 +137,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
         await traffic.more(20)
         assert traffic.pulled_at[flow + 19] < killed + patience(AGAIN_S)
         await cluster.info(stream)  # it has a leader again
-        await soon(
-            lambda: producer.streams.stream_id == consumer.streams.stream_id == identity, HANG_S
-        )
+        await soon(lambda: producer.stream_id == consumer.stream_id == identity, HANG_S)
         await traffic.more(20)
         await traffic.end()  # what was on its way to a dead connection is pulled again
         assert traffic.slowest_s < 10 * config.publish_timeout_s, "a publish never hangs"

@@ -36,10 +36,9 @@ from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.queue.contract import DeadLetter, QueueConfig
+from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
-from pullfill.runtime.health import ServerHealth
 from pullfill.transfer.contract import PeerSession
 from pullfill.wire import (
     SILENT_S,
@@ -54,7 +53,7 @@ from tests.support import workers
 from tests.support.control_rig import handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
-from tests.support.nats import NatsServer, dead_letters
+from tests.support.nats import DeadLetter, NatsServer, dead_letters
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
 from tests.support.waiting import soon
 from tests.support.workers import FakeDirectory
@@ -272,8 +271,6 @@ class PrefillHalf:
             **cluster.links,
         )
         self.consumer = consumer
-        nats = ServerHealth("nats")
-        nats.ok()
         self.puller = Puller(
             self.consumer,
             self.links,
@@ -281,7 +278,6 @@ class PrefillHalf:
             self.budget,
             self.credits,
             self.read_grants,
-            nats,
             max_prompt_tokens=longest,
             max_jobs=16,
             patience_s=cluster.patience_s,

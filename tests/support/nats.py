@@ -7,14 +7,14 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nats
 import nats.errors
 from nats.aio.client import Client
 
 from pullfill.deploy.local_servers import MAX_PAYLOAD, nats_binary, nats_ready
-from pullfill.queue.contract import DeadLetter, QueueConfig
+from pullfill.queue.contract import QueueConfig
 from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
@@ -22,6 +22,15 @@ from tests.support.etcd import ServerProcess, free_ports
 from tests.support.waiting import soon
 
 START_TIMEOUT_S = 20.0
+
+
+class DeadLetter(NamedTuple):
+    """A record of a job that nobody may try again."""
+
+    job_id: str
+    reason: str
+    deliveries: int
+    body: bytes
 
 
 async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[DeadLetter]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pullfill.queue.depth import DepthCache, Snapshot
 from tests.support.fakes import FakeClock
 
@@ -65,6 +67,13 @@ def test_what_has_ended_unnoticed_is_forgotten() -> None:
     assert depth(cache) == (1, 10)
     cache.store(snapshot(0, 0, 3, first=4), 99.0)
     assert depth(cache) == (0, 0)
+
+
+def test_what_is_lost_is_before_the_first_message_a_hole_or_in_another_stream() -> None:
+    cache = DepthCache(FakeClock(100.0))
+    cache.store(replace(snapshot(1, 10, 5, first=3), holes=frozenset({4})), 99.0)
+    assert [seq for seq in range(1, 8) if cache.lost(seq, "s")] == [1, 2, 4]
+    assert cache.lost(5, "another")
 
 
 def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
