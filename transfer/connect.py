@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pullfill.config import TRANSPORTS
 from pullfill.errors import ConfigError, IncompatibleError, PullfillError
 from pullfill.net.security import ClusterKey
-from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport, Rect
+from pullfill.transfer.contract import LocalMemory, PeerSession, PeerTransport
 from pullfill.transfer.cuda_ipc.ipc_transport import CudaIpcTransport
 from pullfill.transfer.cuda_ipc.writers import why_no_proof
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.layout import plan_routes, rects_described
+from pullfill.transfer.layout import Route, plan_routes, rects_described
 from pullfill.transfer.nixl.agent import confine
 from pullfill.transfer.session import GroupSession
 from pullfill.transfer.shm.shm_transport import ShmTransport
@@ -114,9 +114,9 @@ def connect(
         chosen.append(transport)
     ours, theirs = [m.rect for m in memories], rects_described(descriptors)
     # Every replica of a KV head must be written, but only one of them must be read.
-    writes = [(r.source, r.target, r.part) for r in plan_routes(ours, theirs)]
-    reads = [(r.target, r.source, r.part) for r in plan_routes(theirs, ours)]
-    sessions: dict[tuple[int, int, Rect], PeerSession] = {}
+    writes = plan_routes(ours, theirs)
+    reads = [Route(r.target, r.source, r.part) for r in plan_routes(theirs, ours)]
+    sessions: dict[Route, PeerSession] = {}
     try:
         for key in dict.fromkeys([*writes, *reads]):
             here, there, part = key

@@ -10,8 +10,9 @@ heads, pipeline parallelism the layers. `plan_routes` connects workers that spli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
@@ -125,8 +126,7 @@ def both_sides(
     return local, crop(theirs, local.rect.within(rect_of(descriptor)))
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """`part` of each block goes from rank `source` to rank `target`."""
 
     source: int

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -31,8 +31,8 @@ from pullfill.transfer.shm.files import Mapping, RegionFiles, ShmEndpoint, inode
 from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.kv_protocol import STALL_S
 from pullfill.transfer.stream.stream_peer import endpoint_of
-from pullfill.transfer.stream.stream_server import Offer, StreamServer
-from pullfill.wire import Compat, FenceToken, RegionDescriptor
+from pullfill.transfer.stream.stream_server import StreamServer
+from pullfill.wire import Compat, RegionDescriptor
 
 logger = log.get("transfer.gpu")
 
@@ -170,19 +170,6 @@ def _check(layout: KvLayout, heads: int, before: list[MappedRank]) -> None:
         )
 
 
-class _Fences(ShmFences):
-    """Over the KV port too. After a revoke that proved nothing, `hurry` is called: one of our own
-    threads may hold the fence and wait for a peer."""
-
-    hurry: Callable[[FenceToken], None]
-
-    def try_revoke(self, token: FenceToken) -> bool:
-        proved = super().try_revoke(token)
-        if not proved:
-            self.hurry(token)
-        return proved
-
-
 def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
     """How peers of this host map a rank's memory: the transport's name, and its endpoint."""
     memory, fence, fence_inode = rank.memory, str(files.fence_path), inode(files.fence_fd)
@@ -241,9 +228,10 @@ class Owner:
         self._offered = offered
         self._address = ""
         self._incarnation = incarnation
-        self.fences = _Fences(files.fence_fd, incarnation, slots)
-        offer = Offer(instance_id, self._memories, self._kinds, self.fences)
-        self._server = StreamServer(offer, key=key, stall_s=stall_s)
+        self.fences = ShmFences(files.fence_fd, incarnation, slots)
+        self._server = StreamServer(
+            instance_id, self._memories, self._kinds, self.fences, key=key, stall_s=stall_s
+        )
         self.fences.hurry = self._server.interrupt
 
     def listen(self, host: str, port: int = 0, advertise: str | None = None) -> None:

@@ -58,7 +58,9 @@ class Channel:
     peer: the other end's address, for logs."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        _tune(writer.get_extra_info("socket"))
+        sock = writer.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            tune(sock)
         self._reader, self._writer = reader, writer
         self._in: Seal | None = None
         self._out: Seal | None = None
@@ -133,14 +135,14 @@ class Channel:
         self._writer.transport.abort()
 
 
-def _tune(sock: socket.socket | None) -> None:
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return
+def tune(sock: socket.socket) -> None:
+    """Send each message at once, and notice a host that answers nothing any more."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    # Keep-alives rest while sent bytes wait for their acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_AFTER_S)
 
 

@@ -34,11 +34,15 @@ def host_id() -> str:
 @cache
 def pid_space() -> str:
     """Where the pids that this process sees are valid: `HOST/BOOT/PID_NAMESPACE`."""
+    return f"{socket.gethostname()}/{_boot()}/{pid_namespace()}"
+
+
+def pid_namespace() -> str:
+    """Return an id of this process's PID namespace. Empty if unknown."""
     try:
-        namespace = os.readlink("/proc/self/ns/pid")
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
-        namespace = ""
-    return f"{socket.gethostname()}/{_boot()}/{namespace}"
+        return ""
 
 
 def is_own_space(space: str) -> bool:

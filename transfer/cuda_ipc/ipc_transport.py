@@ -24,11 +24,11 @@ from pullfill.errors import (
     PeerUnavailable,
     TransferFailed,
 )
+from pullfill.net.this_host import pid_namespace
 from pullfill.runtime import failpoints, log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.writers import (
     WriterRecord,
-    pid_namespace,
     readable,
     why_no_proof,
 )

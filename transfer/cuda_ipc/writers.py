@@ -145,14 +145,6 @@ def has_ended(word: int) -> bool:
         os.close(fd)
 
 
-def pid_namespace() -> str:
-    """Return an id of this process's PID namespace. Empty if unknown."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def readable(pidfd: int) -> bool:
     """Whether all threads of its process have ended, and all its files are released. Its parent may
     not have waited for it yet."""

@@ -40,7 +40,7 @@ _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines,
 _MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE = 2, 9, 10  # CUpointer_attribute
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
-_NOT_READY, _NOT_SUPPORTED = 600, 801
+_NOT_READY = 600
 
 
 class _Handle(ctypes.Structure):
@@ -267,7 +267,6 @@ class CudaStream:
         self._done = ctypes.c_void_p()
         driver.wait("cuEventCreate", ctypes.byref(self._done), _BLOCKING_EVENT)
         self._first = ctypes.c_size_t(0)
-        self._batch = getattr(driver.slow, "cuMemcpyBatchAsync", None)
 
     @property
     def handle(self) -> int:
@@ -277,26 +276,19 @@ class CudaStream:
     def copy_batch(
         self, target: Addresses, source: Addresses, nbytes: Addresses, *, engines: bool = False
     ) -> None:
-        """Queue a copy for each triple, in no order among them. One call of the driver from CUDA
-        12.8 on, before that a loop.
+        """Queue a copy for each triple, in no order among them.
 
         target, source: device addresses, or addresses of page-locked memory of the CPU.
         engines: use copy engines, where the driver lets us choose. If False, it does as it likes.
         """
         self._driver.enter(self.device)
-        if self._batch is None or not self._in_one_call(target, source, nbytes, engines):
-            self._one_by_one(target, source, nbytes)
-
-    def _in_one_call(
-        self, target: Addresses, source: Addresses, nbytes: Addresses, engines: bool
-    ) -> bool:
         failed = ctypes.c_size_t()
         attributes = _CopyAttributes(
             source_access_order=_STREAM_ORDER, flags=_BESIDE_COMPUTE if engines else 0
         )
         arrays = [np.ascontiguousarray(a, np.uint64) for a in (target, source, nbytes)]
-        assert self._batch is not None
-        code = self._batch(
+        self._driver.wait(
+            "cuMemcpyBatchAsync",
             *(ctypes.c_void_p(a.ctypes.data) for a in arrays),
             ctypes.c_size_t(len(nbytes)),
             ctypes.byref(attributes),
@@ -305,17 +297,6 @@ class CudaStream:
             ctypes.byref(failed),
             self._stream,
         )
-        if code == _NOT_SUPPORTED:  # the library knows the call, the kernel module or GPU does not
-            self._batch = None
-            return False
-        self._driver.check("cuMemcpyBatchAsync", code)
-        return True
-
-    def _one_by_one(self, target: Addresses, source: Addresses, nbytes: Addresses) -> None:
-        copy = self._driver.quick.cuMemcpyAsync
-        u64, size, stream = ctypes.c_uint64, ctypes.c_size_t, self._stream
-        for t, s, n in zip(target.tolist(), source.tolist(), nbytes.tolist(), strict=True):
-            self._driver.check("cuMemcpyAsync", copy(u64(t), u64(s), size(n), stream))
 
     @property
     def done(self) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 
 # Agents are made one at a time: what is put back afterwards belongs to process or thread.
 _making = threading.Lock()
-_FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
+# Pauses of a wait that polls: short at first, then longer.
+PAUSES_S = 50e-6, 500e-6
 
 
 @cache
@@ -75,16 +77,6 @@ def _import() -> Any:
     if not os.environ.get("NIXL_LOG_LEVEL"):
         theirs.setLevel(logging.WARNING)
     return api
-
-
-class Pauses:
-    """The pauses of a wait that polls: short at first, then longer."""
-
-    def __init__(self) -> None:
-        self._fast_until = time.monotonic() + _FAST_S
-
-    def pause(self) -> None:
-        time.sleep(_SHORT_S if time.monotonic() < self._fast_until else _LONG_S)
 
 
 class Agent:
@@ -142,10 +134,10 @@ class Agent:
     def _wait(self, handle: Any, check: Callable[[], None]) -> None:
         try:
             state = self._agent.transfer(handle)
-            pauses = Pauses()
+            pauses = Backoff(*PAUSES_S)
             while state == "PROC":
                 check()
-                pauses.pause()
+                time.sleep(pauses.next())
                 state = self._agent.check_xfer_state(handle)
         finally:
             del handle
@@ -176,7 +168,7 @@ class Agent:
             log.error("a NIXL agent is still in use: its memory cannot be given back yet")
         while core() is not None:
             gc.collect()
-            time.sleep(_LONG_S)
+            time.sleep(PAUSES_S[1])
         if (gpu := self._gpu) is not None:
             # UCX may have queued copies that go on without it: wait for all that this process has
             # queued on the GPU.

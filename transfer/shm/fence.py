@@ -14,7 +14,7 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
@@ -57,6 +57,9 @@ class ShmFences:
 
     Thread-safe. Only a proved revoke makes a slot free, and its epoch only grows. So an old token
     never fits a slot that is used again.
+
+    hurry: called after a revoke that proved nothing. One of our own threads may hold the fence and
+    wait for a peer.
     """
 
     def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
@@ -68,6 +71,7 @@ class ShmFences:
         self._free = [*range(slots)]
         self._mutex = threading.Lock()
         self._closed = False
+        self.hurry: Callable[[FenceToken], object] = lambda _token: None
         # By slot: the epoch, the blocks, and from which on they may be written.
         self._granted: dict[int, tuple[int, Sequence[int], int]] = {}
         for slot in range(slots):
@@ -125,6 +129,11 @@ class ShmFences:
 
     def try_revoke(self, token: FenceToken) -> bool:
         """See OwnerFences. Two system calls, never blocks."""
+        if not (proved := self._revoke(token)):
+            self.hurry(token)
+        return proved
+
+    def _revoke(self, token: FenceToken) -> bool:
         if token.slot >= self._slots:
             raise ConfigError(f"no fence slot {token.slot}")
         start = _slot_at(token.slot)

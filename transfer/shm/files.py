@@ -217,28 +217,25 @@ def sweep(directory: Path) -> list[str]:
     removed: list[str] = []
     names = sorted(n for n in os.listdir(directory) if n.startswith(PREFIX))
     for name in (n for n in names if n.endswith(".fence")):
-        with suppress(OSError):
-            fd = open_same(str(directory / name))
-            try:
-                # No link: another sweeper was here, and the name may be a live worker's by now.
-                if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
-                    kv_names = _kv_names(directory, name.removesuffix(".fence"))
-                    removed += _unlink(directory, *kv_names, name)
-            finally:
-                os.close(fd)
+        removed += _unlink_dead(directory, name, *_kv_names(directory, name.removesuffix(".fence")))
     for name in (n for n in names if n not in removed):
-        if (kv := _KV.fullmatch(name)) is None:
-            continue
-        with suppress(OSError):
-            if (directory / f"{kv['instance']}.fence").exists():
-                continue
-            fd = open_same(str(directory / name))
-            try:
-                if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
-                    removed += _unlink(directory, name)
-            finally:
-                os.close(fd)
+        kv = _KV.fullmatch(name)
+        if kv is not None and not os.path.exists(directory / f"{kv['instance']}.fence"):
+            removed += _unlink_dead(directory, name)
     return removed
+
+
+def _unlink_dead(directory: Path, name: str, *before: str) -> list[str]:
+    """Delete `before`, then `name`, if nobody has locked that one. Returns what was deleted."""
+    with suppress(OSError):
+        fd = open_same(str(directory / name))
+        try:
+            # No link: another sweeper was here, and the name may be a live worker's by now.
+            if lock.try_exclusive(fd, 0, 1) and os.fstat(fd).st_nlink:
+                return _unlink(directory, *before, name)
+        finally:
+            os.close(fd)
+    return []
 
 
 def _kv_names(directory: Path, stem: str) -> list[str]:

@@ -39,8 +39,9 @@ class SharedKvPool(TorchFunctionMode):  # type: ignore[misc]
 
     def __init__(self, instance_id: str, rank: int, directory: Path) -> None:
         super().__init__()
-        self._instance_id, self._rank, self._directory = instance_id, rank, directory
-        self._address: int | None = None
+        self._place = directory, instance_id, rank
+        self.path = kv_path(*self._place)
+        self.address: int | None = None
 
     def __torch_function__(
         self,
@@ -53,27 +54,15 @@ class SharedKvPool(TorchFunctionMode):  # type: ignore[misc]
         if func is torch.zeros and len(args) == 1 and kwargs.get("dtype") == torch.int8:
             size = args[0] if isinstance(args[0], int) else None
             on_cpu = torch.device(kwargs.get("device") or torch.get_default_device()).type == "cpu"
-            if size and on_cpu and self._address is None:
+            if size and on_cpu and self.address is None:
                 return self._allocate(size)
         return func(*args, **kwargs)
 
-    def told(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> RankRegion:
-        """Describe the memory behind vLLM's tensors for the main process. Raises
-        IncompatibleError."""
-        memory = describe(kv_caches, num_blocks)
-        if memory.address != self._address:
-            raise IncompatibleError(
-                "vLLM did not allocate its KV cache in the memory pool that pullfill gave it",
-                field="layout",
-            )
-        path = kv_path(self._directory, self._instance_id, self._rank)
-        return region_of(memory, str(path))
-
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        path = create_kv(self._directory, self._instance_id, self._rank, nbytes)
-        tensor = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.int8)
-        self._address = tensor.data_ptr()
-        log.info("KV cache of %d MiB is shared as %s", nbytes >> 20, path)
+        create_kv(*self._place, nbytes)
+        tensor = torch.from_file(str(self.path), shared=True, size=nbytes, dtype=torch.int8)
+        self.address = tensor.data_ptr()
+        log.info("KV cache of %d MiB is shared as %s", nbytes >> 20, self.path)
         return tensor
 
 
@@ -86,7 +75,13 @@ def tell(
     tensors = list({id(t): t for t in kv_caches.values()}.values())
     _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
     if pool is not None and tensors and tensors[0].device.type == "cpu":
-        return pool.told(kv_caches, num_blocks)
+        memory = describe(kv_caches, num_blocks)
+        if memory.address != pool.address:
+            raise IncompatibleError(
+                "vLLM did not allocate its KV cache in the memory pool that pullfill gave it",
+                field="layout",
+            )
+        return region_of(memory, str(pool.path))
     if not tensors:
         raise IncompatibleError("the engine has no KV cache", field="num_layers")
     if tensors[0].device.type == "cuda":

@@ -24,7 +24,7 @@ from typing import Annotated, Any, cast
 from msgspec import Meta
 
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, TransferFailed
-from pullfill.net.channel import FIRST_FRAME
+from pullfill.net.channel import FIRST_FRAME, tune
 from pullfill.net.handshake import KV_PORT, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
 from pullfill.transfer.contract import Direction
@@ -138,14 +138,7 @@ class SocketConnection:
         self._in: Seal | None = None
         self._out: Seal | None = None
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # A host that answers nothing for 15 s is gone.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-        # Keep-alives rest while sent bytes wait for their acknowledgement.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+        tune(sock)
         self.stall_s = 0.0
         self.set_stall(stall_s)
 

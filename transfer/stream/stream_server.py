@@ -11,13 +11,11 @@ description) of its own. So the fence file proves a revoke here too.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ from pullfill.errors import (
 )
 from pullfill.net import this_host as machine
 from pullfill.net.security import ClusterKey
-from pullfill.runtime import failpoints
+from pullfill.runtime import failpoints, log
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import part_of
@@ -59,20 +57,7 @@ from pullfill.transfer.stream.kv_protocol import (
 )
 from pullfill.wire import FenceToken, decode, encode
 
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one owner serves to every peer.
-
-    memories: of all ranks, in order.
-    kinds: the backends, by name.
-    fences: over all memories.
-    """
-
-    instance_id: str
-    memories: Sequence[LocalMemory]
-    kinds: Mapping[str, BackendKind]
-    fences: ShmFences
+logger = log.get("transfer.stream")
 
 
 class ServedPeer:
@@ -84,18 +69,20 @@ class ServedPeer:
 
     inside: the token whose fence this thread holds or is about to hold."""
 
-    def __init__(self, offer: Offer, connection: SocketConnection, said: StreamHello) -> None:
+    def __init__(
+        self, server: StreamServer, connection: SocketConnection, said: StreamHello
+    ) -> None:
         """Raises PeerUnavailable, IncompatibleError, BadMessage, TransferFailed; then nothing is
         left open but the connection."""
-        if said.instance_id != offer.instance_id:
-            raise StalePeer(f"this address is now used by {offer.instance_id}")
-        if said.rank >= len(offer.memories):
+        if said.instance_id != server.instance_id:
+            raise StalePeer(f"this address is now used by {server.instance_id}")
+        if said.rank >= len(server.memories):
             raise IncompatibleError(f"there is no rank {said.rank}", field="rank")
-        if said.backend not in offer.kinds:
+        if said.backend not in server.kinds:
             raise IncompatibleError(f"we do not offer {said.backend}", field="endpoints")
-        region = offer.memories[said.rank]
+        region = server.memories[said.rank]
         self._memory = _asked_for(region, said)
-        self._fences = offer.fences
+        self._fences = server.fences
         self._connection = connection
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
@@ -104,11 +91,11 @@ class ServedPeer:
         self._ending = False
         self.inside: FenceToken | None = None
         try:
-            self._hold = offer.fences.open_hold(said.incarnation)
+            self._hold = server.fences.open_hold(said.incarnation)
         except PeerUnavailable as exc:
             raise StalePeer(str(exc)) from exc
         try:
-            self._backend: Backend = offer.kinds[said.backend].make(region, owner=True)
+            self._backend: Backend = server.kinds[said.backend].make(region, owner=True)
         except BaseException:
             self._hold.close()
             raise
@@ -272,8 +259,6 @@ def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
     return part_of(memory, Rect(first_head, said.heads, first_layer, said.layers))
 
 
-log = logging.getLogger(__name__)
-
 # File descriptors of one connection: its socket and its fence hold.
 FILES_EACH = 2
 # File descriptors that KV connections must leave for the rest of the process.
@@ -289,12 +274,25 @@ PATIENCE_S = 0.02
 
 
 class StreamServer:
-    """Serves every rank's memory on one port. Thread-safe."""
+    """Serves every rank's memory on one port. Thread-safe.
+
+    memories: of all ranks, in order.
+    kinds: the backends, by name.
+    fences: over all memories.
+    """
 
     def __init__(
-        self, offer: Offer, *, key: ClusterKey | None = None, stall_s: float = STALL_S
+        self,
+        instance_id: str,
+        memories: Sequence[LocalMemory],
+        kinds: Mapping[str, BackendKind],
+        fences: ShmFences,
+        *,
+        key: ClusterKey | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
-        self._offer = offer
+        self.instance_id = instance_id
+        self.memories, self.kinds, self.fences = memories, kinds, fences
         self._key = key
         self._stall_s = stall_s
         self._mutex = threading.Lock()
@@ -304,7 +302,7 @@ class StreamServer:
         self._closed = False
         self._accepting: threading.Thread | None = None
         self._listening: socket.socket | None = None
-        self._said = 0.0
+        self._seldom = log.Seldom(1.0)
         self.address = ""
 
     def start(self, host: str, port: int = 0) -> None:
@@ -431,9 +429,9 @@ class StreamServer:
             STALE_REFUSED.labels("message").inc()
             self._complain(f"closed a KV connection from {host}: {exc}")
         except PullfillError as exc:
-            log.debug("KV connection from %s: %s", host, exc)
+            logger.debug("KV connection from %s: %s", host, exc)
         except Exception:
-            log.exception("a KV connection from %s failed", host)
+            logger.exception("a KV connection from %s failed", host)
         if peer is not None:
             peer.close()
         connection.close()
@@ -446,7 +444,7 @@ class StreamServer:
         """Shake hands. Whoever is refused is told why."""
         try:
             said = accept(connection, self._key)
-            peer = ServedPeer(self._offer, connection, said)
+            peer = ServedPeer(self, connection, said)
         except (PullfillError, OSError) as exc:
             if not isinstance(exc, TransferFailed):
                 refuse(connection, exc)
@@ -463,7 +461,5 @@ class StreamServer:
 
     def _complain(self, text: str) -> None:
         """Log a warning, at most one a second: strangers can come as often as they like."""
-        now = time.monotonic()
-        if now - self._said >= 1.0:
-            self._said = now
-            log.warning("%s", text)
+        if (more := self._seldom.due("")) is not None:
+            logger.warning("%s%s", text, more)

@@ -1,6 +1,5 @@
 """The CUDA driver's calls, against a library with the same names: which call is made, in which
-context, what an error is called, and what is done where a driver lacks a call. What the calls do is
-for tests/gpu."""
+context, and what an error is called. What the calls do is for tests/gpu."""
 
 from __future__ import annotations
 
@@ -78,15 +77,6 @@ def test_work_is_queued_and_waited_for_in_the_devices_context(library: Library) 
     stream.close()
     stream.close()
     assert library.count("cuStreamDestroy_v2") == 1
-
-
-def test_copies_one_by_one_where_the_driver_has_no_batches(library: Library) -> None:
-    library.codes["cuMemcpyBatchAsync"] = 801  # CUDA_ERROR_NOT_SUPPORTED
-    stream = CudaDriver().stream(0)
-    for _ in range(2):
-        stream.copy_batch(COLUMN, COLUMN, COLUMN)
-    assert library.count("cuMemcpyBatchAsync") == 1, "asked once"
-    assert library.count("cuMemcpyAsync") == 4
 
 
 @pytest.mark.parametrize(
