@@ -182,9 +182,7 @@ class DecodeLinks:
     key: the cluster key. Decode workers must hold the same one.
     load: returns the load of this worker.
     kept: the results of self-checks. None: every decode worker gets our KV.
-    appear_s: how long a job waits for the connection to its decode worker.
-    unknown_s: how long a job waits for a decode worker that the directory does not list. The
-    directory may learn of it a little later than the job comes."""
+    appear_s: how long a job waits for the connection to its decode worker."""
 
     def __init__(
         self,
@@ -198,11 +196,9 @@ class DecodeLinks:
         kept: SelfChecks | None = None,
         silent_s: float = SILENT_S,
         appear_s: float = 2.0,
-        unknown_s: float = 0.1,
     ) -> None:
         self._directory = directory
         self._appear_s = appear_s
-        self._unknown_s = unknown_s
         self.hello = hello
         self._compat = compat
         self.open_transfer_worker = open_transfer_worker
@@ -216,7 +212,6 @@ class DecodeLinks:
         self.links: dict[str, DecodeLink] = {}  # by name of the decode worker
         # Those that have not ended, with those that nobody finds any more.
         self._all: set[DecodeLink] = set()
-        self._changed = asyncio.Event()
         self._started = self._closed = False
         self.leaving = False
         self.why_not = ""  # why this worker pulls no jobs. Empty: it pulls
@@ -305,14 +300,10 @@ class DecodeLinks:
         Raises PeerUnavailable, also if the self-check has not passed.
 
         trial: for the self-check itself."""
-        until = asyncio.get_running_loop().time() + self._unknown_s
-        while (link := self.links.get(instance_id)) is None:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._changed.wait()
-            except TimeoutError:
-                raise PeerUnavailable(f"decode worker {instance_id} is not listed") from None
+        # The directory may learn of it a little later than the job comes: the queue brings that one
+        # again (`patience`).
+        if (link := self.links.get(instance_id)) is None:
+            raise PeerUnavailable(f"decode worker {instance_id} is not listed")
         await link.wait_up(self._appear_s)
         if not trial and (why := self._unchecked(link.record)):
             raise PeerUnavailable(why)
@@ -359,7 +350,6 @@ class DecodeLinks:
         else:
             self._came(new)
         self._refresh()
-        self._changed.set()
 
     def _fits(self, record: WorkerRecord) -> bool:
         return record.compat is not None and not self._compat.differs_from(record.compat)

@@ -32,11 +32,6 @@ FILES_S = 20.0
 """How long a prefill worker may take to read an adapter's files. A network drive may hang."""
 
 
-class CannotCompute(OutOfReach):
-    """This worker lacks the job's LoRA adapter, or takes fewer multimodal inputs than it has.
-    Another one may compute it."""
-
-
 class PrefillEngine:
     """Submits and ends tasks. Methods are called on the asyncio thread.
 
@@ -86,19 +81,19 @@ class PrefillEngine:
     async def check_adapter(self, adapter: Adapter) -> None:
         """Check that this worker has the adapter's files, as they are for the decode worker.
 
-        Raises CannotCompute."""
+        Raises OutOfReach."""
         if self._adapters.has(adapter):
             return
         try:
             async with asyncio.timeout(FILES_S):
                 found = await self._files.content(adapter.path)
         except TimeoutError:
-            raise CannotCompute(
+            raise OutOfReach(
                 f"LoRA adapter {adapter.name}: {adapter.path} was not read in {FILES_S:.0f} s"
             ) from None
         if found != adapter.content:
             why = "has other files" if found else "is not"
-            raise CannotCompute(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
+            raise OutOfReach(f"LoRA adapter {adapter.name} {why} at {adapter.path} here")
 
     def end(self, task: PrefillTask) -> None:
         """Forget the task, and abort its request if it still runs.
@@ -109,10 +104,10 @@ class PrefillEngine:
     def _check_features(self, task: PrefillTask) -> None:
         """Check that the engine takes so many inputs. Else its scheduler would wait for ever.
 
-        Raises CannotCompute."""
+        Raises OutOfReach."""
         for modality, count in Counter(f.modality for f in task.features).items():
             if count > (most := self._limit(modality)):
-                raise CannotCompute(
+                raise OutOfReach(
                     f"the prompt has {count} inputs of type {modality}, and this worker takes "
                     f"{most} (--limit-mm-per-prompt)"
                 )
@@ -124,7 +119,7 @@ def _ended(task: PrefillTask, outcome: Future[Any]) -> None:
     if failure is None:
         return
     if isinstance(failure, BadMessage):
-        failure = CannotCompute(str(failure))
+        failure = OutOfReach(str(failure))
     else:
         about = log.ids(job_id=task.job_id, attempt=task.attempt)
         logger.error("job %s: %s", task.job_id, failure, exc_info=failure, extra=about)

@@ -66,9 +66,7 @@ class Revoked(HandoffError):
 
 
 class Handoff:
-    """See the module. `run` may be called once.
-
-    trial: it came past the queue, for a self-check."""
+    """See the module. `run` may be called once."""
 
     running: asyncio.Task[None]  # runs `run`. The owner sets it
     job: PrefillJob
@@ -79,13 +77,14 @@ class Handoff:
     # `_unreachable` must see that it was there.
     _done: asyncio.Future[None]
 
-    def __init__(self, puller: Puller, delivery: Delivery, *, trial: bool = False) -> None:
+    def __init__(self, puller: Puller, delivery: Delivery) -> None:
         self._puller = puller
         # The delivery that began the run, and the newest one. The queue may deliver a message again
         # while its job runs here. Heartbeats and the settling go to the newest delivery.
         self.first = self.latest = delivery
         self.job_id = delivery.job_id
-        self.trial = trial
+        # It came past the queue, for a self-check.
+        self._trial = not delivery.ack_subject
         # Whether the job was committed. None: it still runs, or others do the rest.
         self.succeeded: bool | None = None
         self.task: PrefillTask | None = None
@@ -126,7 +125,7 @@ class Handoff:
         too_long = len(self._token_ids) > self._puller.max_prompt_tokens
         # Another worker may take it. The last delivery is claimed all the same, so that the decode
         # worker learns at once.
-        if too_long and self.first.ack_subject and not self._last_delivery:
+        if too_long and not self._trial and not self._last_delivery:
             return await self._leave_to_others()
         await self.claim()
         await self._check_grant()
@@ -148,7 +147,7 @@ class Handoff:
         self._done = loop.create_future()
         if not self._puller.links.is_up(job.decode_instance):
             budget.waits(self.job_id)
-        self.link = await self._puller.links.find(job.decode_instance, trial=self.trial)
+        self.link = await self._puller.links.find(job.decode_instance, trial=self._trial)
         self.link.jobs[self.job_id] = self
         asked = time.monotonic()
         while True:
@@ -286,7 +285,7 @@ class Handoff:
     @property
     def _last_delivery(self) -> bool:
         """Whether the queue delivers the job no more."""
-        return self.first.number >= self._puller.max_deliver
+        return self.first.number >= self._puller.consumer.max_deliver
 
     async def _leave_to_others(self) -> None:
         """Give a job back that was not claimed. Its next delivery comes later each time."""
@@ -429,7 +428,7 @@ class Handoff:
 
         It must stay in the queue, and be no dead letter, until the decode worker deletes it."""
         job, number = self.job, self.first.number
-        delay_s = patience(job.timeout_s, number, self._puller.max_deliver)
+        delay_s = patience(job.timeout_s, number, self._puller.consumer.max_deliver)
         # The connection may have broken under our claim. Then it may drain, connected to others.
         if self._done.done() or self._puller.links.knows(job.decode_instance):
             self._puller.leave_to_others(delay_s or 0.0)

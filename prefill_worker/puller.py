@@ -25,7 +25,6 @@ from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.runtime import log
-from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
 from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
@@ -147,7 +146,6 @@ class Budget:
 class Puller:
     """See the module. Its public attributes are what the handoffs share.
 
-    nats: whether NATS answers.
     max_prompt_tokens: length of the longest prompt that the engine takes.
     max_jobs: jobs with a grant, at most.
     patience_s: how long a decode worker without KV credit keeps all jobs waiting.
@@ -162,20 +160,19 @@ class Puller:
         budget: Budget,
         credits: Credits,
         read_grants: ReadGrants,
-        nats: ServerHealth,
         *,
         max_prompt_tokens: int,
         max_jobs: int = 32,
         patience_s: float = SILENT_S,
         take_back: Callable[[Delivery], bool] = lambda _: False,
     ) -> None:
-        self._consumer = consumer
+        self.consumer = consumer
         self.links = links
         self.engine = engine
         self.budget = budget
-        self._credits = credits
+        self.credits = credits
         self.read_grants = read_grants
-        self._nats = nats
+        self._nats = consumer.health
         self.max_prompt_tokens = max_prompt_tokens
         self._max_jobs = max_jobs
         self._patience_s = patience_s
@@ -193,7 +190,7 @@ class Puller:
         self.no_jobs = asyncio.Event()  # set while no job runs
         self.idle = asyncio.Event()  # set while nothing that `keep` runs goes on either
         self._look_if_idle()
-        self._unsubscribe = nats.subscribe(self._tell)
+        self._unsubscribe = self._nats.subscribe(self._tell)
         self._tell()
 
     def start(self) -> None:
@@ -205,7 +202,7 @@ class Puller:
         """Stop pulling for good. Jobs under way go on."""
         self._stopped = True  # nats-py may lose the cancellation if an answer comes with it
         await end(*self._tasks)
-        await self._consumer.drain()
+        await self.consumer.drain()
 
     async def abandon(self) -> None:
         """Stop now. Give every attempt up, and nak its message."""
@@ -229,11 +226,6 @@ class Puller:
     def in_flight(self) -> int:
         """Jobs that run here."""
         return len(self._jobs)
-
-    @property
-    def max_deliver(self) -> int:
-        """How often the queue delivers a job at most."""
-        return self._consumer.max_deliver
 
     def held(self) -> list[HeldJob]:
         """Return the jobs that run here, for the live page. Only when somebody looks."""
@@ -315,7 +307,7 @@ class Puller:
 
     async def _wait_for_credits(self) -> None:
         """Wait until every decode worker has credit, `patience_s` at most."""
-        if not (gone := self._credits.gone):
+        if not (gone := self.credits.gone):
             return
         logger.info("pulling nothing: no KV credits left for %s", ", ".join(gone))
         # Then there is one more pull all the same. So a slow decode worker delays the jobs of
@@ -323,7 +315,7 @@ class Puller:
         # silence, which writes its credits off.
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience_s
-        while self._credits.gone and (left := until - loop.time()) > 0:
+        while self.credits.gone and (left := until - loop.time()) > 0:
             await self._wait_for_room(left)
 
     # ------------------------------------------------------------------ step 5: pull
@@ -347,7 +339,7 @@ class Puller:
         try:
             try:
                 async with pulling:
-                    delivery = await self._consumer.pull(wait_s)
+                    delivery = await self.consumer.pull(wait_s)
             finally:
                 self._pulling = None
         except Exception as exc:
@@ -368,14 +360,14 @@ class Puller:
 
     # ------------------------------------------------------------------ the jobs that run
 
-    def begin(self, delivery: Delivery, *, trial: bool = False) -> None:
+    def begin(self, delivery: Delivery) -> None:
         """Run a delivery. If its job runs here already, that run settles this newer one."""
         if (job := self._jobs.get(delivery.job_id)) is not None:
             job.latest = delivery
             return
         if self._is_own(delivery):
             return
-        job = self._jobs[delivery.job_id] = Handoff(self, delivery, trial=trial)
+        job = self._jobs[delivery.job_id] = Handoff(self, delivery)
         self.budget.pulled(delivery.job_id, delivery.tokens)
         self.no_jobs.clear()
         self.idle.clear()
@@ -414,7 +406,7 @@ class Puller:
 
     def _is_own(self, delivery: Delivery) -> bool:
         """Whether this process has asked for the job itself. Then its message is cared for here."""
-        last = delivery.number >= self.max_deliver  # or it would become a dead letter
+        last = delivery.number >= self.consumer.max_deliver  # or it would become a dead letter
         try:
             if not self._take_back(delivery):
                 return False
@@ -433,7 +425,7 @@ class Puller:
             try:
                 job = decode(body, PrefillJob)
                 delivery = TrialDelivery(job.job_id, body, len(u32.unpack(job.token_ids)))
-                self.begin(delivery, trial=True)
+                self.begin(delivery)
             except BadMessage as exc:
                 logger.warning("the job of a self-check cannot be read: %s", exc)
 
@@ -441,7 +433,7 @@ class Puller:
         """Keep the queue from giving the jobs that run here to other workers."""
         while True:
             # A job that starts meanwhile gets its first heartbeat early.
-            await asyncio.sleep(self._consumer.ack_wait_s / 3)
+            await asyncio.sleep(self.consumer.ack_wait_s / 3)
             for job in list(self._jobs.values()):
                 try:
                     await job.heartbeat()

@@ -71,7 +71,8 @@ async def open_transfer_worker(
 
 
 class OutOfReach(PeerUnavailable):
-    """The decode worker is there, but its KV memory cannot be reached from here now."""
+    """This worker cannot serve the job, and another one may: it cannot reach the decode worker's KV
+    memory now, lacks the LoRA adapter, or takes fewer multimodal inputs."""
 
 
 class SharedTransferWorker:

@@ -62,7 +62,6 @@ class StepPlan:
 
     writes: list[Write] = field(default_factory=list)
     reads: list[Write] = field(default_factory=list)
-    report: StepReport = field(default_factory=StepReport)
     tokens: int = 0
     planned: float = field(default_factory=time.monotonic, compare=False)
 
@@ -234,12 +233,11 @@ class PrefillScheduler(SchedulerHalf):
             if (task := self.tasks.get(request_id)) is not None and not task.cancelled:
                 self._plan_write(plan, task, count)
                 plan.tokens += count
-        if self.has_work:  # also what got a turn by this step
-            plan.report = self.before_step()
-            failed, self._reads_failed = self._reads_failed, []
-            plan.report.failed.update(task.request_id for task in failed)
         self._scheduled.append(plan)
-        return plan.report
+        report = self.before_step()  # also what got a turn by this step
+        failed, self._reads_failed = self._reads_failed, []
+        report.failed.update(task.request_id for task in failed)
+        return report
 
     def _plan_write(self, plan: StepPlan, task: PrefillTask, scheduled_tokens: int) -> None:
         task.first_step = task.first_step or time.monotonic()

@@ -158,7 +158,7 @@ class PrefillRole(Role[PrefillContext]):
             connect_options=self._cluster.security.nats.options(),
         )
         parts.push_async_callback(consumer.close)
-        parts.callback(queue.subscribe(consumer.streams.configure))
+        parts.callback(queue.subscribe(consumer.configure))
 
         tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
         budget = Budget(tokens, context.scheduler.concurrency)
@@ -185,7 +185,7 @@ class PrefillRole(Role[PrefillContext]):
 
         read_grants = ReadGrants(context.owner.fences if context.owner else None)
         puller = Puller(
-            consumer, links, self._tasks, budget, credits, read_grants, consumer.health,
+            consumer, links, self._tasks, budget, credits, read_grants,
             max_prompt_tokens=self._hello.max_prompt_tokens, take_back=self._own,
         )  # fmt: skip
         parts.push_async_callback(puller.close)
@@ -193,7 +193,7 @@ class PrefillRole(Role[PrefillContext]):
             yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
             parts.push_async_callback(end, yields)
         healths = [consumer.health, self._etcd.health]
-        return PrefillService(engine, links, puller, budget, credits, healths, self._hello)
+        return PrefillService(engine, puller, healths, self._hello)
 
 
 class PrefillService(Service):
@@ -204,18 +204,12 @@ class PrefillService(Service):
     def __init__(
         self,
         engine: Engine[PrefillContext],
-        links: DecodeLinks,
         puller: Puller,
-        budget: Budget,
-        credits: Credits,
         healths: list[ServerHealth],
         hello: Hello,
     ) -> None:
         self._engine = engine
-        self._links = links
-        self.puller = puller
-        self._budget = budget
-        self._credits = credits
+        self._links, self.puller = puller.links, puller
         self._healths = healths
         self._computes = hello.computes
 
@@ -242,7 +236,7 @@ class PrefillService(Service):
         return reasons
 
     def status(self) -> dict[str, Any]:
-        budget = self._budget
+        budget = self.puller.budget
         return {
             "servers": servers_json(*self._healths),
             "load": {
@@ -262,7 +256,7 @@ class PrefillService(Service):
         return {"held": msgspec.to_builtins(self.puller.held())} if "jobs" in query else {}
 
     def refresh_metrics(self) -> None:
-        self._credits.refresh_metrics()
+        self.puller.credits.refresh_metrics()
 
     def engine_stuck(self, stuck: bool) -> None:
         self.puller.pause("engine", "its engine takes no steps" if stuck else "")

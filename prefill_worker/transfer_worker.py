@@ -15,9 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
@@ -47,7 +46,7 @@ Done = Callable[[PrefillTask, BaseException | None], None]
 @dataclass(slots=True)
 class _Operation:
     task: PrefillTask
-    verb: Direction | Literal["keep"]
+    verb: Direction
     local: Sequence[int]
     remote: Sequence[int]
     last: bool
@@ -134,7 +133,7 @@ class TransferWorker:
         if done is not None:
             with self._lock:
                 self._keeping -= 1
-            self._charge("keep", -nbytes)
+            self._credits.add(self._account, -nbytes)
             done(task, None)
 
     def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
@@ -161,40 +160,41 @@ class TransferWorker:
         return self._thread.wait(timeout_s)
 
     def _keep(self, operation: _Operation) -> None:
-        """Keep blocks for the decode worker to read. `done` of the task's first ones comes last.
+        """Keep blocks for the decode worker to read. `done` is called by `let_go`.
 
-        It is called by `let_go`. Until then the engine frees none of the task's blocks."""
+        Until then the engine frees none of the task's blocks."""
         task = operation.task
         with task.lock:
-            kept = not task.cancelled
-            if kept:
-                fresh = [block for block in operation.remote if block not in task.kept]
-                task.kept.update(zip(operation.remote, operation.local, strict=True))
-                nbytes = len(fresh) * self._block_bytes
-                task.kept_bytes += nbytes
-                if task.on_let_go is None:
-                    task.on_let_go = operation.done
-                    task.outstanding += 1
-                    with self._lock:
-                        self._keeping += 1
-        if kept:
-            self._charge("keep", nbytes)
-        self._submit(replace(operation, verb="keep"))
+            if task.cancelled:
+                return
+            fresh = [block for block in operation.remote if block not in task.kept]
+            task.kept.update(zip(operation.remote, operation.local, strict=True))
+            nbytes = len(fresh) * self._block_bytes
+            task.kept_bytes += nbytes
+            if task.on_let_go is None:
+                task.on_let_go = operation.done
+                task.outstanding += 1
+                with self._lock:
+                    self._keeping += 1
+        self._credits.add(self._account, nbytes)
+        if self._closed:
+            task.cancel()
+            task.end(HandoffError(_ENDED))
+        elif operation.last:
+            task.end(None)
 
-    def _charge(self, verb: str, nbytes: int) -> None:
-        """Add to the bytes under way. nbytes: negative when they are over."""
-        metrics.KV_IN_FLIGHT.labels(verb).inc(nbytes)
-        if verb != "read":
-            self._credits.add(self._account, nbytes)
+    def _charge(self, operation: _Operation, sign: int) -> None:
+        """Charge a write. sign: -1 when it is over."""
+        if operation.verb == "write":
+            self._credits.add(self._account, sign * operation.nbytes)
 
     def _submit(self, operation: _Operation) -> None:
         task = operation.task
         with task.lock:
             task.outstanding += 1
             task.submitted += 1
-        if operation.verb != "keep":
-            operation.nbytes = len(operation.remote) * self._block_bytes
-        self._charge(operation.verb, operation.nbytes)
+        operation.nbytes = len(operation.remote) * self._block_bytes
+        self._charge(operation, 1)
         if self._is_quick(operation):
             return self._do(operation)
         with self._lock:
@@ -237,16 +237,16 @@ class TransferWorker:
         try:
             if task.cancelled or self._closed:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
-            elif operation.verb != "keep" and operation.remote:
-                self._move(operation, operation.verb)
+            elif operation.remote:
+                self._move(operation)
         except Exception as exc:
             failure = exc
             if isinstance(exc, Fenced):
                 metrics.STALE_REFUSED.labels(operation.verb).inc()
         self._over(operation, failure)
 
-    def _move(self, operation: _Operation, verb: Direction) -> None:
-        task, transport = operation.task, self.transport
+    def _move(self, operation: _Operation) -> None:
+        task, verb, transport = operation.task, operation.verb, self.transport
         failpoints.hit(f"prefill.before_{verb}")
         source, target = operation.local, operation.remote
         if verb == "read":
@@ -262,7 +262,7 @@ class TransferWorker:
 
     def _over(self, operation: _Operation, failure: BaseException | None) -> None:
         task = operation.task
-        self._charge(operation.verb, -operation.nbytes)
+        self._charge(operation, -1)
         with task.lock:
             task.outstanding -= 1
         try:

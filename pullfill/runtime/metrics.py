@@ -60,9 +60,6 @@ KV_CREDITS = Gauge(
     "that has most, and by all together",
     ["what"],
 )
-KV_IN_FLIGHT = Gauge(
-    "pullfill_kv_in_flight_bytes", "KV bytes handed over to be read, written or kept", ["verb"]
-)
 KV_CONNECTIONS = Gauge(
     "pullfill_kv_connections", "Connections of other workers to this worker's KV port"
 )

@@ -388,10 +388,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         (nats := ServerHealth("nats")).ok()
         service = PrefillService(
             engine,
-            prefill.links,
             prefill.puller,
-            prefill.budget,
-            prefill.credits,
             [nats],
             prefill.links.hello,
         )

@@ -17,7 +17,8 @@ import pytest
 
 from pullfill.engine.adapters import AdapterFiles, Adapters, content, identity, lora_request
 from pullfill.errors import BadMessage
-from pullfill.prefill_worker.engine import CannotCompute, PrefillEngine
+from pullfill.prefill_worker.engine import PrefillEngine
+from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.wire import MAX_TEXT, Adapter
 from tests.support.late import Late
 
@@ -317,7 +318,7 @@ async def test_a_prefill_worker_takes_a_job_only_with_the_files_that_the_job_nam
 
     own = worker.adapters.load(worker.core, worker.adapters.named(lora_request(new)))
     assert worker.core.step(own) == b"new"  # there is room for one copy
-    with pytest.raises(CannotCompute, match="has other files"):
+    with pytest.raises(OutOfReach, match="has other files"):
         await engine.check_adapter(old)
     # The copy may also go between that look and the request.
     with pytest.raises(BadMessage, match="has other files"):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.decode_links import DecodeLink
-from pullfill.prefill_worker.engine import CannotCompute
 from pullfill.prefill_worker.handoff import patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
@@ -127,13 +126,14 @@ class Worker:
         )  # fmt: skip
         self.budget = budget or Budget(10**6)
         self.credits = Credits(1)
-        consumer: Any = SimpleNamespace(
-            pull=self._pull, drain=self._drain, ack_wait_s=ack_wait_s, max_deliver=5
-        )
         self.nats = ServerHealth("nats", "nats://h:1")
         self.nats.ok()
+        consumer: Any = SimpleNamespace(
+            pull=self._pull, drain=self._drain, ack_wait_s=ack_wait_s, max_deliver=5,
+            health=self.nats,
+        )  # fmt: skip
         self.puller = Puller(
-            consumer, links, engine, self.budget, self.credits, ReadGrants(None), self.nats,
+            consumer, links, engine, self.budget, self.credits, ReadGrants(None),
             max_prompt_tokens=100, **more,
         )  # fmt: skip
 
@@ -147,7 +147,7 @@ class Worker:
         self.tasks.append(task)
 
     async def _check_adapter(self, adapter: Adapter) -> None:
-        raise CannotCompute(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
+        raise OutOfReach(f"LoRA adapter {adapter.name} is not at {adapter.path} here")
 
     async def _find(self, instance_id: str, **_: bool) -> Any:
         if not self.known:

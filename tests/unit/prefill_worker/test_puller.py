@@ -187,7 +187,7 @@ async def test_a_job_that_comes_with_a_pause_goes_back() -> None:
         worker.puller.pause("engine", "stuck")
         return delivery
 
-    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    worker.puller.consumer.pull = pull  # type: ignore[method-assign]
     await asyncio.wait_for(worker.puller.pull(), 5)
     assert (delivery.verbs, worker.puller.in_flight) == (["nak"], 0)
     await worker.puller.close()
@@ -206,7 +206,7 @@ async def test_a_pull_that_fails_is_tried_again_after_a_moment(failure: Exceptio
             raise failure
         return await Worker._pull(worker, wait_s)
 
-    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    worker.puller.consumer.pull = pull  # type: ignore[method-assign]
     worker.publish("j")
     worker.puller.start()
     await soon(lambda: tries == 1)
@@ -253,7 +253,7 @@ async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
                 raise
             # The first one is lost, as `wait_for` of Python 3.11 may lose it.
 
-    worker.puller._consumer.pull = pull  # type: ignore[method-assign]
+    worker.puller.consumer.pull = pull  # type: ignore[method-assign]
     worker.puller.start()
     await soon(lambda: pulls == 1)
     await asyncio.wait_for(worker.puller.close(), 5)

@@ -273,8 +273,6 @@ def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits
     calls.task.cancel()
     transfer_worker.let_go(calls.task)
     transfer_worker.write(calls.task, [1], [6], True, calls.done)
-    eventually(lambda: calls.callbacks)
-    assert isinstance(calls.callbacks[0], HandoffError)
     assert (calls.task.kept, calls.task.outstanding, used(credits)) == ({}, 0, 0)
 
 
