@@ -40,7 +40,7 @@ from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
 from pullfill.errors import ConfigError
 from pullfill.ids import is_name
-from pullfill.options import ClusterOptions, WorkerOptions, declared
+from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import until
 from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
@@ -58,23 +58,27 @@ if TYPE_CHECKING:
 
 logger = log.get("worker.stock")
 
-# Flags of `pullfill decode` that are settings here, too. The others are about what vLLM owns.
-SETTINGS = frozenset({
-    "host", "lease_ttl_s", "connect_timeout_s", "transports", "kv_port", "advertise_kv",
-    "http_port", "kv_mode", "control_port", "advertise_control",
-})  # fmt: skip
+# Flags of `pullfill decode` and `pullfill prefill` that are about what vLLM owns here. The others
+# are settings.
+_VLLMS = frozenset({"model", "instance_id", "drain_timeout_s", "log_format", "cores", "elastic"})
 # How long vLLM's end waits for the worker's. vLLM kills the process after a few seconds more.
 _CLOSE_S = 3.0
 
 
+def settings(side: str) -> dict[str, Flag]:
+    """Return the settings of a worker with this side, beside where its cluster is."""
+    found = [one for one in declared(WorkerOptions) if one.role in ("", side)]
+    names = ((one.name.partition("/")[0].strip("-").replace("-", "_"), one) for one in found)
+    return {name: one for name, one in names if one.field not in _VLLMS}
+
+
 def settings_of(
-    extra: Mapping[str, Any], model: str, name: str
+    extra: Mapping[str, Any], side: str, model: str, name: str
 ) -> tuple[ClusterRef, WorkerOptions]:
     """Read `kv_connector_extra_config`. Its keys are flags, as in "kv_port". Raises ConfigError.
 
     model: its path. name: the worker's instance id."""
-    flags = {one.name.strip("-").replace("-", "_"): one for one in declared(WorkerOptions)}
-    flags = {key: one for key, one in flags.items() if one.field in SETTINGS}
+    flags = settings(side)
     places = {one.name for one in fields(ClusterOptions)}
     given: dict[str, Any] = {}
     for key, value in extra.items():
@@ -182,7 +186,7 @@ class StockCore:
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
         name, model = name_of(config, kind.side), config.model_config
         extra = config.kv_transfer_config.kv_connector_extra_config
-        cluster, options = settings_of(extra, model.model, name)
+        cluster, options = settings_of(extra, kind.side, model.model, name)
         module, role_class = kind.role_class
         role: Role[Any] = getattr(import_module(module), role_class)(cluster, options)
         role.adjust(config)

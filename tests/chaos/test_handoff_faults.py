@@ -36,7 +36,7 @@ def dies_at(
     with checked(cluster, oracle, fallbacks=fallbacks, stale=stale) as check:
         victim.arm(failpoint)
         answer = check.ask(random_prompt(1500, seed=seed))
-        assert victim.wait(5) == -signal.SIGKILL
+        victim.ends(-signal.SIGKILL, 5)
         # The dead worker's message is redelivered to it and refused, or it was removed.
         cluster.add("prefill")
     return check.told(answer)
@@ -219,7 +219,7 @@ def test_row_12_duplicate_delivery(paired: Cluster, oracle: Oracle) -> None:
             slow.arm("")
             until(lambda: load.done, 30, "answered")
             told = check.told(load.done[0][1])
-        assert slow.wait(20) == 0
+        slow.ends(0, 20)
         assert (told["path"], told["attempts"]) == ("remote", 1)
         assert told["prefill_instance"] == slow.instance_id
 

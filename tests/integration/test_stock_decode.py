@@ -218,21 +218,25 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
     from pullfill.worker.stock_core import settings_of
 
     place = {"etcd": "http://e", "nats": "nats://n", "namespace": "ns"}
-    cluster, options = settings_of({**place, "kv_port": "7000", "kv_mode": "push"}, "m", "d-1")
+    cluster, options = settings_of(
+        {**place, "kv_port": "7000", "kv_mode": "push", "reserve_seats": True}, "decode", "m", "d-1"
+    )
     assert (cluster.namespace, cluster.etcd_url, cluster.nats_url) == tuple(
         place[key] for key in ("namespace", "etcd", "nats")
     )
     assert (options.model, options.instance_id, options.kv_port) == ("m", "d-1", 7000)
     assert options.kv_mode is KvMode.PUSH
-    for given, told in (
+    assert options.reserve_seats
+    for wrong, told in (
         ({"kv_port": 70000}, "out of 0 to 65535"),
         ({"kv_port": "many"}, "kv_port is 'many'"),
         ({"transports": "avian"}, "no transport is called 'avian'"),
-        ({"data_port": 1}, "has no setting 'data_port'"),
+        ({"elastic": True}, "has no setting 'elastic'"),
+        ({"concurrency": 1}, "has no setting 'concurrency'"),
         ({"namespace": "A B"}, "namespace 'A B' is not usable"),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
-            settings_of({**place, **given}, "m", "d-1")
+            settings_of({**place, **wrong}, "decode", "m", "d-1")
 
 
 def test_files_of_a_killed_process_are_in_nobodys_way(

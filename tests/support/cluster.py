@@ -20,7 +20,6 @@ import time
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -141,6 +140,10 @@ class Worker:
         self.signal(signal.SIGKILL)
         self.process.wait()
 
+    def ends(self, code: int, within_s: float) -> None:
+        """It ends within that time, with this exit code."""
+        assert self.wait(within_s) == code
+
     def stop(self, within_s: float = 30.0) -> int:
         """Send SIGTERM (drain), wait, and return the exit code."""
         self.signal(signal.SIGTERM)
@@ -189,6 +192,9 @@ class StockWorker(Worker):
             return _state_of(self.pid) != "Z"
         return False
 
+    def ends(self, code: int, within_s: float) -> None:
+        self.wait(within_s)  # vLLM's server has codes of its own
+
     def signal(self, number: int) -> None:
         if number == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError):
@@ -199,19 +205,14 @@ class StockWorker(Worker):
             os.kill(self.pid, number)
 
 
-@cache
-def stock_settings() -> frozenset[str]:
-    """Fields of `WorkerOptions` that are settings of a worker in stock vLLM."""
-    from pullfill.worker.stock_core import SETTINGS
-
-    return SETTINGS
-
-
 def stock_arguments(role: str, name: str, flags: Sequence[str]) -> list[str]:
     """Return vLLM's arguments for a worker that `pullfill ROLE FLAGS` would be.
 
     Skips the test if it needs a flag that is no setting of such a worker."""
-    known = {one.name: one.field for one in declared(WorkerOptions)}
+    from pullfill.worker.stock_core import settings as settings_for
+
+    known = {one.name.partition("/")[0] for one in declared(WorkerOptions)}
+    able = settings_for(role)
     places = {"--etcd", "--nats", "--namespace", "--state-dir", "--security"}
     settings: dict[str, str] = {}
     rest: list[str] = []
@@ -220,8 +221,9 @@ def stock_arguments(role: str, name: str, flags: Sequence[str]) -> list[str]:
         flag, _, value = word.partition("=")
         if flag in ("--model", "--cpu"):
             rest += [flag, next(words)] if flag == "--model" else []
-        elif flag in places or known.get(flag) in stock_settings():
-            settings[flag.strip("-").replace("-", "_")] = value or next(words)
+        elif (key := flag.strip("-").replace("-", "_")) in able or flag in places:
+            on = key in able and able[key].type is bool
+            settings[key] = value or ("true" if on else next(words))
         elif flag in known:
             pytest.skip(f"a worker in stock vLLM has no {flag}")
         else:
