@@ -156,4 +156,4 @@ class Faults(RuleBasedStateMachine):
 
 
 TestFaults = Faults.TestCase
-TestFaults.settings = settings(max_examples=MANY or 50, stateful_step_count=50, deadline=None)
+TestFaults.settings = settings(max_examples=MANY or 30, stateful_step_count=50, deadline=None)
