@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -63,6 +64,7 @@ logger = log.get("worker.stock")
 _VLLMS = frozenset({"model", "instance_id", "drain_timeout_s", "log_format", "cores", "elastic"})
 # How long vLLM's end waits for the worker's. vLLM kills the process after a few seconds more.
 _CLOSE_S = 3.0
+_UUID = re.compile(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def settings(side: str) -> dict[str, Flag]:
@@ -103,8 +105,11 @@ def settings_of(
 
 
 def name_of(config: VllmConfig, side: str) -> str:
-    """Return the instance id: all processes of this engine know vLLM's engine_id."""
-    name = f"{side}-{config.kv_transfer_config.engine_id}".lower()
+    """Return the instance id: all processes of this engine know vLLM's engine_id.
+
+    Of a UUID, which is vLLM's own choice, 8 digits are enough."""
+    engine_id = _UUID.sub(r"\1", config.kv_transfer_config.engine_id)
+    name = f"{side}-{engine_id}".lower()
     if not is_name(name):
         raise ConfigError(
             f"engine_id {config.kv_transfer_config.engine_id!r} of --kv-transfer-config: use "

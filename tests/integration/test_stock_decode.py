@@ -164,6 +164,36 @@ def test_ranks_in_processes_of_their_own_and_steps_that_overlap(
         stock.clean()
 
 
+@pytest.mark.long
+def test_each_rank_of_a_data_parallel_server_is_a_worker(
+    cluster: Cluster, tmp_path: Path, oracle: Oracle
+) -> None:
+    server = StockVllm(
+        "decode", cluster.model_path, tmp_path / "decode.log", transfer=flag(cluster),
+        flags=[*FLAGS, "--shutdown-timeout=10", "--data-parallel-size=2"],
+    )  # fmt: skip
+    before = set(cluster.records("decode"))
+    server.launch()
+    try:
+        server.ready()
+        ranks = sorted(set(cluster.records("decode")) - before)
+        assert [rank[-4:] for rank in ranks] == ["_dp0", "_dp1"]
+        client = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
+        )
+        prompts = [random_prompt(length, seed=57) for length in LENGTHS[1:]]
+        with closing(client), ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda one: ask(cluster, one, STEPS, client), prompts))
+        assert_right(oracle, prompts, answers, STEPS, 1e-5)
+        sent = [cluster.counter(DECIDED, path="remote", instance_id=rank) for rank in ranks]
+        assert sum(sent) == len(prompts)
+        assert all(sent), "both are used"
+        server.terminate()
+        assert not set(ranks) & set(cluster.records("decode"))
+    finally:
+        server.kill()
+
+
 def test_a_prefill_worker_that_dies_costs_no_request(stock: Stock, oracle: Oracle) -> None:
     cluster = stock.cluster
     (other,) = cluster.of("prefill")
