@@ -73,6 +73,7 @@ class StockHost(EngineHost):
         """Run what is submitted until `done()`, before vLLM's loop begins. Engine thread."""
         while not done():
             super()._take_in(50)
+        self._doing = ""  # the watchdog must not count what vLLM does next
 
     def turn(self, core: Any) -> bool:
         while self._entries:
