@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_mock_engine import ask
 from tests.support.cluster import MOCK
 from tests.support.hosts import Hosts, SpreadCluster, why_not
-from tests.support.prompts import random_prompt
+from tests.support.prompts import ask, random_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -49,12 +48,13 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def measure(cluster: SpreadCluster, seed: int) -> None:
     """Send short prompts until earlier measurements of the link do not count any more."""
     for i in range(8):
-        assert ask(cluster, random_prompt(SHORT, seed=seed + i), 1)[1]["path"] == "remote"
+        assert decided(cluster, seed + i, SHORT)["path"] == "remote"
 
 
-def decided(cluster: SpreadCluster, seed: int) -> dict[str, Any]:
-    """Send a long prompt and return its record."""
-    return ask(cluster, random_prompt(LONG, seed=seed), 1)[1]
+def decided(cluster: SpreadCluster, seed: int, length: int = LONG) -> dict[str, Any]:
+    """Send a prompt and return its record."""
+    answer = ask(cluster, random_prompt(length, seed=seed), 1, logprobs=None)
+    return cluster.explain(answer.request_id)
 
 
 @pytest.mark.essential
