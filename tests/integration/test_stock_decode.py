@@ -73,6 +73,12 @@ class Stock:
         rows = self.cluster.status()["workers"]
         return next((w["load"] for w in rows if w["instance_id"] == self.instance_id), {})
 
+    @property
+    def compared(self) -> bool:
+        load = self.load()
+        checks = load.get("self_checks", ())
+        return bool(load.get("prefill_workers")) and all(c["result"] != "pending" for c in checks)
+
     def clean(self) -> None:
         """No job and no block is left."""
 
@@ -95,7 +101,7 @@ def stock_decode(cluster: Cluster, log: Path, *more: str) -> Iterator[Stock]:
         server.ready()
         made = Stock(cluster, server)
         with closing(made.client):
-            until(lambda: made.load().get("prefill_workers"), 20, "prefill workers have connected")
+            until(lambda: made.compared, 40, "prefill workers have connected, and were compared")
             yield made
             server.kill()
             until(lambda: made.record is None, 20, "its lease is over")
@@ -177,6 +183,7 @@ def test_each_rank_of_a_data_parallel_server_is_a_worker(
     try:
         server.ready()
         ranks = sorted(set(cluster.records("decode")) - before)
+        until(cluster.linked, 40, "prefill workers have connected, and were compared")
         assert [rank[-4:] for rank in ranks] == ["_dp0", "_dp1"]
         client = openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
