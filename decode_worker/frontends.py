@@ -33,8 +33,8 @@ _FLUSH_S = 0.1
 
 
 class Frontends:
-    """See the module. The loop of the engine calls `before_step` to `on_failed_step` (`EngineHooks`
-    of engine/host.py) on its thread. All else is called on the asyncio thread."""
+    """See the module. The loop of the engine calls `before_step` to `on_aborted` (`EngineHooks` of
+    engine/host.py) on its thread. All else is called on the asyncio thread."""
 
     def __init__(
         self,
@@ -106,6 +106,10 @@ class Frontends:
         self._server.receive()  # what has arrived, but was not read yet, migrates, too
         self._server.migrate(untouched | self._server.coming())
         time.sleep(_FLUSH_S)
+
+    def on_aborted(self, request_ids: set[str]) -> None:
+        """Migrate requests that vLLM has aborted, as when somebody pauses stock `vllm serve`."""
+        self._server.migrate(request_ids)
 
     def make_way(self, no_room_s: float = 5.0) -> None:
         """Migrate requests that wait for blocks while blocks are in quarantine.

@@ -77,6 +77,10 @@ class EngineHooks(Protocol):
         untouched: IDs of the requests that the step did not touch."""
         return None
 
+    def on_aborted(self, request_ids: set[str]) -> None:
+        """Called when vLLM has aborted requests by itself. The loop goes on."""
+        return None
+
 
 def taken(outputs: dict[int, Any], client: int) -> Any:
     """Take the outputs of one client out of those of a step. None: it has none.

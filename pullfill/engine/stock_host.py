@@ -69,6 +69,10 @@ class StockHost(EngineHost):
         self._entries.append(work)
         self.wake()
 
+    def register(self, socket: Any, handler: Callable[[], None]) -> None:
+        """Poll it from the first turn on: a frontend may send a request at once."""
+        self.enter(lambda: super(StockHost, self).register(socket, handler))
+
     def wait(self, done: Callable[[], bool]) -> None:
         """Run what is submitted until `done()`, before vLLM's loop begins. Engine thread."""
         while not done():
@@ -87,6 +91,8 @@ class StockHost(EngineHost):
         while not queue.empty():
             came = True
             self.core._handle_client_request(*queue.get_nowait())
+        if came:
+            self.core._maybe_publish_request_counts()  # before the step, as vLLM does
         if self._on_ending is not None and not self.core.is_running():
             self._on_ending()
             self._on_ending = None
@@ -103,22 +109,26 @@ class StockHost(EngineHost):
 
     def _give(self, outputs: dict[int, Any]) -> None:
         ours = {client: outputs.pop(client) for client in list(outputs) if _is_ours(client)}
-        for batch in ours.values():
-            if (stats := batch.scheduler_stats) is not None:
-                # vLLM tells them once. Its own servers count them, and ours only show the levels.
-                batch.scheduler_stats = levels_of(stats)
-                outputs.setdefault(0, type(batch)()).scheduler_stats = stats
+        batches = (*ours.values(), *outputs.values())
+        told = next((batch for batch in batches if batch.scheduler_stats is not None), None)
+        if ours and told is not None:
+            # vLLM tells them once. Its own servers count them, and ours only show the levels.
+            stats, told.scheduler_stats = told.scheduler_stats, None
+            outputs.setdefault(next(iter(outputs), 0), type(told)()).scheduler_stats = stats
+            next(iter(ours.values())).scheduler_stats = levels_of(stats)
         super()._give(ours)
         for output in outputs.items():
             self.core.output_queue.put_nowait(output)
 
     def _aborted(self, request_ids: list[str], client: int) -> None:
-        """vLLM ends, and has aborted these."""
+        """vLLM has aborted these: it ends, or somebody has paused it."""
         if not _is_ours(client):
             self._abort_outputs(request_ids, client)
             return
         for hooks in self._hooks:
-            hooks.on_failed_step(set(request_ids))
+            tell = hooks.on_aborted if self.core.is_running() else hooks.on_failed_step
+            tell(set(request_ids))
+        self.wake()  # a step tells the model runner, and vLLM does not end before it
 
 
 def _is_ours(client: int) -> bool:

@@ -16,6 +16,10 @@ from pullfill.worker.ports import Steps
 
 T = TypeVar("T")
 
+# The wave of requests that come past vLLM's servers, which count waves. A rank of a data parallel
+# group that gets such a request wakes the others.
+_NO_WAVE = -1
+
 
 class OwnLoop(EngineHooks):
     """Drives the sides of one worker, and is `EngineThread` and `Submit` for them.
@@ -78,7 +82,8 @@ class OwnLoop(EngineHooks):
             try:
                 if request.lora_request is not None:
                     request.lora_request = self.adapters.load(self._core, request.lora_request)
-                self._core.add_request(*self._core.preprocess_add_request(request))
+                made, _ = self._core.preprocess_add_request(request)
+                self._core.add_request(made, _NO_WAVE)
             except BadMessage as exc:
                 self._end(name, exc)
             except Exception as exc:
@@ -139,7 +144,7 @@ class OwnLoop(EngineHooks):
         Raises BadMessage if its adapter cannot be loaded, and what vLLM raises."""
         self.adapters.admit(self._core, request)
         bound = requests.bound_grammar(request, self._core)
-        self._core.add_request(request)
+        self._core.add_request(request, _NO_WAVE)
         return bound
 
     def drop(self, request_ids: Sequence[str]) -> None:

@@ -76,7 +76,7 @@ class FakeCore:
         self.prepared.append(request.request_id)
         return request, 0
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: Any, wave: int) -> None:
         self.added.append(request.request_id)
         self.arrivals.append(request.arrival_time)
 
