@@ -39,11 +39,11 @@ from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, request_limits, speculation
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, EngineStuck
 from pullfill.ids import is_name
 from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import until
+from pullfill.runtime.lifecycle import EXIT_S, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
@@ -142,13 +142,14 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
 class StockLife:
     """The engine of stock vLLM (engine/life.py: `Life`). vLLM owns its end, and its memory.
 
-    ending: set once vLLM is told to shut down. fail: see `Engine`."""
+    ending: set once vLLM is told to shut down. hangs: see `EngineLife`. fail: see `Engine`."""
 
     def __init__(self, host: StockHost) -> None:
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[list[Engine[Any]]] = self.loop.create_future()
         self.dead, self.ending = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
+        self.hangs = False
         self.pulse = host.pulse
         self._host = host
 
@@ -160,7 +161,10 @@ class StockLife:
 
         self._host.submit(end)
 
-    give_up = fail
+    def give_up(self, why: str) -> None:
+        """The engine takes no step any more, so this process must end. vLLM's server then ends."""
+        self.hangs, self.failure = True, EngineStuck(why)
+        self.dead.set()
 
     async def halt(self) -> None:
         await self.dead.wait()
@@ -203,6 +207,7 @@ class StockCore:
         self.half: SchedulerHalf = role.make_half(self.context)
         # As in our own loop: a claim must not wait 5 ms for the engine thread to let the GIL go.
         sys.setswitchinterval(0.0005)
+        self._close_s = _CLOSE_S
         self._made, self._serves = Future[StockLife](), Future[None]()
         self._thread = threading.Thread(target=self._run, name="pullfill", daemon=True)
         self._thread.start()
@@ -223,7 +228,8 @@ class StockCore:
     def close(self) -> None:
         """The engine takes no more steps: leave the cluster. May be called again."""
         self._tell(self._life.dead.set)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(self._close_s)
+        self._close_s = 0.0
         if self.context.files is not None:
             self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
@@ -245,6 +251,11 @@ class StockCore:
                 logger.exception("this worker has left its cluster: all prompts are prefilled here")
             else:
                 self._serves.set_exception(exc)
+                if not self._made.done():  # the process has no descriptors left, for example
+                    self._made.set_exception(exc)
+        else:
+            if self._life.hangs:
+                leave(1)
 
     async def _serve(self) -> None:
         life = StockLife(self._host)
@@ -260,14 +271,18 @@ class StockCore:
                 raise
             self._serves.set_result(None)
             await until(self._worker.revoked, life.ending, life.dead)
-            revoked = self._worker.revoked.is_set()
-            logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
             services = await self._worker.settle()
-            await self._worker.stop_taking()
+            if not life.dead.is_set():
+                revoked = self._worker.revoked.is_set()
+                logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
+                await self._worker.stop_taking()
             # Prefill workers may still write what was granted before. vLLM owns the process.
             await life.dead.wait()
+            if life.hangs:
+                logger.error("the engine has ended (%r): exiting", life.failure)
+                exit_within(EXIT_S, 1)
             for service in services:
-                await service.engine_gone(hangs=False)
+                await service.engine_gone(life.hangs)
 
 
 class PullfillDecode(WorkerConnector):

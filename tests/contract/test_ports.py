@@ -26,7 +26,8 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.side import DecodeRole
-from pullfill.engine.adapters import lora_request
+from pullfill.deploy.members import workers
+from pullfill.engine.adapters import Adapters, lora_request
 from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
@@ -40,6 +41,7 @@ from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.own_loop import OwnLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import engines_of
@@ -496,6 +498,45 @@ async def test_stock_vllm_frees_the_memory_after_the_worker_has_left(
         assert fence.exists()
     assert left
     assert all(left)
+
+
+async def test_a_worker_whose_engine_hangs_in_stock_vllm_leaves_and_ends_the_process(
+    model_path: Path, etcd: EtcdServer, client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pullfill.worker import stock_core as stock
+
+    ended, goes_on = list[int](), threading.Event()
+    monkeypatch.setattr(stock, "leave", ended.append)
+    monkeypatch.setattr(stock, "exit_within", lambda *_: None)
+    async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
+        life = made.stock.core.result().scheduler.connector._stock._life
+        made.thread.submit(lambda: goes_on.wait(60))
+        try:
+            life.loop.call_soon_threadsafe(life.give_up, "it hangs")
+            await until(lambda: ended == [1], "the process stays")
+            assert not await workers(client, ns)
+            assert not goes_on.is_set()
+        finally:
+            goes_on.set()
+
+
+def test_a_request_that_comes_past_vllms_servers_wakes_the_group() -> None:
+    """Else this rank would wait in its first step for the others, which have no request."""
+    core = vllm_core.DPEngineCoreProc.__new__(vllm_core.DPEngineCoreProc)
+    added: list[Any] = []
+    core.vllm_config, core.has_coordinator, core.current_wave = None, True, 0
+    core.engines_running, core.output_queue = False, Queue[Any]()
+    core.request_block_hasher = core.mm_receiver_cache = None
+    core.scheduler = SimpleNamespace(
+        add_request=added.append, pause_state=vllm_core.PauseState.UNPAUSED
+    )
+    host: Any = SimpleNamespace(enter=lambda work: work(), submit=None, wake=None, use=None)
+    host.register = None
+    OwnLoop(host, core, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
+    assert [one.request_id for one in added] == ["a"]
+    assert core.engines_running
+    client, told = core.output_queue.get_nowait()
+    assert (client, told.start_wave) == (-1, 0)
 
 
 async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
