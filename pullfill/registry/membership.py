@@ -6,6 +6,8 @@ Life: `join` → `leave`. Meanwhile the lease is kept alive and our own keys are
 - outage of etcd: the owner serves on. Once etcd answers, we register on a new lease, with a new
   incarnation.
 - key deleted or overwritten by hand: it is written again. Membership is the lease, not the keys.
+- key written by another process with our id: the one that has started last keeps it. The other one
+  revokes its own lease.
 
 asyncio thread only.
 """
@@ -23,6 +25,7 @@ import msgspec
 from pullfill.backoff import Backoff
 from pullfill.clock import BOOT_CLOCK, Clock
 from pullfill.errors import (
+    BadMessage,
     ConfigError,
     IncompatibleError,
     PullfillError,
@@ -35,7 +38,7 @@ from pullfill.registry.directory import refuse_if_incompatible
 from pullfill.registry.watch import Put, Synced, watch_prefix
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, encode
+from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, decode, encode
 
 _log = log.get("registry.membership")
 
@@ -364,12 +367,33 @@ class Membership:
                 synced = True
             elif isinstance(event, Put):
                 seen[event.key] = event.value
+                if event.key == prefix.encode() and self._replaced_by(event.value):
+                    with contextlib.suppress(PullfillError):  # the next event tries again
+                        await self._client.revoke_lease(lease.id)
+                    lease.check_now()
+                    continue
             else:
                 seen.pop(event.key, None)
                 lease.check_now()
             ours = {k: v for k, v in self._expected().items() if k.startswith(prefix.encode())}
             if synced and any(seen.get(key) != value for key, value in ours.items()):
                 self._stale.set()
+
+    def _replaced_by(self, value: bytes) -> bool:
+        """Whether a process with our id that has started after us has written this."""
+        assert self._record is not None
+        try:
+            other = decode(value, WorkerRecord)
+        except BadMessage:  # written by hand
+            return False
+        if other.started_at <= self._record.started_at:
+            return False
+        _log.error(
+            "another worker is called %s, too (host %s, pid %d), and has started later: leaving. "
+            "Give each an id of its own",
+            other.instance_id, other.host, other.pid,
+        )  # fmt: skip
+        return True
 
     async def _rewrite(self, lease: EtcdLease) -> None:
         """Write our keys again each time `_stale` is set."""

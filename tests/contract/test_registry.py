@@ -321,6 +321,27 @@ async def test_the_keys_of_an_id_go_over_to_its_new_owner(
     await second.leave()
 
 
+async def test_of_two_workers_with_one_id_the_later_one_stays(client: EtcdClient, ns: str) -> None:
+    """Else they would overwrite each other's keys for ever. The key of decode-10 begins alike."""
+    started = {"decode-1": 1.0, "decode-10": 2.0}
+    first, other = (
+        member(client, ns, name, changes={"started_at": at}) for name, at in started.items()
+    )
+    await first.join()
+    await other.join()
+    second = member(client, ns, "decode-1", changes={"started_at": 3.0})
+    await asyncio.sleep(0.3)
+    assert not first.revoked.is_set()
+    await second.join()
+    await asyncio.wait_for(first.revoked.wait(), 10)
+    await asyncio.sleep(1.0)
+    there = await registered(client, ns)
+    assert there["decode-1"].incarnation == second.incarnation
+    assert not second.revoked.is_set()
+    for one in (second, other):
+        await one.leave()
+
+
 # ------------------------------------------------------------------ directory
 
 
