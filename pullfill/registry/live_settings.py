@@ -150,7 +150,8 @@ class Settings(Follower, Generic[T]):
         """Store one field, or remove it if `text` is `UNSET`. Returns its value.
 
         Other fields are not changed, also if others write them at the same time. Raises ConfigError
-        for a bad value, and says which are allowed. Then nothing is written.
+        for a bad value, and says which are allowed. Then nothing is written. It also raises that if
+        another field is bad: then this one is written, but no process takes any.
         """
         value = None if text == UNSET else _from_text(self._kind, name, text)
         for _ in range(10):
@@ -162,6 +163,13 @@ class Settings(Follower, Generic[T]):
             revision = kv.mod_revision if kv is not None else 0
             new = msgspec.json.encode(fields)
             if await self._client.put_if(self._key, new, mod_revision=revision):
+                try:
+                    parse(new, self._kind)
+                except ConfigError as exc:
+                    raise ConfigError(
+                        f"{self._root}.{name} is stored, but no process takes it before another "
+                        f"setting is mended: {exc}"
+                    ) from None
                 return getattr(self._kind(), name) if value is None else value
         raise RegistryUnavailable(f"{self._key} keeps changing; try again")
 

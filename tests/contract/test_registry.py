@@ -139,7 +139,10 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     with pytest.raises(ConfigError, match="remote_timeout_s"):
         await config.get_all()
 
+    with pytest.raises(ConfigError, match=r"router.policy is stored, but .*remote_timeout_s"):
+        await config.set("policy", "always_local")
     await config.set("remote_timeout_s", "4.5")
+    await config.set("policy", "unset")
     await soon(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
     assert (await config.get_all())["router.remote_timeout_s"] == 4.5
     await config.set("remote_timeout_s", "unset")
