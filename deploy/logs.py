@@ -38,7 +38,7 @@ def chosen(state: StateDir, name: str | None) -> list[Path]:
         raise ConfigError(
             f"{state.logs} has no logs: name the --state-dir of a cluster of `pullfill up`"
         )
-    cluster = state.cluster()
+    cluster = state.readable()  # logs are there also if the record is damaged
     entries = cluster.processes if cluster else []
     meant = {entry.name for entry in entries if name in (entry.instance_id, entry.role)}
     found = [

@@ -174,7 +174,8 @@ def read_cluster_file(directory: Path) -> ClusterFile:
         ) from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise ConfigError(
-            f"{path} is damaged ({exc}): end what still runs of its cluster, then delete the file"
+            f"{path} is damaged ({exc}): end what still runs of its cluster, which "
+            "`pgrep -af pullfill` lists, then delete the file"
         ) from exc
 
 
