@@ -128,6 +128,14 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
             f"use {kind.kv_role}"
         )
     model, parallel = config.model_config, config.parallel_config
+    for name in ("enable_fault_tolerance", "enable_elastic_ep"):
+        if getattr(parallel, name):
+            # The first goes on after a step of which nobody knows what has run. After the second
+            # vLLM's loop waits for its own clients only.
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: vLLM's loop then takes no turns of a worker; remove "
+                "the flag"
+            )
     flags = SimpleNamespace(
         enable_sleep_mode=model.enable_sleep_mode,
         enable_cumem_allocator=model.enable_cumem_allocator,

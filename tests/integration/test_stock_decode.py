@@ -291,7 +291,9 @@ def test_files_of_a_killed_process_are_in_nobodys_way(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_shared_and_another_loop_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     from pullfill.worker import stock_core
@@ -299,8 +301,14 @@ def test_memory_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch
     model = SimpleNamespace(enable_sleep_mode=True, enable_cumem_allocator=True)
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"), model_config=model,
-        parallel_config=SimpleNamespace(enable_expert_parallel=False, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            enable_expert_parallel=False, tensor_parallel_size=1, enable_elastic_ep=False,
+            enable_fault_tolerance=True,
+        ),
     )  # fmt: skip
+    with pytest.raises(ConfigError, match="--enable-fault-tolerance"):
+        stock_core.check_config(config, stock_core.PullfillDecode)
+    config.parallel_config.enable_fault_tolerance = False
     monkeypatch.setattr(stock_core.kv, "device_of", lambda _: "cuda")
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
         stock_core.check_config(config, stock_core.PullfillDecode)
