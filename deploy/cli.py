@@ -205,8 +205,13 @@ def _file() -> click.Option:
         if path is not None and not context.resilient_parsing:
             from pullfill.deploy import cluster_file
 
+            flags = [p for p in context.command.get_params(context) if isinstance(p, click.Option)]
+            # `detach: false`: it has no such flag as --no-detach, which nobody needs.
+            off = {f"--no-{name[2:]}" for p in flags if p.is_flag for name in p.opts}
+            off -= {name for p in flags for name in p.secondary_opts}
+            given = [word for word in cluster_file.arguments(path) if word not in off]
             parser = context.command.make_parser(context)
-            values, theirs, _order = parser.parse_args(cluster_file.arguments(path))
+            values, theirs, _order = parser.parse_args(given)
             context.default_map, context.meta[_OF_FILE] = values, theirs
 
     return click.Option(

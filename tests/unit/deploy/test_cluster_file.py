@@ -29,6 +29,7 @@ port: 9000
 transports: [shm, tcp]
 kv-mode: pull
 pin: no
+detach: false
 max-inflight: 7
 namespace: 010          # in YAML 1.1 this would be 8
 state-dir: /s
