@@ -67,7 +67,7 @@ flaky: install ## Repeat tests, count what failed: make flaky N=10 [ARGS="tests/
 
 chaos: install ## Fault tests, also with stock vLLM, and all long tests: models, LoRA, packaging, chart, more fuzzing
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
-	STOCK="decode prefill" $(BIN)/pytest tests/chaos/test_*_faults.py tests/chaos/test_transfer_fence.py $(PYTEST_ARGS)
+	STOCK="decode prefill" $(BIN)/pytest tests/chaos/test_*_fault*.py tests/chaos/test_*_outage.py $(PYTEST_ARGS)
 	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q --forks 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
 

@@ -194,6 +194,8 @@ class StockWorker(Worker):
         return False
 
     def ends(self, code: int, within_s: float) -> None:
+        if "lease revoked" in self.log.read_text():
+            self.signal(signal.SIGTERM)  # it serves alone until it is told to end
         self.wait(within_s)  # vLLM's server has codes of its own
 
     def signal(self, number: int) -> None:
