@@ -5,7 +5,7 @@ turn. Measured:
   first token  of long prompts that are prefilled remotely, one at a time
   waiting      CPU of a decode worker while 8 of its requests wait for their KV
   tokens       tokens/s of 8 streams that are prefilled locally, against `vllm serve` without the
-               flag. Both are asked by their own HTTP servers, in turn
+               flag: no other worker, both asked by their own HTTP servers, in turn
 Writes results/flag.md. Exit status 1 when a target is missed.
 """
 
@@ -15,8 +15,12 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -24,7 +28,7 @@ from benchmarks import command, machine
 from benchmarks.report import Row, median, row, versus
 from benchmarks.serving import model
 from tests.support.answers import ask_for
-from tests.support.cluster import FLAGS, MODEL, Cluster, StockWorker, Worker, until
+from tests.support.cluster import FLAGS, MODEL, Cluster, Worker, until
 from tests.support.prompts import random_prompt
 from tests.support.stock_vllm import StockVllm
 
@@ -58,7 +62,8 @@ def first_tokens(cluster: Cluster, workers: list[Worker], each: int) -> list[Row
 
 
 def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row]:
-    """All requests wait for a prefill worker that is stopped."""
+    """All requests wait for a prefill worker that is stopped. After 5 s of its silence they would
+    be computed here."""
     (prefill,) = cluster.of("prefill")
     prefill.signal(signal.SIGSTOP)
     answers = [
@@ -66,7 +71,7 @@ def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row
         for number in range(len(workers) * WAITING)
     ]
     try:
-        time.sleep(1.0)
+        time.sleep(0.5)
         before = [machine.cpu_seconds(worker.pid) for worker in workers]
         time.sleep(seconds)
         after = [machine.cpu_seconds(worker.pid) for worker in workers]
@@ -80,33 +85,58 @@ def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row
     ]
 
 
-def tokens(cluster: Cluster, stock: StockWorker, plain: StockVllm, rounds: int) -> list[Row]:
-    """Streams at vLLM's own HTTP servers, with and without the flag."""
-    cluster.set_router(policy="always_local")
-    clients = [
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        for url in (stock.url, plain.url)
+def tokens(directory: Path, base: Path, rounds: int) -> list[Row]:
+    """Streams at vLLM's own HTTP servers, with and without the flag, and no other worker."""
+    flags = [*FLAGS, f"--served-model-name={MODEL}", f"--kv-cache-memory-bytes={KV_MIB << 20}"]
+    with Cluster(base / "alone", directory) as cluster, ExitStack() as stack:
+        cluster.start_servers()
+        servers = [
+            StockVllm(
+                "decode", directory, base / "flag.log", transfer=transfer(cluster), flags=flags
+            ),
+            StockVllm("decode", directory, base / "plain.log", connector=False, flags=flags),
+        ]
+        for server in servers:
+            stack.callback(server.kill)
+            server.launch()
+        for server in servers:
+            server.ready()
+        flag, without = map(median, streams([server.url for server in servers], rounds))
+    return [
+        versus("tokens/s with the flag", flag, "tokens/s", "without it", without, at_least=0.99)
     ]
 
-    def one(client: openai.OpenAI, name: str, number: int) -> None:
+
+def transfer(cluster: Cluster) -> dict[str, Any]:
+    place = {"etcd": cluster.etcd.url, "nats": cluster.nats.url, "namespace": cluster.namespace}
+    return {
+        "kv_connector": "PullfillDecode",
+        "kv_connector_module_path": "pullfill.worker.stock_core",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": place,
+    }
+
+
+def streams(urls: Sequence[str], rounds: int) -> list[list[float]]:
+    """Tokens/s of each server in each round."""
+    clients = [openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) for url in urls]
+
+    def one(client: openai.OpenAI, number: int) -> None:
         client.completions.create(
-            model=name, prompt=random_prompt(64, seed=number), max_tokens=TOKENS,
+            model=MODEL, prompt=random_prompt(64, seed=number), max_tokens=TOKENS,
             temperature=0, extra_body={"ignore_eos": True},
         )  # fmt: skip
 
     made: list[list[float]] = [[], []]
     with ThreadPoolExecutor(STREAMS) as pool:
         for turn in range(-1, rounds):
-            for client, name, rates in zip(clients, (MODEL, "m"), made, strict=True):
+            for which in (0, 1) if turn % 2 else (1, 0):  # neither is always the second one
+                asked = partial(one, clients[which])
                 began = time.monotonic()
-                numbers = [5000 + STREAMS * turn + number for number in range(STREAMS)]
-                list(pool.map(lambda n, c=client, m=name: one(c, m, n), numbers))
+                list(pool.map(asked, [5000 + STREAMS * turn + n for n in range(STREAMS)]))
                 if turn >= 0:
-                    rates.append(STREAMS * TOKENS / (time.monotonic() - began))
-    flag, without = map(median, made)
-    return [
-        versus("tokens/s with the flag", flag, "tokens/s", "without it", without, at_least=0.99)
-    ]
+                    made[which].append(STREAMS * TOKENS / (time.monotonic() - began))
+    return made
 
 
 def measure(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
@@ -118,26 +148,16 @@ def measure(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine
         quiet.look()
         rows = first_tokens(cluster, workers, options.requests)
         rows += waiting(cluster, workers, options.seconds)
-        plain = StockVllm(
-            "decode", directory, base / "plain.log", connector=False,
-            flags=[*FLAGS, "--served-model-name=m", f"--kv-cache-memory-bytes={KV_MIB << 20}"],
-        )  # fmt: skip
-        plain.launch()
-        try:
-            plain.ready()
-            assert isinstance(workers[1], StockWorker)
-            rows += tokens(cluster, workers[1], plain, options.rounds)
-        finally:
-            plain.kill()
-        quiet.look()
+    rows += tokens(directory, base, options.rounds)
+    quiet.look()
     return rows, quiet
 
 
 def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--requests", type=int, default=40, help="prompts for each worker")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long requests wait")
-    parser.add_argument("--rounds", type=int, default=7, help="of streams, for each server")
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long requests wait")
+    parser.add_argument("--rounds", type=int, default=25, help="of streams, for each server")
     title = "A decode worker in stock vLLM (`make bench-flag`)"
     return command.main("flag", title, parser.parse_args(), measure)
 

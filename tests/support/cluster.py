@@ -179,7 +179,6 @@ class StockWorker(Worker):
     """A worker in stock vLLM: its API server, and the engine's process, which is the worker."""
 
     engine: int = 0  # its pid, once it is known
-    url: str = ""  # of vLLM's server
 
     @property
     def pid(self) -> int:
@@ -208,7 +207,7 @@ class StockWorker(Worker):
             os.kill(self.pid, number)
 
 
-def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> list[str]:
+def stock_arguments(role: str, name: str, flags: Sequence[str]) -> list[str]:
     """Return vLLM's arguments for a worker that `pullfill ROLE FLAGS` would be.
 
     Skips the test if it needs a flag that is no setting of such a worker."""
@@ -238,6 +237,7 @@ def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> li
         "engine_id": name.removeprefix(f"{role}-"),
         "kv_connector_extra_config": settings,
     }
+    (port,) = free_ports(1)
     return [
         *rest, "--host=127.0.0.1", f"--port={port}", "--shutdown-timeout=20",
         f"--kv-transfer-config={json.dumps(transfer)}",
@@ -344,14 +344,12 @@ class Cluster:
         command += extra
         log.touch()
         if role in self.stock and not program:
-            name, (port,) = f"{role}-s{number}-{secrets.token_hex(3)}", free_ports(1)
+            name = f"{role}-s{number}-{secrets.token_hex(3)}"
             made = zygote().spawn(
-                stock_arguments(role, name, port, command[1:]), {**full, **STOCK_ENV}, log,
+                stock_arguments(role, name, command[1:]), {**full, **STOCK_ENV}, log,
                 namespace, module="tests.support.stock_vllm",
             )  # fmt: skip
-            worker: Worker = StockWorker(
-                role, made, log, name, armed=failpoints, url=f"http://127.0.0.1:{port}"
-            )
+            worker: Worker = StockWorker(role, made, log, name, armed=failpoints)
             self.workers.append(worker)
             return worker
         process: subprocess.Popen[bytes] | Forked
