@@ -35,6 +35,7 @@ from tests.support.stock_vllm import StockVllm
 PROMPT = 1000
 WAITING = 8
 STREAMS, TOKENS = 8, 64
+PAIRS = 4
 KV_MIB = 256
 BOTH = ("own loop", "stock vLLM")
 
@@ -86,22 +87,31 @@ def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row
 
 
 def tokens(directory: Path, base: Path, rounds: int) -> list[Row]:
-    """Streams at vLLM's own HTTP servers, with and without the flag, and no other worker."""
+    """Streams at vLLM's own HTTP servers, with and without the flag, and no other worker.
+
+    Several pairs of servers: two that are started alike differ by some percent as well."""
     flags = [*FLAGS, f"--served-model-name={MODEL}", f"--kv-cache-memory-bytes={KV_MIB << 20}"]
-    with Cluster(base / "alone", directory) as cluster, ExitStack() as stack:
+    made: tuple[list[float], list[float]] = ([], [])
+    with Cluster(base / "alone", directory) as cluster:
         cluster.start_servers()
-        servers = [
-            StockVllm(
-                "decode", directory, base / "flag.log", transfer=transfer(cluster), flags=flags
-            ),
-            StockVllm("decode", directory, base / "plain.log", connector=False, flags=flags),
-        ]
-        for server in servers:
-            stack.callback(server.kill)
-            server.launch()
-        for server in servers:
-            server.ready()
-        flag, without = map(median, streams([server.url for server in servers], rounds))
+        for pair in range(PAIRS):
+            servers = [
+                StockVllm(
+                    "decode", directory, base / f"{pair}-{bool(flag)}.log", bool(flag), flag, flags
+                )
+                for flag in (transfer(cluster), {})
+            ]
+            with ExitStack() as stack:
+                for server in servers[:: -1 if pair % 2 else 1]:
+                    stack.callback(server.kill)
+                    server.launch()
+                for server in servers:
+                    server.ready()
+                for rates, more in zip(
+                    made, streams([server.url for server in servers], rounds), strict=True
+                ):
+                    rates += more
+    flag, without = map(median, made)
     return [
         versus("tokens/s with the flag", flag, "tokens/s", "without it", without, at_least=0.99)
     ]
@@ -157,7 +167,7 @@ def main() -> int:
     parser = command.parser(__doc__)
     parser.add_argument("--requests", type=int, default=40, help="prompts for each worker")
     parser.add_argument("--seconds", type=float, default=3.0, help="how long requests wait")
-    parser.add_argument("--rounds", type=int, default=25, help="of streams, for each server")
+    parser.add_argument("--rounds", type=int, default=8, help="of streams, for each server")
     title = "A decode worker in stock vLLM (`make bench-flag`)"
     return command.main("flag", title, parser.parse_args(), measure)
 
