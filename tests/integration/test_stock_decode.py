@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -49,9 +50,12 @@ class Stock:
         self.cluster, self.server = cluster, server
         (told,) = re.findall(r"registered (decode-\S+) as", server.log.read_text())
         self.instance_id: str = told
+        # vLLM's server closes a connection that is idle for 5 s, and so the client must earlier.
+        limits = httpx.Limits(keepalive_expiry=1.0)
         self.client = openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
-        )
+            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0,
+            http_client=openai.DefaultHttpxClient(limits=limits),
+        )  # fmt: skip
 
     @property
     def record(self) -> WorkerRecord | None:
