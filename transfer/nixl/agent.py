@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu import cuda
@@ -33,8 +32,7 @@ log = logging.getLogger(__name__)
 
 # Agents are made one at a time: what is put back afterwards belongs to process or thread.
 _making = threading.Lock()
-# Pauses of a wait that polls: short at first, then longer.
-PAUSES_S = 50e-6, 500e-6
+_FAST_S, _SHORT_S, _LONG_S = 0.1, 50e-6, 500e-6
 
 
 @cache
@@ -77,6 +75,18 @@ def _import() -> Any:
     if not os.environ.get("NIXL_LOG_LEVEL"):
         theirs.setLevel(logging.WARNING)
     return api
+
+
+class Pauses:
+    """The pauses of a wait that polls: short at first, then longer.
+
+    UCX moves bytes only when it is called. So they stay short for as long as most batches take."""
+
+    def __init__(self) -> None:
+        self._fast_until = time.monotonic() + _FAST_S
+
+    def pause(self) -> None:
+        time.sleep(_SHORT_S if time.monotonic() < self._fast_until else _LONG_S)
 
 
 class Agent:
@@ -134,10 +144,10 @@ class Agent:
     def _wait(self, handle: Any, check: Callable[[], None]) -> None:
         try:
             state = self._agent.transfer(handle)
-            pauses = Backoff(*PAUSES_S)
+            pauses = Pauses()
             while state == "PROC":
                 check()
-                time.sleep(pauses.next())
+                pauses.pause()
                 state = self._agent.check_xfer_state(handle)
         finally:
             del handle
@@ -168,7 +178,7 @@ class Agent:
             log.error("a NIXL agent is still in use: its memory cannot be given back yet")
         while core() is not None:
             gc.collect()
-            time.sleep(PAUSES_S[1])
+            time.sleep(_LONG_S)
         if (gpu := self._gpu) is not None:
             # UCX may have queued copies that go on without it: wait for all that this process has
             # queued on the GPU.

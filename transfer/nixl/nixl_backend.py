@@ -10,17 +10,15 @@ An agent is made at the first batch, dropped after any fault, and made again whe
 from __future__ import annotations
 
 import select
-import time
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
 
-from pullfill.backoff import Backoff
 from pullfill.errors import BadMessage
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
-from pullfill.transfer.nixl.agent import PAUSES_S, Agent
+from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.runs import Iovec, Runs, pairs
 from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected, LazyBackend
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
@@ -139,11 +137,11 @@ class NixlPeer(LazyBackend[Agent]):
         """Let UCX answer the owner until the owner says something or leaves."""
         poll = select.poll()
         poll.register(self._link.fd, select.POLLIN)
-        pauses, watch = Backoff(*PAUSES_S), self._watch(_LOOK_EVERY)
+        pauses, watch = Pauses(), self._watch(_LOOK_EVERY)
         while not poll.poll(0):
             watch()
             agent.progress()
-            time.sleep(pauses.next())
+            pauses.pause()
 
 
 def _checked(said: NixlRuns, total: int) -> Iovec:
