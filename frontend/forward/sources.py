@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -23,9 +23,6 @@ from pullfill import redact
 from pullfill.errors import ConfigError, NotNow
 from pullfill.options import Network, check_url
 from pullfill.runtime import log
-
-if TYPE_CHECKING:
-    pass
 
 _log = log.get("frontend.forward")
 
@@ -53,7 +50,7 @@ def parse_list(text: str) -> tuple[StockEntry, ...]:
     for part in filter(None, (part.strip(" ,\n") for part in _NEXT.split(text))):
         role, equals, rest = part.partition("=")
         url, _, kv = rest.partition("@")
-        if not equals:
+        if not equals or "," in url or "@" in kv:  # the role of the next server is missing
             raise ConfigError(f"cannot read the server {_shown(part)!r}: {FORM}")
         entry = make(role, url, kv)
         if found.setdefault((entry.role, entry.url), entry) != entry:

@@ -62,6 +62,8 @@ def test_a_list() -> None:
     ("text", "told"),
     [
         ("http://a:1", "give ROLE=URL"),
+        ("decode=a:1,b:1", "give ROLE=URL"),
+        ("prefill=a:1@k:2,b:1@k:3", "give ROLE=URL"),
         ("frontend=http://a:1", "no role is called 'frontend'"),
         ("decode=ftp://a:1", "give http://HOST:PORT"),
         ("decode=", "give http://HOST:PORT"),
