@@ -40,7 +40,7 @@ from pullfill.errors import (
     QueueFull,
 )
 from pullfill.ids import job_digest
-from pullfill.queue.contract import Urgency
+from pullfill.queue.contract import Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.lifecycle import Tasks, end
@@ -386,4 +386,10 @@ class Handoff:
                 case CancelMessage(receipt):
                     self._tasks.begin(self._queue.cancel(receipt), "delete a job")
                 case NakDelivery(ack_subject, receipt):
-                    self._tasks.begin(self._queue.nak(ack_subject, receipt), "nak a delivery")
+                    self._tasks.begin(self._nak(ack_subject, receipt), "nak a delivery")
+
+    async def _nak(self, ack_subject: str, receipt: Receipt | None) -> None:
+        try:
+            await self._queue.nak(ack_subject, receipt)
+        except BadMessage as exc:  # the claim that named it was wrong, not we
+            logger.warning("a delivery is not given back to the queue: %s", exc)
