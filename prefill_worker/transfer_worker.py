@@ -7,7 +7,7 @@ With `pull` nothing is written: the blocks are kept until `let_go`, for the deco
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`SerialExecutor`). Every submitted operation
-ends with exactly one callback. With `pull` the last callback comes with `let_go`.
+ends with exactly one callback. With `pull` a task has one callback, which comes with `let_go`.
 """
 
 from __future__ import annotations

@@ -18,10 +18,12 @@ from msgspec import Meta
 
 from pullfill.errors import BadMessage, OtherVersion
 
-# Builds of one version work together, so within a version a struct only grows:
+# Builds of one version work together, so within a version structs change in these ways only:
 #
 # - A reader ignores fields that it does not know. A new field is optional, and a reader that
 #   ignores it still does the right thing.
+# - An optional field may go, if builds that read it do the right thing without it. No other field
+#   gets its name.
 # - A new kind of message, or a new word of an enum, is sent only to a peer that has said in a field
 #   that it knows it.
 # - Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
