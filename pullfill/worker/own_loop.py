@@ -1,4 +1,5 @@
-"""The ports (ports.py) over our own loop (engine/host.py)."""
+"""The ports (ports.py) over a loop that takes our turns: our own one (engine/host.py), or that of
+stock vLLM (engine/stock_host.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _NO_WAVE = -1
 class OwnLoop(EngineHooks):
     """Drives the sides of one worker, and is `EngineThread` and `Submit` for them.
 
-    The request server, which only our own loop can carry, gets it whole.
+    The request server, which needs more than these ports, gets it whole.
 
     core: vLLM's EngineCore. adapters: its LoRA adapters.
     sides: those that are told of steps."""
