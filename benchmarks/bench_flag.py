@@ -63,8 +63,9 @@ def first_tokens(cluster: Cluster, workers: list[Worker], each: int) -> list[Row
 
 
 def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row]:
-    """All requests wait for a prefill worker that is stopped. After 5 s of its silence they would
-    be computed here."""
+    """CPU while all requests wait for a prefill worker that is stopped.
+
+    The decode workers give it up after 5 s, so the time must be shorter."""
     (prefill,) = cluster.of("prefill")
     prefill.signal(signal.SIGSTOP)
     answers = [

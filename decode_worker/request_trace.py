@@ -339,7 +339,7 @@ class RequestTraces:
 
 
 def _together(name: str, first: Explained, *others: Explained) -> Explained:
-    """Return the record of one call, of which these are the prompts, choices and beams."""
+    """Return the record of one call from those of its prompts, choices and beams."""
     return replace(
         first,
         request_id=name,
