@@ -63,9 +63,9 @@ def first_tokens(cluster: Cluster, workers: list[Worker], each: int) -> list[Row
 
 
 def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row]:
-    """CPU while all requests wait for a prefill worker that is stopped.
+    """CPU of both decode workers while their requests wait for a prefill worker that is stopped.
 
-    The decode workers give it up after 5 s, so the time must be shorter."""
+    seconds: fewer than 5, since they give that worker up after 5 s."""
     (prefill,) = cluster.of("prefill")
     prefill.signal(signal.SIGSTOP)
     answers = [
@@ -88,9 +88,9 @@ def waiting(cluster: Cluster, workers: list[Worker], seconds: float) -> list[Row
 
 
 def tokens(directory: Path, base: Path, rounds: int) -> list[Row]:
-    """Streams at vLLM's own HTTP servers, with and without the flag, and no other worker.
+    """Tokens/s of vLLM's own HTTP servers, with and without the flag. There is no other worker.
 
-    Several pairs of servers: two that are started alike differ by some percent as well."""
+    Even two servers without the flag differ by some percent. So several pairs are started."""
     flags = [*FLAGS, f"--served-model-name={MODEL}", f"--kv-cache-memory-bytes={KV_MIB << 20}"]
     made: tuple[list[float], list[float]] = ([], [])
     with Cluster(base / "alone", directory) as cluster:

@@ -33,8 +33,10 @@ _FLUSH_S = 0.1
 
 
 class Frontends:
-    """See the module. The loop of the engine calls `before_step` to `on_aborted` (`EngineHooks` of
-    engine/host.py) on its thread. All else is called on the asyncio thread."""
+    """See the module.
+
+    Its `EngineHooks` (engine/host.py), `before_step` to `on_aborted`, are called on the engine
+    thread. All else is called on the asyncio thread."""
 
     def __init__(
         self,

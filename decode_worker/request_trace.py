@@ -5,8 +5,8 @@ Written from the engine thread (decision, settlement, finish) and the asyncio th
 commit); every record is touched under one lock for microseconds. A record lives from decision to
 `finish`, which hands it to the frontend and sends its spans (`_send_spans`).
 
-Stock `vllm serve` has clients that come past our frontends. The records of their requests stay here
-(`keep`), the latest MAX_RECORDS.
+Clients of stock `vllm serve` need not come through our frontends. The records of their requests
+stay here (`keep`): the latest MAX_RECORDS.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class RequestTraces:
 
         Any thread. Takes milliseconds for MAX_RECORDS.
 
-        running: vLLM's Requests that are not over. One that ends meanwhile may be found twice."""
+        running: vLLM's Requests that are not over."""
         open_ = [self._so_far(one) for one in running if name in one.request_id]
         kept = [one for one in list(self._kept) if name in one.request_id]
         by_id = {one.request_id: one for one in (*open_, *kept)}

@@ -474,7 +474,7 @@ class DecodeScheduler:
             self._ledger.give_up(job_id, Outcome.CANCELLED)
 
     def end_record(self, request: Any) -> None:
-        """Keep the record of a request that is over, if no frontend gets it."""
+        """A request is over. Unless a frontend gets its record, keep the record here."""
         if not self._of_frontend(request.request_id):
             self._traces.keep(request)
 

@@ -46,7 +46,8 @@ def explain(
 
     request_id: the `id` of its answer, or its X-Request-Id.
 
-    Raises ConfigError if nobody knows it, UnavailableError if nobody answers."""
+    Raises ConfigError if no frontend and no decode worker knows it, and UnavailableError if none of
+    them answers."""
     answered = False
     silent: list[str] = []
     for record in _told(ref, request_id, silent):

@@ -160,9 +160,9 @@ class TransferWorker:
         return self._thread.wait(timeout_s)
 
     def _keep(self, operation: _Operation) -> None:
-        """Keep blocks for the decode worker to read. `done` is called by `let_go`.
+        """Keep blocks for the decode worker to read. `let_go` calls `done`.
 
-        Until then the engine frees none of the task's blocks."""
+        The engine frees none of the task's blocks before `done` was called."""
         task = operation.task
         with task.lock:
             if task.cancelled:

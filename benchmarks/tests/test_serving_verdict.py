@@ -1,4 +1,4 @@
-"""What the serving benchmark asks, what it makes of the answers, and its targets: by hand."""
+"""The serving benchmark's prompts, figures and targets, compared with values found by hand."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
+from pullfill.engine import features
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.side import PrefillRole
 from pullfill.transfer.gpu import copies
+from tests.support.workers import compat
 
 
 async def test_its_engine_is_told_when_gpu_copies_have_failed(
@@ -24,9 +26,15 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
     monkeypatch.setattr(role, "open_memory", print)
     monkeypatch.setattr(copies, "_watchers", [])
-    engine: Any = SimpleNamespace(fail=told.append)  # all that it needs so far
-    with pytest.raises(AttributeError):
-        await role.build(engine, None, AsyncExitStack())  # type: ignore[arg-type]
+    monkeypatch.setattr(features, "limits", print)
+    context = SimpleNamespace(
+        scheduler=SimpleNamespace(tasks={}), adapters=None, groups=SimpleNamespace(layers=())
+    )
+    view = SimpleNamespace(config=SimpleNamespace(model_config=None))
+    engine: Any = SimpleNamespace(
+        fail=told.append, loop=None, context=context, compat=compat(), view=view
+    )
+    await role.build(engine, None, AsyncExitStack())  # type: ignore[arg-type]
     for tell in copies._watchers:
         tell("copies on a GPU have failed")
     assert told == ["copies on a GPU have failed"]
