@@ -24,7 +24,7 @@ from pullfill.engine.kv_events import KvEvents
 from pullfill.engine.view import View
 from pullfill.errors import NotNow
 from pullfill.runtime import log
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 
 logger = log.get("decode_worker.frontends")
 
@@ -40,7 +40,7 @@ class Frontends:
 
     def __init__(
         self,
-        loop: OwnLoop,
+        loop: EngineLoop,
         server: RequestServer,
         view: View,
         # Has the engine's loop take a turn after so many seconds.

@@ -30,7 +30,7 @@ from pullfill.runtime import failpoints, log
 from pullfill.wire.prefix import PrefixFollow
 
 if TYPE_CHECKING:
-    from pullfill.worker.own_loop import OwnLoop
+    from pullfill.worker.engine_loop import EngineLoop
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
@@ -50,7 +50,7 @@ class RequestServer:
     def __init__(
         self,
         # It polls our socket between steps.
-        loop: OwnLoop,
+        loop: EngineLoop,
         traces: RequestTraces,
         *,
         # Takes `draining`, and returns the message for a new frontend.
@@ -465,7 +465,7 @@ def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, config: An
     speculation.check_params(config, request.sampling_params)
 
 
-def _utility(loop: OwnLoop, method: str, args: list[Any]) -> Callable[[], Any]:
+def _utility(loop: EngineLoop, method: str, args: list[Any]) -> Callable[[], Any]:
     """Return a function that calls a method of the engine core. Intake thread.
 
     It reads the files of an adapter that is to be loaded. The engine thread does not wait for

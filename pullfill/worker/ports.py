@@ -2,7 +2,7 @@
 
     vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
 
-An adapter gives the ports: own_loop.py over a loop that takes our turns. That is our own one
+An adapter gives the ports: engine_loop.py over a loop that takes our turns. That is our own one
 (engine/host.py), or vLLM's in stock `vllm serve` (engine/stock_host.py).
 tests/contract/test_ports.py judges both alike.
 """

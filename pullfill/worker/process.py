@@ -1,9 +1,9 @@
 """`pullfill decode`, `pullfill prefill`: one worker process, from flags to exit code.
 
-It has an engine that our own loop steps (own_loop.py), its KV memory, and a decode side, a prefill
-side, or both. A role is which sides serve. `pullfill decode` and `pullfill prefill` have one side.
-With `--elastic` a worker has both, and orders in etcd say which of them serve (switch.py). The
-rooms of the sides say how each is made (sides.py), and worker.py how they serve.
+It has an engine that our own loop steps (engine/host.py), its KV memory, and a decode side, a
+prefill side, or both. A role is which sides serve. `pullfill decode` and `pullfill prefill` have
+one side. With `--elastic` a worker has both, and orders in etcd say which of them serve
+(switch.py). The rooms of the sides say how each is made (sides.py), and worker.py how they serve.
 """
 
 from __future__ import annotations

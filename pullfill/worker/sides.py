@@ -15,8 +15,8 @@ from pullfill.registry.live_settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.memory import Copier
-from pullfill.worker.own_loop import OwnLoop
 
 C = TypeVar("C", bound=WorkerContext)
 
@@ -31,7 +31,7 @@ class Engine(Generic[C]):
     fail: ends the worker, for this reason. Any thread."""
 
     view: View
-    loop: OwnLoop
+    loop: EngineLoop
     served_name: str
     compat: Compat
     context: C

@@ -45,7 +45,7 @@ from pullfill.wire import (
 )
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.switch import Side, Switch
 
@@ -64,7 +64,7 @@ def engines_of(
     view, first = View(host.core), contexts[0]
     for half in halves:
         half.built(view)
-    loop = OwnLoop(host, host.core, life, first.adapters, halves)
+    loop = EngineLoop(host, host.core, life, first.adapters, halves)
     host.use(loop)
     engine: Engine[Any] = Engine(view, loop, served_name, described, first, life.dead, life.fail)
     return [engine.of(context) for context in contexts]

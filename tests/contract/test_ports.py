@@ -41,7 +41,7 @@ from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import engines_of
@@ -173,7 +173,7 @@ class Made:
 
 @asynccontextmanager
 async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
-    """Our own loop (worker/own_loop.py)."""
+    """Our own loop (engine/host.py)."""
     name = NAME
     files = RegionFiles(name)
     kept: list[Memory] = []
@@ -532,7 +532,7 @@ def test_a_request_that_comes_past_vllms_servers_wakes_the_group() -> None:
     )
     host: Any = SimpleNamespace(enter=lambda work: work(), submit=None, wake=None, use=None)
     host.register = None
-    OwnLoop(host, core, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
+    EngineLoop(host, core, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
     assert [one.request_id for one in added] == ["a"]
     assert core.engines_running
     client, told = core.output_queue.get_nowait()

@@ -19,7 +19,7 @@ from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import StepReport
 from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.fakes import prefill_task
@@ -163,7 +163,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     def built(core: Any) -> None:
         life: Any = None
         context.scheduler.built(View(core))
-        loop = OwnLoop(host, core, life, context.adapters, [context.scheduler])
+        loop = EngineLoop(host, core, life, context.adapters, [context.scheduler])
         host.use(loop)
         engine = PrefillEngine(loop, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0)
         made.append(Prefills(host, context, engine))

@@ -20,7 +20,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 from tests.support.fakes import FakeClock
 
 LIMIT = 100
@@ -88,13 +88,15 @@ class FakeCore:
         self.aborted += request_ids
 
 
-def own_loop(core: Any, submit: Callable[..., object], register: Any = lambda *_: None) -> OwnLoop:
-    """Our own loop around a core that records. submit: of its engine thread."""
+def engine_loop(
+    core: Any, submit: Callable[..., object], register: Any = lambda *_: None
+) -> EngineLoop:
+    """An engine loop around a core that records. submit: of its engine thread."""
     host: Any = SimpleNamespace(
         submit=submit, enter=submit, register=register, wake=lambda: None, use=None
     )
     life: Any = None  # it never ends
-    return OwnLoop(host, core, life, Adapters())
+    return EngineLoop(host, core, life, Adapters())
 
 
 class Rig:
@@ -106,7 +108,7 @@ class Rig:
         self.clock = FakeClock()
         self.follow: Callable[..., object] = lambda *told: None
         self.todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self.loop = own_loop(self.core, lambda work, wake=True: self.todo.put(work))
+        self.loop = engine_loop(self.core, lambda work, wake=True: self.todo.put(work))
         welcome = front_wire.DecodeWelcome(
             decode_instance="decode-1", vllm_version="0.32.0",
             max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],

@@ -22,7 +22,7 @@ from pullfill.net import curve
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
-from tests.support.request_server_rig import own_loop
+from tests.support.request_server_rig import engine_loop
 from tests.support.waiting import soon
 from tests.support.workers import record
 
@@ -45,7 +45,7 @@ async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
         max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
     )  # fmt: skip
     server = RequestServer(
-        own_loop(core, lambda *_: None, handlers.__setitem__), RequestTraces("decode-1"),
+        engine_loop(core, lambda *_: None, handlers.__setitem__), RequestTraces("decode-1"),
         welcome=lambda _: welcome, models=["m"], key=key,
     )  # fmt: skip
     server.bind("127.0.0.1")

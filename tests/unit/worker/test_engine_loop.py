@@ -1,4 +1,4 @@
-"""Our own loop as ports, around an engine core that is told what to do."""
+"""The ports over an engine loop, around an engine core that is told what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import HandoffError
-from pullfill.worker.own_loop import OwnLoop
+from pullfill.worker.engine_loop import EngineLoop
 from tests.support.engine_host import HostOf, looping
 
 
@@ -32,9 +32,9 @@ class Core:
         self.aborted += names
 
 
-def made(core: Any) -> tuple[HostOf, OwnLoop]:
+def made(core: Any) -> tuple[HostOf, EngineLoop]:
     host, life = HostOf(core), None
-    return host, OwnLoop(host, core, life, Adapters())  # type: ignore[arg-type]
+    return host, EngineLoop(host, core, life, Adapters())  # type: ignore[arg-type]
 
 
 REQUEST = SimpleNamespace(request_id="r", lora_request=None)

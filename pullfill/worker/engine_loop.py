@@ -22,7 +22,7 @@ T = TypeVar("T")
 _NO_WAVE = -1
 
 
-class OwnLoop(EngineHooks):
+class EngineLoop(EngineHooks):
     """Drives the sides of one worker, and is `EngineThread` and `Submit` for them.
 
     The request server, which needs more than these ports, gets it whole.
