@@ -10,11 +10,9 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +24,8 @@ from benchmarks.live import BenchError, child, wait_for
 from pullfill.deploy import local_servers as binaries
 from pullfill.deploy import plan
 from pullfill.registry import keys
+from pullfill.transfer.shm.files import shm_dir, sweep
+from tests.support.zygote import Forked, zygote
 
 FLAGS = [
     "--served-model-name=demo",
@@ -37,6 +37,7 @@ FLAGS = [
     "--enforce-eager",
     "--distributed-executor-backend=pullfill.testing.mock_executor.MockExecutor",
 ]
+MEMBER = "benchmarks.control.member"
 KV_BYTES = 8 << 20
 """4096 blocks of the mock's 2 KiB."""
 ROUTER = {
@@ -103,64 +104,39 @@ class Driver:
 
 
 class Plant:
-    """Servers, and the zygote that workers are forked from."""
+    """Servers, and what was started beside them."""
 
     def __init__(self, base: Path, nats: str, etcd: str, pids: dict[str, int]) -> None:
         self.base, self.nats, self.etcd = base, nats, etcd
         self._servers = pids
         self._stats = base / "stats"
         self._stats.mkdir()
-        self._zygote: subprocess.Popen[str]
+        self._members: dict[int, Forked] = {}
         self._serial = 0
         self.model = str(plan.demo_directory())
 
-    @contextmanager
-    def forking(self) -> Iterator[None]:
-        command = [sys.executable, "-P", "-m", "benchmarks.control.zygote"]
-        with (self.base / "zygote.log").open("wb") as errors:
-            self._zygote = subprocess.Popen(
-                [*command, self.model, *FLAGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=errors, text=True,
-                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-            )  # fmt: skip
-        try:
-            if not self._answer().get("ready"):
-                raise BenchError("the zygote did not start")
-            yield
-        finally:
-            assert self._zygote.stdin is not None
-            self._zygote.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._zygote.wait(40.0)
-            if self._zygote.poll() is None:
-                self._zygote.kill()
-            assert self._zygote.stdout is not None
-            self._zygote.stdout.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._zygote.stdout is not None
-        line = self._zygote.stdout.readline()
-        if not line:
-            raise BenchError(f"the zygote died:\n{(self.base / 'zygote.log').read_text()[-2000:]}")
-        return dict(json.loads(line))
-
-    def _order(self, **order: Any) -> dict[str, Any]:
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps(order) + "\n")
-        self._zygote.stdin.flush()
-        return self._answer()
-
     def fork(self, role: str, namespace: str, **more: Any) -> int:
         self._serial += 1
+        order = {
+            "role": role, "namespace": namespace, "nats": self.nats, "etcd": self.etcd,
+            "model": self.model, "stats": str(self._stats), **more,
+        }  # fmt: skip
         log = self.base / f"{namespace}-{role}-{self._serial}.log"
-        answer = self._order(
-            fork=role, namespace=namespace, log=str(log), stats=str(self._stats),
-            nats=self.nats, etcd=self.etcd, **more,
-        )  # fmt: skip
-        return int(answer["pid"])
+        member = zygote().spawn([json.dumps(order)], os.environ, log, module=MEMBER)
+        self._members[member.pid] = member
+        return member.pid
 
-    def end(self, pids: list[int]) -> None:
-        self._order(end=pids)
+    def end(self, pids: Iterable[int] | None = None) -> None:
+        """Kill these at once. None: all that still run.
+
+        A normal end of vLLM runs the garbage collector, which writes to pages that are shared. 32
+        workers would need gigabytes and a minute for that."""
+        members = [self._members.pop(pid) for pid in list(self._members if pids is None else pids)]
+        for member in members:
+            member.send_signal(signal.SIGKILL)
+        for member in members:
+            member.wait()
+        sweep(shm_dir())
 
     def registered(self, namespace: str) -> int:
         """Return how many workers and frontends of a namespace are registered in etcd."""
@@ -210,7 +186,7 @@ class Fleet:
         orders = [("decode", decode_flags, self.decode)] * decode
         orders += [("prefill", prefill_flags, self.prefill)] * prefill
         for number, (role, flags, pids) in enumerate(orders, 1):
-            pids.append(plant.fork(role, namespace, flags=flags))
+            pids.append(plant.fork(role, namespace, flags=[*FLAGS, *flags]))
             if number % AT_ONCE == 0 or number == len(orders):
                 known = partial(self._registered, namespace, number)
                 wait_for(known, BATCH_S, f"{number} workers have started", 0.2)
@@ -264,14 +240,14 @@ def _text(data: bytes) -> str:
 
 
 def private_bytes(pid: int) -> int:
-    """What this process has for itself: not the pages it still shares with the zygote."""
+    """What this process has for itself: not the pages that it still shares with the zygote."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
 @contextmanager
 def plant(base: Path) -> Iterator[Plant]:
-    """Start NATS, etcd and the zygote under `base`."""
+    """Start NATS and etcd under `base`."""
     if not plan.demo_directory().exists():
         raise BenchError("no demo checkpoint: run `make up` once")
     nats_port, etcd_port = binaries.free_port(), binaries.free_port()
@@ -286,7 +262,7 @@ def plant(base: Path) -> Iterator[Plant]:
         wait_for(lambda: binaries.nats_ready(nats) is None, 30.0, "NATS answers")
         wait_for(lambda: binaries.etcd_ready(etcd) is None, 30.0, "etcd answers")
         plant = Plant(base, nats, etcd, {"nats": first.pid, "etcd": second.pid})
-        stack.enter_context(plant.forking())
+        stack.callback(plant.end)
         try:
             yield plant
         except BenchError as exc:
