@@ -44,8 +44,8 @@ from pullfill.errors import BadMessage, ClaimRefused, ConfigError, Outcome, Over
 from pullfill.ids import new_incarnation
 from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
-from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamProducer
+from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
@@ -100,7 +100,7 @@ async def build(
     # The job queue of this model.
     producer = await JetStreamProducer.connect(
         cluster.nats_url,
-        QueueConfig(namespace=cluster.namespace, compat_hash=engine.compat.hash()),
+        Names(cluster.namespace, engine.compat.hash()),
         settings=queue.current,
         wait_s=options.connect_timeout_s,
         connect_options=cluster.security.nats.options(),

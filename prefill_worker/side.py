@@ -28,8 +28,9 @@ from pullfill.prefill_worker.reach import open_transfer_worker
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.queue.contract import Delivery, QueueConfig
+from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamConsumer
+from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.live_settings import Settings
@@ -152,7 +153,7 @@ class PrefillRole(Role[PrefillContext]):
         config, context = engine.view.config, engine.context
         consumer = await JetStreamConsumer.connect(
             self._cluster.nats_url,
-            QueueConfig(namespace=self._cluster.namespace, compat_hash=engine.compat.hash()),
+            Names(self._cluster.namespace, engine.compat.hash()),
             settings=queue.current,
             wait_s=options.connect_timeout_s,
             connect_options=self._cluster.security.nats.options(),

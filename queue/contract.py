@@ -39,23 +39,6 @@ def urgency_of(ttft_ms: float | None, tight_ms: float, loose_ms: float) -> Urgen
 
 
 @dataclass(frozen=True, slots=True)
-class QueueConfig:
-    """One job stream, named by its namespace and compatibility hash. The hash covers the model.
-
-    A new stream and consumer are made with these values. Existing ones keep theirs, except for the
-    fields that `QueueSettings` sets."""
-
-    namespace: str
-    compat_hash: str
-    max_jobs: int = 10_000  # pending and in flight
-    max_bytes: int = -1  # of all jobs. -1: no limit
-    ack_wait_s: float = 5.0
-    max_deliver: int = 5
-    publish_timeout_s: float = 0.5
-    replicas: int = 1  # servers of a NATS cluster that hold each stream
-
-
-@dataclass(frozen=True, slots=True)
 class Receipt:
     """A job that the queue has."""
 

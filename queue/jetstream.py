@@ -22,7 +22,7 @@ from nats.aio.subscription import Subscription
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
-from pullfill.queue.contract import Delivery, QueueConfig, Receipt, Turns, Urgency
+from pullfill.queue.contract import Delivery, Receipt, Turns, Urgency
 from pullfill.queue.dead_letters import DeadLetters, delete_message
 from pullfill.queue.depth import DepthCache, ask_depth
 from pullfill.queue.nats_connection import (
@@ -35,6 +35,7 @@ from pullfill.queue.streams import (
     EXPECTED_STREAM,
     MSG_ID,
     STREAM_NOT_FOUND,
+    Names,
     QueueEnd,
     consumer_of,
     parse_ack,
@@ -73,10 +74,8 @@ class JetStreamProducer(QueueEnd):
 
     role = "producer"
 
-    def __init__(
-        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
-    ) -> None:
-        super().__init__(connection, config, settings)
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
+        super().__init__(connection, names, settings)
         self._depth = DepthCache()
         self._answering = False
         self._holds, self._held_until = Backoff(BUSY_REFRESH_S, longest_s=30.0), -math.inf
@@ -296,10 +295,8 @@ class JetStreamConsumer(QueueEnd):
 
     role = "consumer"
 
-    def __init__(
-        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
-    ) -> None:
-        super().__init__(connection, config, settings)
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
+        super().__init__(connection, names, settings)
         self.letters = DeadLetters(self.connection, self.names)
         self._turns = Turns()
         self._subscription: Subscription | None = None

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 
 from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
 from pullfill.ids import is_name
-from pullfill.queue.contract import QueueConfig, Urgency
+from pullfill.queue.contract import Urgency
 from pullfill.queue.nats_connection import ApiError, NatsConnection
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
@@ -43,7 +43,7 @@ def round_up_tokens(tokens: int) -> int:
 
 
 class Names:
-    """All names of one queue.
+    """All names of one queue. compat_hash: the compatibility hash, which covers the model.
 
     root: the common part of its subjects. all_jobs: wildcard over the subjects of jobs.
 
@@ -112,6 +112,12 @@ def subject_tokens(subject: str) -> int:
 # --------------------------------------------------------------------------- making them
 
 NOT_SET = QueueSettings()
+ACK_WAIT_S, PUBLISH_TIMEOUT_S = 5.0, 0.5
+# What holds where `queue.*` is not set: for a new stream or consumer, and for a producer.
+DEFAULTS = QueueSettings(
+    replicas=1, max_bytes=-1, max_jobs=10_000, max_deliver=5, ack_wait_s=ACK_WAIT_S,
+    publish_timeout_s=PUBLISH_TIMEOUT_S,
+)  # fmt: skip
 DEAD_MAX_BYTES = 256 << 20
 STREAM_NOT_FOUND = 10059
 # Error codes of NATS.
@@ -127,23 +133,32 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def job_stream(names: Names, config: QueueConfig) -> Config:
+_STREAM: Config = {
+    "storage": "file",
+    "max_consumers": -1,
+    "max_msg_size": -1,
+    "num_replicas": DEFAULTS.replicas,
+    "duplicate_window": _ns(120.0),
+}
+
+
+def job_stream(names: Names) -> Config:
     """Work-queue retention, file storage, refuse new jobs when full."""
-    return _stream(config) | {
+    return _STREAM | {
         "name": names.stream,
         "description": "pullfill prefill jobs",
         "subjects": [names.all_jobs],
         "retention": "workqueue",
         "discard": "new",
-        "max_msgs": config.max_jobs,
-        "max_bytes": config.max_bytes,
+        "max_msgs": DEFAULTS.max_jobs,
+        "max_bytes": DEFAULTS.max_bytes,
         "max_age": _ns(3600.0),  # by then nobody waits for the job
     }
 
 
-def dead_stream(names: Names, config: QueueConfig) -> Config:
+def dead_stream(names: Names) -> Config:
     """The last dead letters, for people. Bounded in number, bytes and age."""
-    return _stream(config) | {
+    return _STREAM | {
         "name": names.dead_stream,
         "description": "pullfill jobs that nobody may try again",
         "subjects": [names.dead],
@@ -155,17 +170,7 @@ def dead_stream(names: Names, config: QueueConfig) -> Config:
     }
 
 
-def _stream(config: QueueConfig) -> Config:
-    return {
-        "storage": "file",
-        "max_consumers": -1,
-        "max_msg_size": -1,
-        "num_replicas": config.replicas,
-        "duplicate_window": _ns(120.0),
-    }
-
-
-def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
+def consumer(names: Names, urgency: Urgency) -> Config:
     """The durable pull consumer of the jobs of one urgency, for all prefill workers."""
     name = consumer_of(urgency)
     return {
@@ -175,8 +180,8 @@ def consumer(names: Names, config: QueueConfig, urgency: Urgency) -> Config:
         "filter_subject": names.jobs_of(urgency),
         "deliver_policy": "all",
         "ack_policy": "explicit",
-        "ack_wait": _ns(config.ack_wait_s),
-        "max_deliver": config.max_deliver,
+        "ack_wait": _ns(ACK_WAIT_S),
+        "max_deliver": DEFAULTS.max_deliver,
         # Of all workers. NATS answers no pull at this limit, so it is far above the number of jobs.
         "max_ack_pending": 1_000_000,
         "max_waiting": 2048,
@@ -188,25 +193,22 @@ class QueueEnd(ABC):
     """What producer and consumer share: a connection to NATS, the streams and the consumers of one
     queue. `connect` makes one.
 
-    settings: the values of `queue.*`. Call `configure` when they change."""
+    settings: the values of `queue.*`. Call `configure` when they change.
+    ack_wait_s: seconds without a heartbeat after which a job is delivered again.
+    max_deliver: how often that happens before it is a dead letter."""
 
     role: ClassVar[str]
+    # As the consumer of normal jobs has them on the server. The others follow it.
+    ack_wait_s: float
+    max_deliver: int
 
-    def __init__(
-        self, connection: NatsConnection, config: QueueConfig, settings: QueueSettings
-    ) -> None:
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
         self.connection = connection
         self.health = connection.health
-        self.names = Names(config.namespace, config.compat_hash)
+        self.names = names
         # When the job stream was made, as the server writes it. A stream that is made again after a
         # loss of data has another one. Empty: not known.
         self.stream_id = ""
-        # Seconds without a heartbeat after which a job is delivered again, and how often that
-        # happens before it is a dead letter. As the consumer of normal jobs has them on the server.
-        # The others follow it.
-        self.ack_wait_s = config.ack_wait_s
-        self.max_deliver = config.max_deliver
-        self._config = config
         self._settings = settings
         self._applying: asyncio.Task[None] | None = None
 
@@ -214,7 +216,7 @@ class QueueEnd(ABC):
     async def connect(
         cls,
         url: str,
-        config: QueueConfig,
+        names: Names,
         *,
         settings: QueueSettings = NOT_SET,
         wait_s: float = 30.0,
@@ -223,7 +225,7 @@ class QueueEnd(ABC):
         """Connect, and make the streams if they are not there.
 
         Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(NatsConnection(url, cls.role, connect_options), config, settings)
+        self = cls(NatsConnection(url, cls.role, connect_options), names, settings)
         await self.connection.start(wait_s, self._connected, self._on_down)
         return self
 
@@ -242,7 +244,7 @@ class QueueEnd(ABC):
     @property
     def publish_timeout_s(self) -> float:
         """How long a producer waits for an answer."""
-        return self._settings.publish_timeout_s or self._config.publish_timeout_s
+        return self._settings.publish_timeout_s or PUBLISH_TIMEOUT_S
 
     def configure(self, settings: QueueSettings) -> None:
         """Apply these settings now, or over the next connection. Returns at once."""
@@ -271,27 +273,26 @@ class QueueEnd(ABC):
 
         Else change the fields that `queue.*` sets. Raises ConfigError, QueueUnavailable.
         """
-        config, settings = self._config, self._settings
+        settings = self._settings
         owned = _set_fields(num_replicas=settings.replicas)
         own_jobs = owned | _set_fields(max_msgs=settings.max_jobs, max_bytes=settings.max_bytes)
         ack_wait = None if settings.ack_wait_s is None else _ns(settings.ack_wait_s)
         own_terms = _set_fields(ack_wait=ack_wait, max_deliver=settings.max_deliver)
         try:
-            jobs = await self._ensure_stream(job_stream(self.names, config), own_jobs)
+            jobs = await self._ensure_stream(job_stream(self.names), own_jobs)
             normal = await self._ensure_consumer(Urgency.NORMAL, own_terms)
         except (ConfigError, QueueUnavailable):
             self.stream_id = ""
             raise
         terms = normal["config"]
-        self.ack_wait_s = terms.get("ack_wait", _ns(config.ack_wait_s)) / 1e9
-        self.max_deliver = terms.get("max_deliver", config.max_deliver)
+        self.ack_wait_s, self.max_deliver = terms["ack_wait"] / 1e9, terms["max_deliver"]
         self.stream_id = str(jobs["created"])
         # What follows may have leaders of its own. Normal jobs do not wait for them.
         same = {"ack_wait": _ns(self.ack_wait_s), "max_deliver": self.max_deliver}
         await asyncio.gather(
             *(self._ensure_consumer(one, same) for one in Urgency if one is not Urgency.NORMAL)
         )
-        await self._ensure_stream(dead_stream(self.names, config), owned)
+        await self._ensure_stream(dead_stream(self.names), owned)
 
     async def _ensure_stream(self, new: Config, owned: Config) -> Config:
         name = new["name"]
@@ -306,7 +307,7 @@ class QueueEnd(ABC):
         create = f"CONSUMER.CREATE.{stream}.{name}.{self.names.jobs_of(urgency)}"
         return await self._ensure(
             f"NATS consumer {name} of stream {stream}", f"CONSUMER.INFO.{stream}.{name}", create,
-            create, consumer(self.names, self._config, urgency), owned,
+            create, consumer(self.names, urgency), owned,
             ("filter_subject", "ack_policy"),
             f"Delete it (`nats consumer rm {stream} {name}`) and start again",
             lambda config: {"stream_name": stream, "config": config},

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from pullfill.errors import QueueUnavailable
-from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
-from pullfill.queue.streams import Names
+from pullfill.queue.streams import PUBLISH_TIMEOUT_S, Names
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsCluster, NatsServer, dead_letters
 from tests.support.waiting import patience, soon
@@ -86,22 +85,19 @@ class Traffic:
 
 @pytest.mark.essential
 async def test_no_stored_job_is_lost_over_three_kills(tmp_path: Path) -> None:
-    config = QueueConfig(
-        "chaos", secrets.token_hex(8), ack_wait_s=1.0, max_deliver=20, publish_timeout_s=0.3
-    )
+    names = Names("chaos", secrets.token_hex(8))
+    settings = QueueSettings(ack_wait_s=1.0, max_deliver=20, publish_timeout_s=0.3)
+    how: dict[str, Any] = {"settings": settings, "wait_s": HANG_S}
     with NatsServer(tmp_path) as server:
-        producer = await JetStreamProducer.connect(server.url, config, wait_s=HANG_S)
-        connecting = (
-            JetStreamConsumer.connect(server.url, config, wait_s=HANG_S) for _ in range(2)
-        )
-        workers = [await each for each in connecting]
+        producer = await JetStreamProducer.connect(server.url, names, **how)
+        workers = [await JetStreamConsumer.connect(server.url, names, **how) for _ in range(2)]
         traffic = Traffic(producer, *workers)
         for _ in range(3):
             await traffic.more(50)
             await asyncio.to_thread(server.restart)
         await traffic.more(50)
         await traffic.end()
-        assert await dead_letters(producer.connection, config) == []
+        assert await dead_letters(producer.connection, names) == []
         await asyncio.gather(producer.close(), *(worker.close() for worker in workers))
     done = set(traffic.done)
     assert traffic.stored <= done, traffic.stored - done
@@ -112,21 +108,21 @@ async def test_no_stored_job_is_lost_over_three_kills(tmp_path: Path) -> None:
 @pytest.mark.essential
 async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path) -> None:
     cluster = NatsCluster(tmp_path)
-    config = QueueConfig("test", secrets.token_hex(8))
+    names = Names("test", secrets.token_hex(8))
     settings = QueueSettings(ack_wait_s=1.0)  # three replicas are an operator's, and stay
-    stream = Names(config.namespace, config.compat_hash).stream
+    stream = names.stream
     try:
         await cluster.start()
         first = await JetStreamProducer.connect(
-            cluster.url, config, settings=QueueSettings(replicas=3), wait_s=HANG_S
+            cluster.url, names, settings=QueueSettings(replicas=3), wait_s=HANG_S
         )
         await first.close()
         leader = await cluster.leader(stream)
         url = ",".join([leader.url, *(m.url for m in cluster.members if m is not leader)])
         how: dict[str, Any] = {"settings": settings, "wait_s": HANG_S}
         how["connect_options"] = {"dont_randomize": True}  # connected to the leader
-        producer = await JetStreamProducer.connect(url, config, **how)
-        consumer = await JetStreamConsumer.connect(url, config, **how)
+        producer = await JetStreamProducer.connect(url, names, **how)
+        consumer = await JetStreamConsumer.connect(url, names, **how)
         before = await cluster.info(stream)
         assert before["config"]["num_replicas"] == 3
         identity = producer.stream_id
@@ -140,7 +136,7 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
         await soon(lambda: producer.stream_id == consumer.stream_id == identity, HANG_S)
         await traffic.more(20)
         await traffic.end()  # what was on its way to a dead connection is pulled again
-        assert traffic.slowest_s < 10 * config.publish_timeout_s, "a publish never hangs"
+        assert traffic.slowest_s < 10 * PUBLISH_TIMEOUT_S, "a publish never hangs"
         after = await producer.connection.api(f"STREAM.INFO.{stream}")
         assert after["config"] == before["config"]
         await asyncio.gather(producer.close(), consumer.close())

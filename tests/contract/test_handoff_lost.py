@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import socket
 import struct
@@ -26,7 +25,6 @@ from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamDelivery
-from pullfill.queue.streams import Names
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.transfer.stream.tcp_backend import TcpKind
@@ -145,7 +143,7 @@ async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
 
 async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
     """Let the message of the only job disappear, after it was published."""
-    names = Names(cluster.config.namespace, cluster.config.compat_hash)
+    names = cluster.names
     (producer,) = [decode.producer for decode in cluster.decodes.values()]
     connection: Any = producer.connection
     if how == "purge":
@@ -153,7 +151,7 @@ async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
     elif how == "delete":
         await connection.api(f"STREAM.DELETE.{names.stream}")
     else:
-        for _ in range(cluster.config.max_deliver if how == "max_deliver" else 1):
+        for _ in range(cluster.max_deliver if how == "max_deliver" else 1):
             delivery = await consumer.pull(30.0)
             await (delivery.term("it is poison") if how == "term" else delivery.nak())
         assert not await consumer.pull(0.2)
@@ -169,7 +167,7 @@ async def test_a_job_whose_message_is_gone_is_local(
     caplog.set_level(logging.WARNING)
     async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
-        consumer = await JetStreamConsumer.connect(cluster.server.url, cluster.config)
+        consumer = await cluster.consumer()
         beside = how in ("term", "max_deliver")
         if beside:
             older = decode.send(prompt(30))
@@ -256,8 +254,7 @@ async def test_a_nats_outage_takes_no_job_from_its_writer(
 ) -> None:
     """The server hangs, gets no heartbeat for `ack_wait` and delivers the job again."""
     # A busy machine may send some heartbeats late, but not for as long as that.
-    ack_wait_s = 2.0
-    cluster.config = dataclasses.replace(cluster.config, ack_wait_s=ack_wait_s)
+    cluster.ack_wait_s = 2.0
     decode, holder, other, served, faults = await a_writer_at_work(cluster)
     await holder.puller.stop()
     with pytest.MonkeyPatch.context() as lost:  # heartbeats get lost in the outage

@@ -6,19 +6,20 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.errors import BadMessage, QueueFull
 from pullfill.queue.contract import (
     Delivery,
-    QueueConfig,
     Urgency,
 )
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
-from pullfill.queue.streams import round_up_tokens
+from pullfill.queue.streams import Names, round_up_tokens
+from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
 from tests.support.waiting import soon
 
@@ -34,14 +35,14 @@ TIGHT, NORMAL, LOOSE = Urgency
 class Bench:
     """One queue. `add_consumer` makes more workers."""
 
-    config: QueueConfig
+    names: Names
     producer: JetStreamProducer
     consumer: JetStreamConsumer
     add_consumer: Callable[[], Awaitable[JetStreamConsumer]]
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The newest first."""
-        return await dead_letters(self.producer.connection, self.config)
+        return await dead_letters(self.producer.connection, self.names)
 
     async def depth_is(self, jobs: int, in_flight: int | None = None) -> None:
         """Wait for the cached depth to become this."""
@@ -53,7 +54,7 @@ class Bench:
         await soon(reached, SOON_S)
 
 
-Make = Callable[[QueueConfig], Awaitable[Bench]]
+Make = Callable[[QueueSettings], Awaitable[Bench]]
 
 
 @pytest.fixture
@@ -61,34 +62,35 @@ async def make(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr("pullfill.queue.jetstream.STEADY_REFRESH_S", BUSY_REFRESH_S)
     opened: list[JetStreamConsumer | JetStreamProducer] = []
 
-    async def jetstream(config: QueueConfig) -> Bench:
+    async def jetstream(settings: QueueSettings) -> Bench:
+        names = Names("test", secrets.token_hex(8))
+
         async def add() -> JetStreamConsumer:
-            consumer = await JetStreamConsumer.connect(nats.url, config, wait_s=10)
+            consumer = await JetStreamConsumer.connect(nats.url, names, settings=settings)
             opened.append(consumer)
             return consumer
 
-        producer = await JetStreamProducer.connect(nats.url, config, wait_s=10)
+        producer = await JetStreamProducer.connect(nats.url, names, settings=settings)
         opened.append(producer)
-        return Bench(config, producer, await add(), add)
+        return Bench(names, producer, await add(), add)
 
     yield jetstream
     await asyncio.gather(*(one.close() for one in opened))
 
 
-def a_config(ack_wait_s: float = 60.0) -> QueueConfig:
-    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=ack_wait_s, max_deliver=3)
+SETTINGS = QueueSettings(ack_wait_s=60.0, max_deliver=3)
 
 
 @pytest.fixture
 async def bench(make: Make) -> Bench:
     """No job comes back by silence, however long the machine stands still."""
-    return await make(a_config())
+    return await make(SETTINGS)
 
 
 @pytest.fixture
 async def hasty(make: Make) -> Bench:
     """Silence of ACK_WAIT_S brings a job back."""
-    return await make(a_config(ACK_WAIT_S))
+    return await make(replace(SETTINGS, ack_wait_s=ACK_WAIT_S))
 
 
 async def pulled(consumer: JetStreamConsumer, count: int) -> list[Delivery]:
@@ -109,7 +111,7 @@ async def test_the_same_job_id_is_one_job(bench: Bench) -> None:
 
 @pytest.mark.essential
 async def test_a_full_queue_refuses(make: Make) -> None:
-    bench = await make(replace(a_config(), max_jobs=2))
+    bench = await make(replace(SETTINGS, max_jobs=2))
     first = await bench.producer.publish("a", b"", 1)
     await bench.producer.publish("b", b"", 1)
     with pytest.raises(QueueFull):

@@ -9,19 +9,19 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.queue import nats_connection
-from pullfill.queue.contract import Delivery, QueueConfig, Receipt, Urgency
+from pullfill.queue.contract import Delivery, Receipt, Urgency
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection
-from pullfill.queue.streams import Names, consumer_of
+from pullfill.queue.streams import DEFAULTS, NOT_SET, Names, consumer_of
 from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
 from tests.support.waiting import soon
@@ -31,40 +31,35 @@ NORMAL = consumer_of(Urgency.NORMAL)
 Pair = tuple[JetStreamProducer, JetStreamConsumer]
 
 
-@pytest.fixture
-def config() -> QueueConfig:
-    """No job comes back by silence."""
-    return QueueConfig("test", secrets.token_hex(8), ack_wait_s=60.0, publish_timeout_s=5.0)
+# No job comes back by silence.
+SETTINGS = QueueSettings(ack_wait_s=60.0, publish_timeout_s=5.0)
 
 
 @pytest.fixture
-def names(config: QueueConfig) -> Names:
-    return Names(config.namespace, config.compat_hash)
+def names() -> Names:
+    return Names("test", secrets.token_hex(8))
 
 
-async def both(
-    server: NatsServer, config: QueueConfig, settings: QueueSettings | None = None
-) -> Pair:
-    settings = settings or QueueSettings()
+async def both(server: NatsServer, names: Names, settings: QueueSettings = SETTINGS) -> Pair:
     return (
-        await JetStreamProducer.connect(server.url, config, settings=settings, wait_s=HANG_S),
-        await JetStreamConsumer.connect(server.url, config, settings=settings, wait_s=HANG_S),
+        await JetStreamProducer.connect(server.url, names, settings=settings, wait_s=HANG_S),
+        await JetStreamConsumer.connect(server.url, names, settings=settings, wait_s=HANG_S),
     )
 
 
 @pytest.fixture
-async def pair(server: NatsServer, config: QueueConfig) -> AsyncIterator[Pair]:
+async def pair(server: NatsServer, names: Names) -> AsyncIterator[Pair]:
     """On a server of this test's own."""
-    pair = await both(server, config)
+    pair = await both(server, names)
     yield pair
     server.resume()
     await asyncio.gather(*(end.close() for end in pair))
 
 
 @pytest.fixture
-async def lasting(nats: NatsServer, config: QueueConfig) -> AsyncIterator[Pair]:
+async def lasting(nats: NatsServer, names: Names) -> AsyncIterator[Pair]:
     """On a server that the test leaves alone."""
-    pair = await both(nats, config)
+    pair = await both(nats, names)
     yield pair
     await asyncio.gather(*(end.close() for end in pair))
 
@@ -98,11 +93,11 @@ async def pulled(consumer: JetStreamConsumer) -> Delivery:
 
 
 async def test_jobs_whose_last_worker_died_become_dead_letters(
-    nats: NatsServer, config: QueueConfig
+    nats: NatsServer, names: Names
 ) -> None:
     """The server says once that the deliveries are used up, and then nobody is there to hear it."""
-    config = replace(config, max_deliver=1, ack_wait_s=0.3)
-    producer, dies = await both(nats, config)
+    settings = replace(SETTINGS, max_deliver=1, ack_wait_s=0.3)
+    producer, dies = await both(nats, names, settings)
     await producer.publish("a", b"body", 10)
     assert await dies.pull(5)
     await dies.close()
@@ -111,21 +106,21 @@ async def test_jobs_whose_last_worker_died_become_dead_letters(
         lambda: producer.connection.api(pending), good=lambda info: not info["num_ack_pending"]
     )
     await producer.publish("b", b"other", 10)
-    comes = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
-    letters = await soon(lambda: dead_letters(producer.connection, config))
+    comes = await JetStreamConsumer.connect(nats.url, names, settings=settings, wait_s=HANG_S)
+    letters = await soon(lambda: dead_letters(producer.connection, names))
     assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
     assert await comes.pull(5), "what waits is no dead letter"
     await asyncio.gather(producer.close(), comes.close())
 
 
 async def test_nobody_there_ends_with_advice(
-    config: QueueConfig, caplog: pytest.LogCaptureFixture
+    names: Names, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"nats://user:secret@127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(QueueUnavailable, match="nats-server") as caught:
-            await JetStreamProducer.connect(url, config, wait_s=0.5)
+            await JetStreamProducer.connect(url, names, wait_s=0.5)
     (line,) = caplog.messages
     assert line.startswith("waiting for NATS at nats://127.0.0.1:")
     assert "secret" not in line + str(caught.value)
@@ -216,12 +211,12 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
 
 @pytest.mark.parametrize("how", ["cancelled", "drained"])
 async def test_a_pull_that_was_withdrawn_has_left_the_server(
-    lasting: Pair, nats: NatsServer, config: QueueConfig, names: Names, how: str
+    lasting: Pair, nats: NatsServer, names: Names, how: str
 ) -> None:
     """nats-py buffers its commands, but not its PING. So on a busy machine the server may answer a
     PING before it learns that the pull's inbox is not read any more. A job would be lost there."""
     producer, leaving = lasting
-    other = await JetStreamConsumer.connect(nats.url, config, wait_s=HANG_S)
+    other = await JetStreamConsumer.connect(nats.url, names, wait_s=HANG_S)
     pulling = asyncio.create_task(leaving.pull(HANG_S))
     info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
     await soon(lambda: producer.connection.api(info), good=lambda found: found["num_waiting"])
@@ -259,11 +254,11 @@ async def publish(server: NatsServer, subject: str, headers: bytes) -> None:
 
 
 async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
-    server: NatsServer, config: QueueConfig, pair: Pair, names: Names
+    server: NatsServer, pair: Pair, names: Names
 ) -> None:
     """nats-py cannot decode them, and then reads no more. NATS passes them on."""
     producer, consumer = pair
-    consumer.configure(QueueSettings(ack_wait_s=1.0))
+    consumer.configure(replace(SETTINGS, ack_wait_s=1.0))
     await soon(lambda: consumer.ack_wait_s == 1.0)
     await publish(server, names.job(5), b"NATS/1.0")
     await producer.publish("good", b"2", 20)
@@ -273,7 +268,7 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
 
     async def found() -> list[DeadLetter]:
         with contextlib.suppress(QueueUnavailable):
-            return await dead_letters(producer.connection, config)
+            return await dead_letters(producer.connection, names)
         return []
 
     async with asyncio.timeout(60):
@@ -350,7 +345,7 @@ async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
 
 
 async def test_a_stream_of_another_kind_is_refused_with_advice(
-    nats: NatsServer, lasting: Pair, names: Names, config: QueueConfig
+    nats: NatsServer, lasting: Pair, names: Names
 ) -> None:
     """At the start, and by a worker that had said that it pulls. Only an operator can mend it."""
     producer, consumer = lasting
@@ -358,7 +353,7 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
     await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     await producer.connection.api(f"STREAM.CREATE.{names.stream}", other)
     with pytest.raises(ConfigError, match="nats stream rm"):
-        await JetStreamProducer.connect(nats.url, config, wait_s=HANG_S)
+        await JetStreamProducer.connect(nats.url, names, wait_s=HANG_S)
     async with asyncio.timeout(HANG_S):
         while "nats stream rm" not in str(consumer.health.status().error):
             with contextlib.suppress(PullfillError):
@@ -371,7 +366,7 @@ async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
     extra = f"jetstream {{ {store} }}"  # dead letters reserve 256 MiB
     with NatsServer(tmp_path, extra=extra) as server:
         with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store") as caught:
-            await JetStreamProducer.connect(server.url, QueueConfig("test", "room"), wait_s=1.0)
+            await JetStreamProducer.connect(server.url, Names("test", "room"), wait_s=1.0)
     assert "10047" in str(caught.value)
     assert "nats-server -js" not in str(caught.value)
 
@@ -385,12 +380,12 @@ async def configs(link: NatsConnection, names: Names) -> tuple[dict[str, Any], d
 
 @pytest.mark.essential
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
-    nats: NatsServer, config: QueueConfig, names: Names
+    nats: NatsServer, names: Names
 ) -> None:
-    first = await both(nats, config)
+    first = await both(nats, names, NOT_SET)
     link = first[1].connection
     jobs, consumer = await configs(link, names)
-    assert (jobs["max_msgs"], consumer["max_deliver"]) == (config.max_jobs, config.max_deliver)
+    assert (jobs["max_msgs"], consumer["max_deliver"]) == (DEFAULTS.max_jobs, DEFAULTS.max_deliver)
     theirs = {"max_msgs": 77, "max_bytes": 1 << 20, "max_age": 7 * 10**9, "description": "mine",
               "duplicate_window": 5 * 10**9, "metadata": {"team": "serving"}}  # fmt: skip
     await link.api(f"STREAM.UPDATE.{names.stream}", jobs | theirs)
@@ -401,7 +396,7 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     )  # fmt: skip
     changed = await configs(link, names)
     assert changed[0]["metadata"]["team"] == "serving"
-    second = await both(nats, config, QueueSettings(max_jobs=5))
+    second = await both(nats, names, QueueSettings(max_jobs=5))
     await link.client.close()
     await soon(lambda: not link.up, HANG_S)
     await soon(lambda: link.up, HANG_S)
@@ -415,9 +410,9 @@ async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
 
 @pytest.mark.essential
 async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
-    nats: NatsServer, config: QueueConfig, names: Names, caplog: pytest.LogCaptureFixture
+    nats: NatsServer, names: Names, caplog: pytest.LogCaptureFixture
 ) -> None:
-    producer, consumer = await both(nats, config, QueueSettings(max_deliver=3))
+    producer, consumer = await both(nats, names, QueueSettings(max_deliver=3))
     before = await configs(consumer.connection, names)
     assert (before[1]["max_deliver"], consumer.max_deliver) == (3, 3)
     new = QueueSettings(
@@ -432,9 +427,9 @@ async def test_settings_act_on_running_workers_and_a_refused_one_harms_nobody(
     for worker in (producer, consumer):
         worker.configure(QueueSettings(max_bytes=1 << 20, max_jobs=9))
     await soon(lambda: not producer.busy and not consumer.busy)
-    assert producer.publish_timeout_s == config.publish_timeout_s
+    assert producer.publish_timeout_s == DEFAULTS.publish_timeout_s
     after = await configs(consumer.connection, names)
     assert after[0] == before[0] | {"max_bytes": 1 << 20, "max_msgs": 9}
     assert after[1] == before[1] | {"ack_wait": 7 * 10**9, "max_deliver": 4}
-    assert (await producer.publish("still works", b"", 1)).seq == 1
+    assert (await publish_when_available(producer, "still works")).seq == 1
     await asyncio.gather(producer.close(), consumer.close())

@@ -18,11 +18,12 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import doctor, local_servers
 from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import Security, load
-from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
+from pullfill.queue.streams import Names
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.watch import Put, watch_prefix
+from pullfill.wire import QueueSettings
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer, dead_letters
@@ -30,7 +31,8 @@ from tests.support.waiting import soon
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "correct-horse-battery-staple"
-QUEUE = QueueConfig("demo", "0123456789abcdef", publish_timeout_s=1.0, max_deliver=1, ack_wait_s=1)
+QUEUE = Names("demo", "0123456789abcdef")
+SETTINGS = QueueSettings(publish_timeout_s=1.0, max_deliver=1, ack_wait_s=1.0)
 HANG_S = 20.0
 
 
@@ -255,10 +257,10 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
 ) -> None:
     options = {"user": "demo", "password": PASSWORD}
     producer = await JetStreamProducer.connect(
-        nats.url, QUEUE, wait_s=HANG_S, connect_options=options
+        nats.url, QUEUE, settings=SETTINGS, wait_s=HANG_S, connect_options=options
     )
     consumer = await JetStreamConsumer.connect(
-        nats.url, QUEUE, wait_s=HANG_S, connect_options=options
+        nats.url, QUEUE, settings=SETTINGS, wait_s=HANG_S, connect_options=options
     )
     try:
         await producer.publish("acked", b"body", 7)

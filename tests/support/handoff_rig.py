@@ -36,7 +36,6 @@ from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.queue.contract import QueueConfig
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.transfer.contract import PeerSession
@@ -44,6 +43,7 @@ from pullfill.wire import (
     SILENT_S,
     Hello,
     KvMode,
+    QueueSettings,
     RegionDescriptor,
     RouterConfig,
     RouterPolicy,
@@ -330,10 +330,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         self.rig = RIGS[self.transport](self.directory_path)
         self.directory = FakeDirectory()
-        self.config = QueueConfig(
-            f"ns{next(_serial)}", COMPATIBLE.hash(), ack_wait_s=self.ack_wait_s,
-            max_deliver=self.max_deliver,
-        )  # fmt: skip
+        self.names = Names(f"ns{next(_serial)}", COMPATIBLE.hash())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -343,16 +340,17 @@ class Cluster:
                 with contextlib.suppress(Exception):
                     region.owner.faults.resume()  # type: ignore[attr-defined]
             await prefill.stop()
-        names = Names(self.config.namespace, self.config.compat_hash)
         for decode in self.decodes.values():
-            for stream in (names.stream, names.dead_stream):
+            for stream in (self.names.stream, self.names.dead_stream):
                 with contextlib.suppress(QueueUnavailable):
                     await decode.producer.connection.api(f"STREAM.DELETE.{stream}")
             await decode.stop()
         await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
-        producer = await JetStreamProducer.connect(self.server.url, self.config)
+        producer = await JetStreamProducer.connect(
+            self.server.url, self.names, settings=self.settings
+        )
         decode = DecodeHalf(
             self.rig,
             self.wrap(producer),
@@ -365,11 +363,18 @@ class Cluster:
         self.directory.put(await decode.start())
         return decode
 
+    @property
+    def settings(self) -> QueueSettings:
+        return QueueSettings(ack_wait_s=self.ack_wait_s, max_deliver=self.max_deliver)
+
+    async def consumer(self) -> JetStreamConsumer:
+        return await JetStreamConsumer.connect(self.server.url, self.names, settings=self.settings)
+
     async def prefill(
         self, *, chunk: int = 8, pull: bool = True, longest: int = 999, reaches: bool = True
     ) -> PrefillHalf:
         """reaches: it can connect to all decode workers."""
-        consumer = await JetStreamConsumer.connect(self.server.url, self.config)
+        consumer = await self.consumer()
         name = f"prefill-{len(self.prefills) + 1}"
         prefill = PrefillHalf(self, name, chunk=chunk, consumer=consumer, longest=longest)
         self.prefills.append(prefill)
@@ -383,7 +388,7 @@ class Cluster:
     async def dead(self) -> list[DeadLetter]:
         """The dead letters, the newest first."""
         (producer, *_) = [decode.producer for decode in self.decodes.values()]
-        return await dead_letters(producer.connection, self.config)
+        return await dead_letters(producer.connection, self.names)
 
     async def check_clean(self) -> None:
         """Ledger, fences, pools, stream and engines are as they were before the first request."""

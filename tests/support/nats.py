@@ -14,7 +14,6 @@ import nats.errors
 from nats.aio.client import Client
 
 from pullfill.deploy.local_servers import MAX_PAYLOAD, nats_binary, nats_ready
-from pullfill.queue.contract import QueueConfig
 from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
@@ -33,9 +32,9 @@ class DeadLetter(NamedTuple):
     body: bytes
 
 
-async def dead_letters(connection: NatsConnection, config: QueueConfig) -> list[DeadLetter]:
+async def dead_letters(connection: NatsConnection, names: Names) -> list[DeadLetter]:
     """The dead letters of a queue, newest first."""
-    stream = Names(config.namespace, config.compat_hash).dead_stream
+    stream = names.dead_stream
     state = (await connection.api(f"STREAM.INFO.{stream}"))["state"]
     letters = []
     for seq in range(state["last_seq"], max(0, state["first_seq"] - 1), -1):

@@ -11,7 +11,7 @@ import prometheus_client
 from pullfill import wire
 from pullfill.frontend import counters as frontend_metrics
 from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
-from pullfill.queue.contract import QueueConfig
+from pullfill.queue.streams import DEFAULTS
 from pullfill.runtime import metrics
 from tests.support.docs import (
     COMMANDS,
@@ -104,10 +104,7 @@ def test_router_settings_and_their_defaults() -> None:
 def test_queue_settings_and_their_defaults() -> None:
     rows = re.findall(r"^\| `queue\.(\w+)` \| ([^|]+) \|", COMMANDS.read_text(), re.M)
     documented = {name: -1.0 if value == "no limit" else float(value) for name, value in rows}
-    config = QueueConfig("demo", "0")
-    assert documented == {
-        name: float(getattr(config, name)) for name in wire.QueueSettings.__struct_fields__
-    }
+    assert documented == msgspec.to_builtins(DEFAULTS)
 
 
 def metric_rows() -> dict[str, str]:
