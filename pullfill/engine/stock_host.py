@@ -46,7 +46,7 @@ class StockHost(EngineHost):
         super().__init__(core.vllm_config)
         self.core: Any = core
         self._on_ending: Callable[[], object] | None = on_ending
-        # Work for the next turn. The engine takes no request while it is being made.
+        # Work for the turns. The engine takes no request while it is being made.
         self._entries: deque[Callable[[], object]] = deque()
         put, shutdown = core.input_queue.put_nowait, core.shutdown
         self._abort_outputs = core._send_abort_outputs_to_client
@@ -80,14 +80,15 @@ class StockHost(EngineHost):
         self._doing = ""  # the watchdog must not count what vLLM does next
 
     def turn(self, core: Any) -> bool:
-        while self._entries:
-            self._todo.append(self._entries.popleft())
         if core.engines_running:
             self._timeout = 0  # the other ranks of a data parallel group wait for this one
         return super().turn(core)
 
     def _take_in(self, timeout_ms: int) -> bool:
         came, queue = super()._take_in(timeout_ms), self.core.input_queue
+        while self._entries:  # after the wait, which one of them may have ended
+            came = True
+            self._entries.popleft()()
         while not queue.empty():
             came = True
             self.core._handle_client_request(*queue.get_nowait())

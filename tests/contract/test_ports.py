@@ -1,7 +1,7 @@
 """The ports that a side stands on (pullfill/worker/ports.py), over each loop that gives them.
 
-vLLM's engine core and scheduler are real, and compute no model. An engine of our own loop that
-nobody wakes sleeps for a minute, which fails a test.
+vLLM's engine core and scheduler are real, and compute no model. An engine that nobody wakes sleeps
+for a minute, which fails a test.
 """
 
 from __future__ import annotations
@@ -171,6 +171,11 @@ class Made:
         return await asyncio.wrap_future(called)
 
 
+@pytest.fixture(autouse=True)
+def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EngineHost.__init__.__kwdefaults__, "idle_ms", 60_000)
+
+
 @asynccontextmanager
 async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
     """Our own loop (engine/host.py)."""
@@ -183,7 +188,7 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
             str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name,
             extra={"instance_id": name, "directory": str(files.directory)},
         )  # fmt: skip
-        host = EngineHost(config, idle_ms=60_000)
+        host = EngineHost(config)
         contexts.install(sides(host.wake, files))
         return host
 
@@ -426,7 +431,10 @@ async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path:
 
 async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None:
     async with probed(adapter, model_path) as (made, probe):
-        output = await asyncio.wrap_future(made.submit.add(request("a")))
+        await made.call(lambda: None)
+        await asyncio.sleep(0.05)  # the engine sleeps by now
+        async with asyncio.timeout(20):
+            output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert output.finish_reason is not None
         assert len(output.new_token_ids) == 1
         named = lora_request(Adapter(name="red", path="/red", content="0" * 32))
