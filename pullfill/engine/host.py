@@ -179,7 +179,7 @@ class EngineHost:
         self._hooks.append(hooks)
 
     def register(self, socket: Any, handler: Callable[[], None]) -> None:
-        """Poll a ZMQ socket or descriptor for reading in the loop. Engine thread."""
+        """Poll a ZMQ socket for reading in the loop. Engine thread."""
         self._fd_handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
@@ -305,10 +305,15 @@ class EngineHost:
     def _take_in(self, timeout_ms: int) -> bool:
         """Wait for work, and run what was submitted. Returns False if nothing came."""
         self._doing = ""
-        events = self._poller.poll(timeout_ms)
+        if timeout_ms:
+            ready = [socket for socket, _ in self._poller.poll(timeout_ms)]
+        else:
+            # Between two steps. To poll would let the GIL go, and the engine would wait until the
+            # thread that sends the last step's outputs is done. The model lets it go often enough.
+            ready = [one for one in self._fd_handlers if one.get(zmq.EVENTS) & zmq.POLLIN]
         self._beat += 1
         self._doing = "taking in work"
-        for socket, _ in events:
+        for socket in ready:
             if socket == self._wakefd:
                 try:
                     os.eventfd_read(self._wakefd)
@@ -316,7 +321,7 @@ class EngineHost:
                     pass
             else:
                 self._fd_handlers[socket]()
-        came = bool(events or self._todo)
+        came = bool(ready or self._todo)
         while self._todo:
             self._todo.popleft()()
         return came
