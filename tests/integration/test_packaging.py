@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,15 +15,21 @@ import sysconfig
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pullfill.config import read_cluster_file
+from pullfill.engine import check
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("queue", "transfer", "decode_worker", "prefill_worker", "frontend", "deploy")
+OURS = "\n".join(path for path in sys.path if path.endswith("site-packages"))
 HOOKS = (
     "import sys, setuptools.build_meta as hooks; "
     "print(getattr(hooks, 'build_' + sys.argv[1])(sys.argv[2]))"
@@ -66,7 +73,7 @@ def venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", path / "bin" / "python"]
     subprocess.run([*pip, "install", "-q", "--no-deps", wheel], check=True, timeout=120)
     (site,) = path.glob("lib/python*/site-packages")
-    (site / "requirements.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "requirements.pth").write_text(OURS)
     return path
 
 
@@ -136,3 +143,120 @@ def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> 
         assert json.loads(told)["path"] == "remote"
     finally:
         run(venv, "python", "-m", "pullfill", "down", cwd=tmp_path, timeout=120)
+
+
+# ------------------------------------------------------------------ a layer on an image of vLLM
+
+STOCK = ROOT / "deploy" / "stock"
+LOADS = """
+import json, sys
+import pullfill
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from pullfill.worker.stock_core import settings_of
+
+for flag in json.loads(sys.argv[1]):
+    config = KVTransferConfig(**flag)
+    kind = KVConnectorFactory.get_connector_class(config)
+    cluster, options = settings_of(config.kv_connector_extra_config, kind.side, "m", "decode-1")
+    print(kind.__name__, kind.kv_role == config.kv_role, cluster.namespace, options.host)
+assert pullfill.__file__.startswith(sys.prefix), pullfill.__file__
+"""
+
+
+def closure(name: str) -> dict[str, metadata.Distribution]:
+    """What a package needs, itself included, of what is installed here."""
+    found: dict[str, metadata.Distribution] = {}
+    todo = [(name, "")]
+    done = set[tuple[str, str]]()
+    while todo:
+        if (one := todo.pop()) in done:
+            continue
+        done.add(one)
+        try:
+            package = found[one[0]] = metadata.distribution(one[0])
+        except metadata.PackageNotFoundError:
+            continue  # add-ons of PyTorch (deploy/install.py)
+        for text in package.requires or ():
+            needs = Requirement(text)
+            if needs.marker is None or needs.marker.evaluate({"extra": one[1]}):
+                known = canonicalize_name(needs.name)
+                todo += [(known, extra) for extra in ("", *needs.extras)]
+    return found
+
+
+def wheel_of(package: metadata.Distribution, into: Path) -> None:
+    """Pack an installed package into a wheel again, so that no index is asked."""
+    with zipfile.ZipFile(into / f"{package.name}-{package.version}-py3-none-any.whl", "w") as made:
+        for file in package.files or ():
+            if ".." not in file.parts and file.name not in ("INSTALLER", "REQUESTED", "RECORD"):
+                made.write(str(file.locate()), str(file))
+            elif file.name == "RECORD":
+                made.writestr(str(file), "")
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pip and uv see of an image with vLLM: the packages that vLLM needs, and no others.
+
+    Only what describes them is there. Their files lie in our own environment."""
+    path = tmp_path_factory.mktemp("image") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True, timeout=60)
+    (site,) = path.glob("lib/python*/site-packages")
+    (vllm,) = check.installed_builds()
+    for package in closure(vllm).values():
+        files = package.files or ()
+        (told,) = (f for f in files if f.name == "METADATA" and len(f.parts) == 2)
+        described = Path(str(told.locate())).parent
+        shutil.copytree(described, site / described.name)
+        (site / described.name / "RECORD").write_text("")
+    (site / "files.pth").write_text(OURS)
+    return path
+
+
+def test_a_layer_on_an_image_of_vllm_changes_nothing_there(
+    image: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """The commands of deploy/stock/Dockerfile, in an environment in place of an image."""
+    stages = (STOCK / "Dockerfile").read_text().replace("\\\n", "").split("\nFROM ")
+    (command,) = re.findall(r"^RUN (?:--mount=\S+ +)?(.*)$", stages[-1], re.M)
+    offline = tmp_path / "wheel"
+    offline.mkdir()
+    shutil.copy2(wheel, offline)
+    (offline / "uv").symlink_to(Path(sys.executable).parent / "uv")
+    (vllm,) = check.installed_builds()
+    new = closure("pullfill").keys() - closure(vllm).keys() - {"pullfill"}
+    assert {"nats-py", "etcd3-py"} <= new
+    for name in new:
+        wheel_of(metadata.distribution(name), offline)
+    python = image / "bin" / "python"
+    env = environment(image) | {
+        "PYTHON": str(python), "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(offline)
+    }  # fmt: skip
+
+    def there() -> set[str]:
+        listed = [offline / "uv", "pip", "freeze", "--python", python]
+        return set(
+            subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+        )
+
+    before = there()
+    assert {f"{vllm}=={metadata.version(vllm)}", f"torch=={metadata.version('torch')}"} <= before
+    shell = ["sh", "-ec", command.replace("/wheel/", f"{offline}/")]
+    done = subprocess.run(shell, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"vLLM {metadata.version(vllm)}"
+    after = there()
+    assert before < after
+    assert {line.split("=")[0].split("@")[0].strip() for line in after - before} >= new
+
+    flags = [json.dumps([flag_of("production-stack"), flag_of("kustomization")])]
+    loaded = run(image, "python", "-P", "-c", LOADS, *flags, cwd=tmp_path).splitlines()[-2:]
+    assert loaded == ["PullfillDecode True serving_demo $(POD_IP)"] * 2
+
+
+def flag_of(name: str) -> dict[str, Any]:
+    """The one flag in a file of deploy/stock."""
+    (text,) = re.findall(r"\{\s*\"kv_connector\".*\}\}", (STOCK / f"{name}.yaml").read_text(), re.S)
+    flag: dict[str, Any] = json.loads(text)
+    return flag

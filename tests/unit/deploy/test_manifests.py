@@ -6,6 +6,7 @@ No Kubernetes and no systemd here. Helm itself renders the chart.
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import shlex
 from functools import cache
@@ -21,7 +22,7 @@ import yaml
 from pullfill.deploy.planner import PlanSettings
 from pullfill.options import LogFormat
 from pullfill.runtime.lifecycle import EXIT_S
-from tests.support.chart import CHART, HelmRefused, of_kind, pods, render, the_container
+from tests.support.chart import CHART, RELEASE, HelmRefused, of_kind, pods, render, the_container
 from tests.support.flags import expand, parse
 
 WORKERS = {"decode", "prefill"}
@@ -279,6 +280,56 @@ def test_values_reach_the_pods() -> None:
     }
     assert container["securityContext"] == rights
     assert given["extraVolumeMounts"][0] in container["volumeMounts"]
+
+
+STOCK = Path(__file__).parents[3] / "deploy" / "stock"
+
+
+def servers_of_other_charts() -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """File of deploy/stock → arguments and labels of the pods of vLLM's servers."""
+    stack = yaml.safe_load((STOCK / "production-stack.yaml").read_text())
+    (model,) = stack["servingEngineSpec"]["modelSpec"]
+    overlay = yaml.safe_load((STOCK / "kustomization.yaml").read_text())
+    (patch,) = overlay["patches"]
+    given: dict[str, list[Any]] = {}
+    for one in yaml.safe_load(patch["patch"]):
+        assert one["op"] == "add"
+        given.setdefault(one["path"], []).append(one["value"])
+    container = "/spec/template/spec/containers/0"
+    assert [one["name"] for one in given[f"{container}/env/-"]] == ["POD_IP"]
+    flag, *rest = given[f"{container}/args/-"]
+    (labels,) = given["/spec/template/metadata/labels/pullfill"]
+    return {
+        "production-stack": (model["vllmConfig"]["extraArgs"], model["podLabels"]),
+        "kustomization": ([*flag.split("=", 1), *rest], {"pullfill": labels}),
+    }
+
+
+@pytest.mark.parametrize("file", ["production-stack", "kustomization"])
+def test_servers_of_other_charts_find_ours(file: str) -> None:
+    values = yaml.safe_load((STOCK / "servers.yaml").read_text())
+    documents = render(**values)
+    assert of_kind(documents, "Deployment")["pullfill-decode"]["spec"]["replicas"] == 0
+    options = parse(the_container(pods(documents)["pullfill-prefill"])["args"])
+    args, labels = servers_of_other_charts()[file]
+    flag = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert (flag["kv_connector"], flag["kv_role"]) == ("PullfillDecode", "kv_consumer")
+    ours = {key: options[key] for key in ("etcd", "nats", "namespace")} | {"host": "$(POD_IP)"}
+    # The release is `demo` there, and `pullfill` here.
+    theirs = json.loads(json.dumps(flag["kv_connector_extra_config"]).replace("demo", RELEASE))
+    assert theirs == ours
+    peer = {"podSelector": {"matchLabels": labels}}
+    policies = of_kind(documents, "NetworkPolicy")
+    reached = {
+        (name, port["port"]) for name, one in policies.items() for rule in one["spec"]["ingress"]
+        if peer in rule.get("from", []) for port in rule["ports"]
+    }  # fmt: skip
+    assert reached == {
+        ("pullfill-nats", "client"), ("pullfill-etcd", "client"), ("pullfill-prefill", "kv")
+    }  # fmt: skip
+    for one in documents:
+        if one["kind"] not in WITHOUT_SCHEMA:
+            kubernetes_validate.validate(one, RELEASES[-1], strict=True)
 
 
 @pytest.mark.parametrize(
