@@ -60,7 +60,7 @@ class RequestServer:
         # The cluster key. A frontend that does not hold it is refused.
         key: ClusterKey | None = None,
         # See `BlockEvents.follow`.
-        follow: Callable[[bytes, PrefixFollow, Send], object] | None = None,
+        follow: Callable[[bytes, Send], object] | None = None,
     ) -> None:
         self._loop = loop
         self._traces = traces
@@ -199,10 +199,10 @@ class RequestServer:
         elif kind == front_wire.UTIL:
             self._utility(frontend, payload)
         elif kind == front_wire.FOLW:
-            message = wire.decode(payload[0].bytes, PrefixFollow)
+            wire.decode(payload[0].bytes, PrefixFollow)
             frontend.follows = True
             if self._follow is not None:
-                self._follow(identity, message, self._send_blocks)
+                self._follow(identity, self._send_blocks)
         elif kind == front_wire.BYE:
             self._drop(frontend, "left")
         else:

@@ -139,7 +139,6 @@ async def build(
 
     # The frontends' socket.
     blocks = await turns.call(partial(BlockEvents, loop, view, events))
-    parts.push_async_callback(blocks.close)
     tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
     server = RequestServer(
         turns,

@@ -1,10 +1,11 @@
 """Publishes the blocks of this worker's prefix cache to the frontends that follow it.
 
     engine thread      `_take`: puts a step's changes into a queue
-    asyncio thread     hashes, numbers and keeps them, at most every `flush_s`
+    asyncio thread     hashes and numbers them, at most every `flush_s`
     engine thread      the request server sends what is new to each frontend that follows
 
-A frontend that asks (PrefixFollow) is sent the events that it lacks, or a snapshot in pages.
+A frontend that asks (PrefixFollow) is sent a snapshot in pages first. It asks again if it misses an
+event. No history is kept for that: a connection that falls behind ends (docs/decisions.md, 27).
 
 vLLM's name of a block is a handle here: it leads to our hash of the block when vLLM removes it.
 There are as many handles as cached blocks.
@@ -20,15 +21,13 @@ from pullfill import wire
 from pullfill.engine.kv_events import Change, Cleared, KvEvents, Places, Removed, Stored, origin
 from pullfill.engine.view import View
 from pullfill.prefix import chain
-from pullfill.prefix.events import Ring
+from pullfill.prefix.events import Original
 from pullfill.runtime import failpoints, log
-from pullfill.runtime.lifecycle import end
 from pullfill.wire import u32
-from pullfill.wire.prefix import Op, PrefixFollow
+from pullfill.wire.prefix import Op
 
 logger = log.get("decode_worker.kv_events")
 
-RING_EVENTS = 1 << 16
 # Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
 # (payload, identity of a frontend or None for all that follow).
@@ -113,20 +112,18 @@ class BlockEvents:
         self._send: Send | None = None  # nobody has followed yet
         view.tell_blocks(events, self._take)
         self._held = Held(events.places)
-        self._ring = Ring(RING_EVENTS)
+        self._original = Original()
         self._queue: deque[list[Change]] = deque()
         self._armed = False
         self._flushed_at = 0.0
-        self._told = 0
-        self._answers: dict[bytes, asyncio.Task[None]] = {}
 
     # ------------------------------------------------------------------ engine thread
 
-    def follow(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
-        """Send a frontend what it lacks, and all that follow what is new.
+    def follow(self, identity: bytes, send: Send) -> None:
+        """Send a frontend a snapshot, and all that follow what is new.
 
         send: sends a message. It is called on the asyncio thread."""
-        self._loop.call_soon_threadsafe(self._follow, identity, message, send)
+        self._loop.call_soon_threadsafe(self._follow, identity, send)
 
     def _take(self, changes: list[Change]) -> None:
         """Queue the changes of a step."""
@@ -143,20 +140,12 @@ class BlockEvents:
 
     def status(self) -> dict[str, int]:
         """For /status: cached blocks, and the number of the next event."""
-        return {"blocks": len(self._held), "events": self._ring.next}
+        return {"blocks": len(self._held), "events": self._original.next}
 
-    def _follow(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
+    def _follow(self, identity: bytes, send: Send) -> None:
         self._send = send
-        # An answer that is still being sent to it ends.
-        if (before := self._answers.pop(identity, None)) is not None:
-            before.cancel()
-        task = self._loop.create_task(self._answer(identity, message, send))
-        self._answers[identity] = task
-        task.add_done_callback(lambda _: self._answered(identity, task))
-
-    async def close(self) -> None:
-        """End all answers."""
-        await end(*self._answers.values())
+        for page in self._original.snapshot():
+            send(wire.encode(page), identity)
 
     def _arm(self) -> None:
         wait = self._flushed_at + self._flush_s - self._loop.time()
@@ -170,34 +159,15 @@ class BlockEvents:
             for change in self._queue.popleft():
                 self._apply(change)
         self._flushed_at = self._loop.time()
-        self._publish()
+        for message in self._original.news():
+            if self._send is not None:
+                self._send(wire.encode(message), None)
 
     def _apply(self, change: Change) -> None:
         if isinstance(change, Stored):
-            self._ring.append(Op.STORE, self._held.store(change))
+            self._original.append(Op.STORE, self._held.store(change))
         elif isinstance(change, Removed):
-            self._ring.append(Op.REMOVE, self._held.remove(change))
+            self._original.append(Op.REMOVE, self._held.remove(change))
         else:
             self._held.clear()
-            self._ring.append(Op.CLEAR)
-
-    def _publish(self) -> None:
-        """Send the new events to all that follow."""
-        ring, told = self._ring, self._told
-        self._told = ring.next
-        if told == ring.next or self._send is None:
-            return
-        # Where the ring no longer has all of them, frontends notice a gap and ask.
-        for message in ring.since(ring.epoch, told) or ring.since(ring.epoch, ring.next) or ():
-            self._send(wire.encode(message), None)
-
-    async def _answer(self, identity: bytes, message: PrefixFollow, send: Send) -> None:
-        for answer in self._ring.answer(message):
-            send(wire.encode(answer), identity)
-            await asyncio.sleep(0)  # other callbacks of the loop get their turn
-
-    def _answered(self, identity: bytes, task: asyncio.Task[None]) -> None:
-        if self._answers.get(identity) is task:
-            del self._answers[identity]
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            logger.error("a frontend could not be sent the cached blocks", exc_info=exc)
+            self._original.append(Op.CLEAR)

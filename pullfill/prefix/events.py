@@ -1,20 +1,21 @@
-"""The block events of one decode worker: `Ring` numbers and keeps them, `Replica` follows them.
+"""Which blocks one decode worker holds: `Original` numbers the changes, `Replica` follows them.
 
-The decode worker owns a Ring, and each frontend a Replica of it. The owner of a Replica sends what
-its `ask` and `take` return to the decode worker, and hands `take` what the Ring's `answer` and
-`since` gave. Messages may be lost, repeated or reordered. As long as the decode worker goes on
-sending, with or without new events, the index ends with exactly the blocks that the worker holds.
+The decode worker owns the Original, and each frontend a Replica of it. The owner of a Replica sends
+what its `ask` and `take` return to the decode worker, which answers with a `snapshot`. It hands
+`take` these pages, and the `news` that all who follow get. Messages may be lost, repeated or
+reordered. As long as blocks change, the index ends with exactly the blocks that the worker holds.
 
-    cold --snapshot or events from 0--> warm --gap, restart or difference--> behind --healed--> warm
+    cold --snapshot--> warm --gap, restart or difference--> behind --snapshot--> warm
 """
 
 from __future__ import annotations
 
 import enum
 import secrets
+import struct
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
@@ -23,25 +24,23 @@ from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, Pre
 RETRY_S = 1.0
 
 
-class Ring:
-    """The last `max_events` block events at least, and the blocks held now.
+class Original:
+    """The blocks that a decode worker holds now. It numbers each change.
 
-    One thread owns it. epoch: tells this ring from that of another life of the worker, never 0.
+    One thread owns it. epoch: tells it from that of another life of the worker, never 0.
     next: number of the next event."""
 
-    def __init__(self, max_events: int) -> None:
+    def __init__(self) -> None:
         self.epoch = secrets.randbits(62) + 1
         self.next = 0
-        self._size = max_events
-        self._ops = bytearray()
-        self._hashes = array("Q")
         self._held: set[int] = set()
         self._digest = 0
+        # The events that `news` has not returned yet.
+        self._ops = bytearray()
+        self._hashes = array("Q")
 
-    def append(self, op: Op, hashes: Sequence[int] = (0,)) -> int:
-        """Record that these blocks were stored or removed. Returns the number of the next event.
-
-        CLEAR is one event, of block 0."""
+    def append(self, op: Op, hashes: Sequence[int] = (0,)) -> None:
+        """Record that these blocks were stored or removed. CLEAR is one event, of block 0."""
         if op is Op.CLEAR:
             self._held.clear()
             self._digest = 0
@@ -53,57 +52,44 @@ class Ring:
         self._ops += bytes([op]) * len(hashes)
         self._hashes.extend(hashes)
         self.next += len(hashes)
-        if len(self._ops) >= 2 * self._size:
-            del self._ops[: -self._size], self._hashes[: -self._size]
-        return self.next
 
-    def answer(self, follow: PrefixFollow) -> Iterator[PrefixEvents | PrefixPage]:
-        """What a frontend that asks is sent: the events that it lacks, or a snapshot first."""
-        epoch, number = follow.epoch, follow.next
-        events = self.since(epoch, number)
-        if events is None:
-            epoch, number = self.epoch, self.next
-            yield from self._snapshot()
-            # None: while the pages were sent, more came than the ring holds. It will ask again.
-            events = self.since(epoch, number)
-        yield from events or ()
-
-    def since(self, epoch: int, number: int) -> list[PrefixEvents] | None:
-        """The events from `number` on; one message without events if there are none.
-
-        None: another epoch, or no longer in the ring, so send a snapshot."""
-        oldest = self.next - len(self._ops)
-        if (epoch != self.epoch and number) or not oldest <= number <= self.next:
-            return None
+    def news(self) -> list[PrefixEvents]:
+        """Return the events since the last call, for all who follow."""
+        ops, self._ops = self._ops, bytearray()
+        hashes, self._hashes = self._hashes, array("Q")
         found = []
-        for first in range(number, self.next, MAX_EVENTS) or (number,):
-            part = slice(first - oldest, first - oldest + MAX_EVENTS)
-            last = first + MAX_EVENTS >= self.next
+        for start in range(0, len(ops), MAX_EVENTS):
+            end = start + MAX_EVENTS
+            last = end >= len(ops)
             found.append(
                 PrefixEvents(
                     epoch=self.epoch,
-                    first=first,
-                    ops=bytes(self._ops[part]),
-                    hashes=self._hashes[part].tobytes(),
+                    first=self.next - len(ops) + start,
+                    ops=bytes(ops[start:end]),
+                    hashes=hashes[start:end].tobytes(),
                     held=len(self._held) if last else None,
                     digest=self._digest & (2**63 - 1) if last else 0,
                 )
             )
         return found
 
-    def _snapshot(self) -> Iterator[PrefixPage]:
-        """All blocks, page by page, as of now. After the last page send the events from `at` on."""
-        at, held = self.next, array("Q", self._held)
-        for start in range(0, len(held), MAX_EVENTS) or (0,):
-            end = start + MAX_EVENTS
-            yield PrefixPage(
+    def snapshot(self) -> list[PrefixPage]:
+        """Return all blocks, for one who begins to follow or has missed something. `news` must have
+        returned all events."""
+        # 200,000 blocks take 20 ms. An array of them would take twice as long as `pack`.
+        held = list(self._held)
+        parts = [held[at : at + MAX_EVENTS] for at in range(0, len(held), MAX_EVENTS) or (0,)]
+        return [
+            PrefixPage(
                 epoch=self.epoch,
-                at=at,
-                upto=at,
-                page=start // MAX_EVENTS,
-                last=end >= len(held),
-                hashes=held[start:end].tobytes(),
+                at=self.next,
+                upto=self.next,
+                page=number,
+                last=number + 1 == len(parts),
+                hashes=struct.pack(f"<{len(part)}Q", *part),
             )
+            for number, part in enumerate(parts)
+        ]
 
 
 class State(enum.StrEnum):
@@ -133,8 +119,6 @@ class Replica:
         self._name = name
         self._epoch = 0
         self._next = 0
-        # Number after the last event of this epoch that is known to exist.
-        self._end = 0
         self._asked: float | None = None
         # (epoch, at, next page) of the snapshot that is coming in. Nothing is believed meanwhile.
         self._pages: tuple[int, int, int] | None = None
@@ -145,14 +129,14 @@ class Replica:
         return self._index.refused(self._name)
 
     def ask(self, now: float) -> PrefixFollow:
-        """What to send first, and after a new connection."""
+        """What to send first, or to be told all blocks again."""
         self._asked = now
-        return PrefixFollow(epoch=self._epoch, next=self._next)
+        return PrefixFollow()
 
     def take(self, message: PrefixEvents | PrefixPage, now: float) -> PrefixFollow | None:
         """Apply a message. Returns what to send to the worker, if anything.
 
-        Raises ValueError for events that no ring sends; the index is unchanged then."""
+        Raises ValueError for events that no worker sends; the index is unchanged then."""
         self.heard = now
         if isinstance(message, PrefixPage):
             return self._page(message, now)
@@ -173,10 +157,10 @@ class Replica:
                 self.healing["restarts"] += 1
             if events.first:
                 return self._restart(now)
+            # A neighbouring build answers with all events of its life while it has them.
             self._index.forget(self._name)
             self._believe(events.epoch, 0)
             self._pages = None
-        self._end = max(self._end, events.first + len(events.ops))
         if events.first > self._next:
             if self.state is State.WARM:
                 self.healing["gaps"] += 1
@@ -186,14 +170,12 @@ class Replica:
             self.healing["duplicates"] += 1
             return None
         self._apply(events, known)
-        # Before `_end` the index may have blocks of a snapshot that are newer than these events.
-        done = self._next == self._end
-        if done and events.held is not None and self._differs(events.held, events.digest):
+        if events.held is None:
+            return None
+        if self._differs(events.held, events.digest):
             self.healing["differences"] += 1
             return self._restart(now)
-        if done:
-            self._asked = None
-            self._become(State.WARM, now)
+        self._warm(now)
         return None
 
     def _apply(self, events: PrefixEvents, known: int) -> None:
@@ -229,15 +211,13 @@ class Replica:
             self.healing["snapshots"] += 1
             self._pages = None
             self._believe(page.epoch, page.at)
-            self._end = page.upto
-            if page.at == page.upto:
-                self._become(State.WARM, now)
+            if page.at == page.upto:  # else events that are newer than some pages come first
+                self._warm(now)
         return None
 
     def _believe(self, epoch: int, number: int) -> None:
         """All events of the epoch before this number are in the index."""
-        self._epoch = epoch
-        self._next = self._end = number
+        self._epoch, self._next = epoch, number
 
     def _restart(self, now: float) -> PrefixFollow | None:
         """Ask for everything. What the index has still counts until it comes."""
@@ -251,6 +231,10 @@ class Replica:
         if self._asked is not None and now - self._asked < RETRY_S:
             return None
         return self.ask(now)
+
+    def _warm(self, now: float) -> None:
+        self._asked = None
+        self._become(State.WARM, now)
 
     def _become(self, state: State, now: float) -> None:
         if state is not self.state:

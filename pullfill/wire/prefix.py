@@ -1,6 +1,7 @@
 """What a decode worker tells a frontend about its prefix cache, and what the frontend asks for.
 
-Every change of one block has a number, counted from 0 in an *epoch*: the life of one `Ring`.
+Every change of one block has a number, counted from 0 in an *epoch*: the life of one `Original`
+(prefix/events.py).
 """
 
 from __future__ import annotations
@@ -48,11 +49,10 @@ class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
 
 
 class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
-    """One page of a snapshot.
+    """One page of a snapshot. A follower that has all pages applies all events from `at` on.
 
-    The pages are not of one moment: blocks that came or went while they were read may be in them or
-    not. So a follower that has all pages applies all events from number `at` on. It has what the
-    worker has when it reaches `upto`, the number of the next event when this page was read."""
+    upto: number of the next event when this page was read. It is `at` unless a neighbouring build
+    reads its pages one after another, while blocks change."""
 
     v: Version = WIRE_VERSION
     epoch: Epoch
@@ -66,10 +66,6 @@ class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
 
 
 class PrefixFollow(Message, tag="prefix_follow", frozen=True, kw_only=True):
-    """A frontend has all events of `epoch` before number `next`, and wants what follows.
-
-    Epoch 0: it has nothing. If the ring no longer has the events, a snapshot is the answer."""
+    """A frontend wants a snapshot, and all events from then on."""
 
     v: Version = WIRE_VERSION
-    epoch: Epoch = 0
-    next: Count = 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import islice
 from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from pullfill.prefix.events import RETRY_S, Replica, Ring, State
+from pullfill.prefix.events import RETRY_S, Original, Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode, encode
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
@@ -26,14 +24,12 @@ BLOCKS = st.lists(st.integers(0, 59), max_size=10).map(
 ToFrontend = PrefixEvents | PrefixPage
 
 
-class Source:
-    """A decode worker: a ring, and how far the frontend was told."""
-
-    def __init__(self) -> None:
-        self.ring = Ring(max_events=300)
-        self.ring.append(Op.STORE, HASHES[::2])  # more than the ring keeps
-        self.sent = 0
-        self.answers: Iterator[ToFrontend] = iter(())
+def worker() -> Original:
+    """A decode worker that nobody has followed yet."""
+    made = Original()
+    made.append(Op.STORE, HASHES[::2])
+    made.news()
+    return made
 
 
 class Faults(RuleBasedStateMachine):
@@ -45,53 +41,46 @@ class Faults(RuleBasedStateMachine):
         self.same = mock.patch("secrets.randbits", random.Random(1).getrandbits)
         self.same.start()
         self.now = 0.0
-        self.workers = [Source() for _ in range(WORKERS)]
+        self.workers = [worker() for _ in range(WORKERS)]
         self.up: list[tuple[int, bytes]] = []
         self.down: list[tuple[int, PrefixFollow]] = []
         self.restart_frontend()
 
     @rule()
     def restart_frontend(self) -> None:
-        self.index = PrefixIndex(WORKERS * len(HASHES))
+        self.index = PrefixIndex(WORKERS * 2 * len(HASHES))
         self.replicas = [Replica(self.index, slot, self.now) for slot in range(WORKERS)]
         for number, replica in enumerate(self.replicas):
             self.down.append((number, replica.ask(self.now)))
 
     @rule(which=WHICH)
     def restart_worker(self, which: int) -> None:
-        self.workers[which] = Source()
+        self.workers[which] = worker()
 
     @rule(which=WHICH, blocks=BLOCKS)
     def store(self, which: int, blocks: list[int]) -> None:
-        self.workers[which].ring.append(Op.STORE, blocks)
+        self.workers[which].append(Op.STORE, blocks)
 
     @rule(which=WHICH, blocks=BLOCKS)
     def remove(self, which: int, blocks: list[int]) -> None:
-        self.workers[which].ring.append(Op.REMOVE, blocks)
+        self.workers[which].append(Op.REMOVE, blocks)
 
     @rule(which=WHICH)
     def clear(self, which: int) -> None:
-        self.workers[which].ring.append(Op.CLEAR)
+        self.workers[which].append(Op.CLEAR)
 
     @rule(which=WHICH)
     def publish(self, which: int) -> None:
-        worker = self.workers[which]
-        news = worker.ring.since(worker.ring.epoch, worker.sent)
-        self.up += [(which, encode(message)) for message in news or ()]
-        worker.sent = worker.ring.next
+        self.up += [(which, encode(message)) for message in self.workers[which].news()]
 
     @precondition(lambda self: self.down)
-    @rule(data=st.data(), count=st.integers(0, 20))
-    def ask(self, data: st.DataObject, count: int) -> None:
-        which, follow = self.down.pop(data.draw(st.integers(0, len(self.down) - 1)))
-        self.workers[which].answers = self.workers[which].ring.answer(follow)
-        self.answer(which, count)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        self.answer(self.down.pop(data.draw(st.integers(0, len(self.down) - 1)))[0])
 
-    @rule(which=WHICH, count=st.integers(1, 20))
-    def answer(self, which: int, count: int) -> None:
-        """Some messages of an answer; the worker may go on before the next ones."""
-        for message in islice(self.workers[which].answers, count):
-            self.up.append((which, encode(message)))
+    def answer(self, which: int) -> None:
+        self.publish(which)
+        self.up += [(which, encode(page)) for page in self.workers[which].snapshot()]
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), fate=st.sampled_from(["bring", "bring", "bring", "lose", "repeat"]))
@@ -127,24 +116,26 @@ class Faults(RuleBasedStateMachine):
             self.down.append((which, follow))
 
     def heal(self) -> None:
-        """The network works again, and the workers send at least a sign of life."""
-        for message in self.up:
-            self.bring(*message)
-        for _ in range(6):
+        """The network works again, blocks change, and the frontend asks until it knows all."""
+        for turn in range(6):
             self.now += RETRY_S
-            self.up = []
-            for which in range(WORKERS):
+            for which, replica in enumerate(self.replicas):
+                self.workers[which].append(Op.STORE, [len(HASHES) + 1 + turn])
                 self.publish(which)
-            for message in self.up:
-                self.bring(*message)
-            while self.down:
-                which, follow = self.down.pop(0)
-                for answer in list(self.workers[which].ring.answer(follow)):
-                    self.bring(which, encode(answer))
+                if replica.state is not State.WARM:
+                    self.down.append((which, replica.ask(self.now)))
+            while self.up or self.down:
+                for which, _ in self.down:
+                    self.answer(which)
+                brought, self.up, self.down = self.up, [], []
+                for message in brought:
+                    self.bring(*message)
         for number, worker in enumerate(self.workers):
-            (beat,) = worker.ring.since(worker.ring.epoch, worker.ring.next) or ()
+            worker.append(Op.STORE, [10_000])
+            (event,) = worker.news()
+            self.bring(number, encode(event))
             found = (self.index.blocks(number), self.index.digest(number))
-            assert found == (beat.held, beat.digest)
+            assert found == (event.held, event.digest)
             assert self.replicas[number].state is State.WARM
             assert self.replicas[number].healing["differences"] == 0
 

@@ -16,7 +16,7 @@ from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.balancer import Balancer, hashes_of
 from pullfill.frontend.routing.choice import ALPHA, KNOWN
 from pullfill.frontend.routing.prefixes import Prefixes
-from pullfill.prefix.events import Ring
+from pullfill.prefix.events import Original
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.instance_id = name
         self.record = SimpleNamespace(control=f"tcp://{name}:1")
-        self.ring = Ring(1000)
+        self.original = Original()
         self.load: front_wire.LoadReport | None = None
         self.asked: list[PrefixFollow] = []
         self.welcome = SimpleNamespace(prefix_block_size=BLOCK)
@@ -56,15 +56,15 @@ class Rig:
         )
 
     def answer(self, worker: Any) -> None:
-        """Send what the worker was last asked for."""
-        for message in worker.ring.answer(worker.asked[-1]):
+        """Send what the worker was asked for."""
+        for message in worker.original.snapshot():
             self.prefixes.take(worker, wire.encode(message), self.now)
 
     def holds(self, **prompts: Any) -> None:
         """These workers hold the blocks of these requests; all others nothing."""
         for worker in self.workers:
             if (asked := prompts.get(worker.instance_id)) is not None:
-                worker.ring.append(Op.STORE, hashes_of(asked, (), BLOCK))
+                worker.original.append(Op.STORE, hashes_of(asked, (), BLOCK))
             self.prefixes.follow(worker, self.now)
             self.answer(worker)
 
@@ -173,7 +173,7 @@ async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
 
 async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
     worker = rig.workers[0]
-    worker.ring.append(Op.STORE, BLOCKS)
+    worker.original.append(Op.STORE, BLOCKS)
     rig.prefixes.follow(worker, rig.now)
     assert rig.known() == ("cold", 0)
     rig.answer(worker)
@@ -186,7 +186,7 @@ async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
 
 async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
     worker = rig.workers[0]
-    worker.ring.append(Op.STORE, BLOCKS)
+    worker.original.append(Op.STORE, BLOCKS)
     rig.prefixes.follow(worker, rig.now)
     rig.answer(worker)
     rig.prefixes.forget(worker, rig.now)
