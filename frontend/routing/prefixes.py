@@ -11,8 +11,7 @@ told: `troubles`, for /ready and `pullfill status`, and a metric.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pullfill import wire
 from pullfill.engine import front_wire
@@ -26,13 +25,14 @@ from pullfill.wire.codec import decode
 from pullfill.wire.prefix import PrefixEvents, PrefixFollow, PrefixPage
 
 
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """One connection to a worker whose events are followed. asked_at: when it was last asked."""
+class _Followed(NamedTuple):
+    """One connection to a worker whose events are followed."""
 
     connection: DecodeConnection
     replica: Replica
-    asked_at: float
+
+    def ask(self, question: PrefixFollow) -> None:
+        self.connection.send(front_wire.FOLW, wire.encode(question))
 
 
 class Prefixes:
@@ -107,8 +107,8 @@ class Prefixes:
         if self._off or welcome is None or not welcome.prefix_block_size:
             return
         replica = Replica(self._index, name, now)
-        followed = self._followed[name] = _Followed(connection, replica, now)
-        self._ask(followed, replica.ask(now), now)
+        followed = self._followed[name] = _Followed(connection, replica)
+        followed.ask(replica.ask(now))
 
     def take(self, connection: DecodeConnection, payload: bytes, now: float) -> None:
         """Apply what a worker sends. Raises BadMessage if it cannot be read."""
@@ -122,7 +122,7 @@ class Prefixes:
         except ValueError as exc:
             raise BadMessage(str(exc)) from exc
         if question is not None:
-            self._ask(followed, question, now)
+            followed.ask(question)
         for what, times in followed.replica.healing.items():
             counters.PREFIX_GAPS.labels(what).inc(times)
         followed.replica.healing.clear()
@@ -138,13 +138,7 @@ class Prefixes:
             replica = followed.replica
             if (
                 replica.state is not State.WARM
-                and now - max(replica.heard, followed.asked_at) > self._missing_s / 5
+                and now - max(replica.heard, replica.asked) > self._missing_s / 5
             ):
-                self._ask(followed, replica.ask(now), now)
+                followed.ask(replica.ask(now))
         counters.PREFIX_MISSING.set(len(self.troubles(now)))
-
-    # ---------------------------------------------------------------- inside
-
-    def _ask(self, followed: _Followed, question: PrefixFollow, now: float) -> None:
-        followed.asked_at = now
-        followed.connection.send(front_wire.FOLW, wire.encode(question))

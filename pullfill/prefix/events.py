@@ -11,6 +11,7 @@ reordered. As long as blocks change, the index ends with exactly the blocks that
 from __future__ import annotations
 
 import enum
+import math
 import secrets
 import struct
 from array import array
@@ -106,6 +107,7 @@ class Replica:
     """What one decode worker holds, under `name` in the index. Times are monotonic seconds.
 
     since: when `state` began. heard: when the worker last sent anything.
+    asked: when it was last asked, for what has not come yet. -inf: there is no such question.
     healing: counts of gaps (events were missing), snapshots (taken over whole), restarts (the
     worker began a new epoch), duplicates, differences (all events came, yet the blocks differed).
     """
@@ -119,7 +121,7 @@ class Replica:
         self._name = name
         self._epoch = 0
         self._next = 0
-        self._asked: float | None = None
+        self.asked = -math.inf
         # (epoch, at, next page) of the snapshot that is coming in. Nothing is believed meanwhile.
         self._pages: tuple[int, int, int] | None = None
 
@@ -130,7 +132,7 @@ class Replica:
 
     def ask(self, now: float) -> PrefixFollow:
         """What to send first, or to be told all blocks again."""
-        self._asked = now
+        self.asked = now
         return PrefixFollow()
 
     def take(self, message: PrefixEvents | PrefixPage, now: float) -> PrefixFollow | None:
@@ -148,7 +150,7 @@ class Replica:
         """The worker is gone: its blocks are forgotten at once."""
         self._index.forget(self._name)
         self._believe(0, 0)
-        self._asked = self._pages = None
+        self.asked, self._pages = -math.inf, None
         self._become(State.COLD, now)
 
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
@@ -206,7 +208,7 @@ class Replica:
         self._index.store(self._name, _numbers(page.hashes))
         self._pages = (page.epoch, page.at, page.page + 1)
         # A snapshot that still comes in is not asked for again.
-        self._asked = now
+        self.asked = now
         if page.last:
             self.healing["snapshots"] += 1
             self._pages = None
@@ -228,12 +230,12 @@ class Replica:
         """Events are missing. Returns what to ask for, once in RETRY_S."""
         if self.state is State.WARM:
             self._become(State.BEHIND, now)
-        if self._asked is not None and now - self._asked < RETRY_S:
+        if now - self.asked < RETRY_S:
             return None
         return self.ask(now)
 
     def _warm(self, now: float) -> None:
-        self._asked = None
+        self.asked = -math.inf
         self._become(State.WARM, now)
 
     def _become(self, state: State, now: float) -> None:
