@@ -47,9 +47,7 @@ COMMANDS = {
     ),
     "plan": (
         "planner.show",
-        "Say how many prefill and decode workers are right, and why.\n\n"
-        "With --apply this command runs until you interrupt it, and looks every 5 s. A change of "
-        "role must be right for 10 s. A change in the other direction waits for 120 s.",
+        "Say how many workers are right, and why.",
     ),
     "drain": (
         "operate.drain",

@@ -30,7 +30,6 @@ from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     Compat,
     RegionDescriptor,
-    RoleMove,
     RoleOrder,
     WorkerRecord,
     WorkerRole,
@@ -99,24 +98,6 @@ async def order_role(
             await client.put(key, order, worker.lease_id)
             return True
     return False
-
-
-async def last_move(client: EtcdClient, namespace: str) -> tuple[RoleMove | None, int]:
-    """Return a planner's last order, and the revision of its key for `note_move`. None: no order
-    that can be read."""
-    found = await client.get(keys.planner(namespace))
-    if found is None:
-        return None, 0
-    with suppress(BadMessage):
-        return decode(found.value, RoleMove), found.mod_revision
-    return None, found.mod_revision
-
-
-async def note_move(client: EtcdClient, namespace: str, move: RoleMove, revision: int) -> bool:
-    """Note a planner's order before it is given. False: another planner was faster.
-
-    revision: of the key, when this planner decided."""
-    return await client.put_if(keys.planner(namespace), encode(move), mod_revision=revision)
 
 
 async def refuse_if_incompatible(

@@ -72,11 +72,6 @@ def role_order(namespace: str, instance_id: str) -> str:
     return f"{namespace_prefix(namespace)}roles/{_checked(instance_id, 'instance id')}"
 
 
-def planner(namespace: str) -> str:
-    """Key of the last change of role that a planner has ordered."""
-    return f"{namespace_prefix(namespace)}planner"
-
-
 def config(namespace: str, root: str) -> str:
     """Key of the settings `root`: "router" or "queue"."""
     return f"{namespace_prefix(namespace)}config/{root}"

@@ -353,20 +353,6 @@ class WorkerRole(enum.StrEnum):
         return frozenset({"decode", "prefill"} if self is WorkerRole.BOTH else {str(self)})
 
 
-class RoleMove(Message, frozen=True, kw_only=True):
-    """`planner`: the last order of `pullfill plan --apply`.
-
-    A planner writes the key only if no other one has written it since. So several planners together
-    move no faster than one.
-
-    after: the new role of the worker. at: when, in seconds since 1970 by the writer's clock."""
-
-    v: Version = WIRE_VERSION
-    instance_id: Id
-    after: WorkerRole
-    at: Finite
-
-
 class RoleOrder(Message, frozen=True, kw_only=True):
     """`roles/{instance_id}`: what this elastic worker must be from now on.
 

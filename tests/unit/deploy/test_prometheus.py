@@ -138,10 +138,8 @@ def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Pat
         demands = {
             f"d{n}": Demand(backlog_s=backlog, prefill_demand=busy, pressure=0.7) for n in (1, 2)
         }
-        members = [planner.PlanMember(f"p{n}", planner.PREFILL) for n in range(prefills)]
-        members += [planner.PlanMember(name, planner.DECODE) for name in demands]
-        seen = planner.Observation(0.0, tuple(members), demands)
-        found = planner.plan(seen, planner.PlanState(), planner.PlanSettings())
+        seen = planner.Observation(prefills, len(demands), 0, demands)
+        found = planner.plan(seen, planner.PlanSettings())
         series = dict(THERE)
         for frontend in told_by:
             for name, one in demands.items():
@@ -152,7 +150,7 @@ def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Pat
             for n in range(prefills):
                 labels = f'role="prefill",what="limit",instance_id="p{n}",instance="{frontend}"'
                 series[f"pullfill_kv_credits_bytes{{{labels},{HERE}}}"] = 1.0
-        tests.append(case(series, queries, {"prefill": found.prefill, "decode": found.decode}))
+        tests.append(case(series, queries, {need.role: need for need in found.needs}))
     tests.append(case(THERE, queries, {}))
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"tests": tests}))
     promtool("test", "rules", str(tmp_path / "cases.yaml"))
