@@ -284,7 +284,7 @@ class EtcdClient:
     ) -> Self:
         """Connect to an etcd at `url`. Try for up to `wait_s`.
 
-        on_retry: gets one line for each failed try.
+        on_retry: gets one line for each new reason why a try has failed.
         timeout_s: of each call.
 
         Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, old server, refused
@@ -295,7 +295,7 @@ class EtcdClient:
             raise ConfigError(
                 f"[etcd] has certificates, but {redact.url(url)} is not encrypted: use https://"
             )
-        give_up, backoff = time.monotonic() + wait_s, Backoff(longest_s=1.0)
+        give_up, backoff, told = time.monotonic() + wait_s, Backoff(longest_s=1.0), ""
         while True:
             connector = aiohttp.TCPConnector(
                 # 30 connections, etcd3-py's limit, are too few: 31 watches block a put.
@@ -329,7 +329,8 @@ class EtcdClient:
                     f"etcd at {redact.url(url)} did not answer within {wait_s:g} s ({why}): start "
                     "it (`pullfill up` starts one), or name another with --etcd URL"
                 )
-            if on_retry is not None:
+            if on_retry is not None and why != told:
+                told = why
                 on_retry(f"etcd at {redact.url(url)} does not answer yet ({why}); "
                          f"trying for another {left:.0f} s")  # fmt: skip
             endpoints = endpoints[1:] + endpoints[:1]
