@@ -53,6 +53,12 @@ async def drain(
         report = await asyncio.to_thread(ask_worker, worker)
         if await revoke_worker(etcd, ref.namespace, instance_id) is None:
             click.echo(f"{instance_id} is already leaving")
+    if report is not None and report.stays:
+        click.echo(
+            f"{instance_id} takes no more work from the cluster. Its process is stock vLLM, which "
+            "serves its own clients until you end it"
+        )
+        return 0
     if report is not None and report.pod:
         click.echo(
             f"{instance_id} runs in the pod {report.pod}: its Deployment starts it again when it "

@@ -114,6 +114,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     request: what a decode worker knows of a request that no frontend of ours has sent
     (`/status?request=ID`). None: nothing, or nobody has asked.
     pod: name of its Kubernetes pod. Empty: it runs in none.
+    stays: its process is stock vLLM, which goes on when the worker has drained.
     at: when the answer came, by the clock of this process."""
 
     load: dict[str, Any] = {}
@@ -123,6 +124,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     held: tuple[HeldJob, ...] = ()
     request: Explained | None = None
     pod: str = ""
+    stays: bool = False
     at: float = msgspec.field(default_factory=SYSTEM_CLOCK.monotonic)
 
     @property

@@ -37,18 +37,16 @@ class StockHost(EngineHost):
     """See the module. It is made while the core is being made: vLLM has no scheduler yet.
 
     core: vLLM's EngineCoreProc. Some of its methods are replaced.
-    on_ending: called once vLLM is told to shut down. on_end: called when the core takes no more
-    steps, before vLLM frees its memory. Engine thread."""
+    stays: called in each turn after vLLM was told to shut down. Returns whether it must go on, also
+    without a request. on_end: called when the core takes no more steps, before vLLM frees its
+    memory. Engine thread."""
 
-    def __init__(
-        self, core: Any, on_ending: Callable[[], object], on_end: Callable[[], object]
-    ) -> None:
+    def __init__(self, core: Any, stays: Callable[[], bool], on_end: Callable[[], object]) -> None:
         super().__init__(core.vllm_config)
         self.core: Any = core
-        self._on_ending: Callable[[], object] | None = on_ending
         # Work for the turns. The engine takes no request while it is being made.
         self._entries: deque[Callable[[], object]] = deque()
-        put, shutdown = core.input_queue.put_nowait, core.shutdown
+        put, shutdown, works = core.input_queue.put_nowait, core.shutdown, core.has_work
         self._abort_outputs = core._send_abort_outputs_to_client
 
         def put_and_wake(item: Any) -> None:
@@ -64,6 +62,7 @@ class StockHost(EngineHost):
         core._process_engine_step = lambda: self.turn(core)
         core._send_abort_outputs_to_client = self._aborted
         core.shutdown = end
+        core.has_work = lambda: (not core.is_running() and stays()) or works()
 
     def enter(self, work: Callable[[], object]) -> None:
         self._entries.append(work)
@@ -94,9 +93,6 @@ class StockHost(EngineHost):
             self.core._handle_client_request(*queue.get_nowait())
         if came:
             self.core._maybe_publish_request_counts()  # before the step, as vLLM does
-        if self._on_ending is not None and not self.core.is_running():
-            self._on_ending()
-            self._on_ending = None
         return came
 
     def _has_requests(self, core: Any, quiet: bool) -> bool:

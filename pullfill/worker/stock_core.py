@@ -17,11 +17,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import fields
 from importlib import import_module
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,7 +40,7 @@ from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, request_limits, speculation
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
-from pullfill.errors import ConfigError, EngineStuck
+from pullfill.errors import ConfigError, EngineStuck, PullfillError, exit_code
 from pullfill.ids import is_name
 from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
@@ -49,7 +50,7 @@ from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.connector import RankTold, WorkerConnector
 from pullfill.worker.context import SchedulerHalf, WorkerContext
-from pullfill.worker.sides import Engine, Role
+from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.worker import Worker, engines_of
 
 if TYPE_CHECKING:
@@ -150,14 +151,15 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
 class StockLife:
     """The engine of stock vLLM (engine/life.py: `Life`). vLLM owns its end, and its memory.
 
-    ending: set once vLLM is told to shut down. hangs: see `EngineLife`. fail: see `Engine`."""
+    ending: set once vLLM is told to shut down. left: whether the worker has nothing left to finish
+    then. hangs: see `EngineLife`. fail: see `Engine`."""
 
     def __init__(self, host: StockHost) -> None:
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[list[Engine[Any]]] = self.loop.create_future()
         self.dead, self.ending = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
-        self.hangs = False
+        self.hangs = self.left = False
         self.pulse = host.pulse
         self._host = host
 
@@ -207,10 +209,18 @@ class StockCore:
         module, role_class = kind.role_class
         role: Role[Any] = getattr(import_module(module), role_class)(cluster, options)
         role.adjust(config)
-        self._worker = Worker([role], role.name, name, cluster, options)
+        self._worker = Worker([role], role.name, name, cluster, options, stays=True)
         self._config = config
+        # vLLM kills this process after its `shutdown_timeout`.
+        drain_s = config.shutdown_timeout
+        self._drain_s = max(drain_s / 2, drain_s - _CLOSE_S)
+        if not drain_s:
+            logger.warning(
+                "--shutdown-timeout is 0: vLLM will not end this worker but kill it, and requests "
+                "with it; give seconds, e.g. 30"
+            )
         self._fingerprint = compat.fingerprint_as_run(config)
-        self._host = StockHost(core, self._ending, self.close)
+        self._host = StockHost(core, self._stays, self.close)
         self.context: WorkerContext = role.make_context(self._host.wake, RegionFiles(name))
         self.half: SchedulerHalf = role.make_half(self.context)
         # As in our own loop: a claim must not wait 5 ms for the engine thread to let the GIL go.
@@ -220,6 +230,8 @@ class StockCore:
         self._thread = threading.Thread(target=self._run, name="pullfill", daemon=True)
         self._thread.start()
         self._life = self._made.result()
+        # If vLLM fails after `begin`, nobody calls `close`. This process then ends like any child.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def begin(self) -> None:
         """The memory of all ranks is known: join the cluster. Returns once the worker serves.
@@ -235,14 +247,17 @@ class StockCore:
 
     def close(self) -> None:
         """The engine takes no more steps: leave the cluster. May be called again."""
+        self._at_exit.cancel()
         self._tell(self._life.dead.set)
         self._thread.join(self._close_s)
         self._close_s = 0.0
         if self.context.files is not None:
             self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
-    def _ending(self) -> None:
+    def _stays(self) -> bool:
+        """vLLM is told to end. Returns whether the worker still finishes its work."""
         self._tell(self._life.ending.set)
+        return self._drain_s > 0 and not self._life.left and self._thread.is_alive()
 
     def _tell(self, function: Callable[..., object], *given: object) -> None:
         """Call this on the worker's loop, unless the worker has ended, well or not."""
@@ -284,13 +299,41 @@ class StockCore:
                 revoked = self._worker.revoked.is_set()
                 logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
                 await self._worker.stop_taking()
-            # Prefill workers may still write what was granted before. vLLM owns the process.
+                # Prefill workers may still write what was granted before. vLLM owns the process.
+                await until(life.ending, life.dead)
+                await self._finish(services)
             await life.dead.wait()
             if life.hangs:
                 logger.error("the engine has ended (%r): exiting", life.failure)
                 exit_within(EXIT_S, 1)
             for service in services:
                 await service.engine_gone(life.hangs)
+
+    async def _finish(self, services: Sequence[Service]) -> None:
+        """Finish the work while vLLM waits for it, or let others do what is left."""
+        if self._life.dead.is_set() or not self._drain_s:
+            return
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await asyncio.gather(*(service.finished() for service in services))
+        except TimeoutError:
+            await asyncio.gather(*(service.give_up() for service in services))
+        self._life.left = True
+        self._host.wake()
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Have vLLM's engine end at once if it cannot be a worker, and say why in one line.
+
+    Of another exception vLLM would print three tracebacks."""
+    try:
+        yield
+    except PullfillError as exc:
+        if core_above() is None:
+            raise  # this process is not vLLM's
+        log.complain(exc)
+        raise SystemExit(exit_code(exc)) from exc
 
 
 class PullfillDecode(WorkerConnector):
@@ -308,7 +351,8 @@ class PullfillDecode(WorkerConnector):
     ) -> None:
         self._stock: StockCore | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._stock = StockCore(vllm_config, kv_cache_config, type(self))
+            with _in_one_line():
+                self._stock = StockCore(vllm_config, kv_cache_config, type(self))
             contexts.install((self._stock.context, self._stock.half))
         super().__init__(vllm_config, role, kv_cache_config)
 
@@ -331,7 +375,8 @@ class PullfillDecode(WorkerConnector):
     ) -> None:
         super().set_xfer_handshake_metadata_pp_aware(metadata)
         assert self._stock is not None, "the half of vLLM's scheduler has it"
-        self._stock.begin()
+        with _in_one_line():
+            self._stock.begin()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

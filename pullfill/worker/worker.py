@@ -74,7 +74,8 @@ class Worker:
     """See the module.
 
     roles: the sides that it has. With two the worker follows orders.
-    first: name of the one in which it begins."""
+    first: name of the one in which it begins.
+    stays: see `Report`."""
 
     def __init__(
         self,
@@ -83,8 +84,10 @@ class Worker:
         instance_id: str,
         cluster: ClusterRef,
         options: WorkerOptions,
+        *,
+        stays: bool = False,
     ) -> None:
-        self._roles = roles
+        self._roles, self._stays = roles, stays
         self._elastic = len(roles) > 1
         self._first = next(role for role in roles if role.name == first)
         self._cluster = cluster
@@ -259,7 +262,8 @@ class Worker:
             load["elastic"] = self._switch.roles or "none"
             if self._switch.told:
                 load["switch"] = self._switch.told
-        return {"state": self._shown_state, "pod": pod_name(), **status, "load": load}
+        own = {"state": self._shown_state, "pod": pod_name(), "stays": self._stays}
+        return {**own, **status, "load": load}
 
     def _more(self, query: Mapping[str, str]) -> dict[str, Any]:
         return {key: told for one in self._switch.services for key, told in one.more(query).items()}

@@ -17,20 +17,28 @@ from tests.support.workers import member
 POD = "demo-decode-5d9c7-x2x4z"
 
 
-@pytest.mark.parametrize("told", [{}, {"pod": POD}], ids=["host", "pod"])
-async def test_drain_says_what_kubernetes_does_next(
-    client: EtcdClient, etcd: EtcdServer, ns: str, told: dict[str, Any],
+@pytest.mark.parametrize(
+    ("told", "wait"), [({}, False), ({"pod": POD}, False), ({"pod": POD, "stays": True}, True)],
+    ids=["host", "pod", "stock vLLM"],
+)  # fmt: skip
+async def test_drain_says_what_happens_next(
+    client: EtcdClient, etcd: EtcdServer, ns: str, told: dict[str, Any], wait: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """The Deployment starts the worker again. The line says how one becomes fewer for good."""
+    """A Deployment starts the worker again: a line says how one becomes fewer for good. Stock vLLM
+    stays, so nothing waits for its end."""
     with serving(lambda path, _: (200 if path == "/status" else 404, told)) as url:
         worker = member(client, ns, "decode-1", ttl_s=10, changes={"http": url})
         await worker.join()
         ref = ClusterRef(ns, etcd.url, "nats://")
-        assert await operate.drain(ref, "decode-1", wait=False, timeout_s=1.0) == 0
+        assert await operate.drain(ref, "decode-1", wait=wait, timeout_s=1.0) == 0
         await asyncio.wait_for(worker.revoked.wait(), 10)
         await worker.leave()
     *lines, last = capsys.readouterr().out.splitlines()
+    if "stays" in told:
+        assert not lines
+        assert "serves its own clients until you end it" in last
+        return
     assert last.endswith("it takes no new work and exits when its work is done")
     assert len(lines) == len(told)
     for line in lines:

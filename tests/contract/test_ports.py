@@ -239,7 +239,8 @@ class StockProc:
         try:
             core = stock_proc(self._config)
         except BaseException as exc:
-            self.core.set_exception(exc)
+            why = exc.__cause__ if isinstance(exc, SystemExit) else exc
+            self.core.set_exception(why or exc)
             return
         self.core.set_result(core)
         with suppress(SystemExit):
@@ -265,8 +266,12 @@ class ProbeRole(Role[WorkerContext]):
     sides: ClassVar[Sides]
     engine: ClassVar[asyncio.Future[Engine[Any]]]
     loops: ClassVar[list[asyncio.AbstractEventLoop]]
+    # How long it takes to finish its work, and what it was told of its end.
+    finish_s: ClassVar[float] = 0.0
+    told: ClassVar[list[str]] = []
 
-    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None: ...
+    def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
+        self.told.clear()
 
     def make_context(self, wake: Callable[[], None], files: RegionFiles) -> WorkerContext:
         context, self._half = self.sides(wake, files)
@@ -278,21 +283,34 @@ class ProbeRole(Role[WorkerContext]):
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
 
     async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> None:
+        self._dead = engine.dead
         ProbeRole.loops = [asyncio.get_running_loop()]
         self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
 
     async def open(self, parts: AsyncExitStack) -> Any:
         async def nothing(*_: Any, **__: Any) -> None: ...
 
+        async def finished() -> None:
+            await asyncio.sleep(self.finish_s)
+            self.told.append("too late" if self._dead.is_set() else "finished")
+
+        async def give_up() -> None:
+            self.told.append("too late" if self._dead.is_set() else "gave up")
+
+        async def engine_gone(hangs: bool) -> None:
+            self.told.append("engine gone")
+
         return SimpleNamespace(
             describe=lambda record: (record, []), start=nothing, checking=str, reasons=list,
             told=dict, status=dict, jobs=dict, refresh_metrics=lambda: None, stop_taking=nothing,
-            engine_gone=nothing,
+            finished=finished, give_up=give_up, engine_gone=engine_gone,
         )  # fmt: skip
 
 
 @asynccontextmanager
-async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> AsyncIterator[Made]:
+async def stock_core(
+    etcd: EtcdServer, ns: str, model: Path, sides: Sides, shutdown_timeout: int = 0
+) -> AsyncIterator[Made]:
     """vLLM's own loop, and one flag (worker/stock_core.py)."""
     ProbeRole.sides = staticmethod(sides)
     ProbeRole.engine = asyncio.get_running_loop().create_future()
@@ -300,6 +318,7 @@ async def stock_core(etcd: EtcdServer, ns: str, model: Path, sides: Sides) -> As
     args = arg_utils.EngineArgs.from_cli_args(
         parser.parse_args(["--model", str(model), *FLAGS, *MOCK])
     )
+    args.shutdown_timeout = shutdown_timeout
     place = {"etcd": etcd.url, "nats": "nats://unused", "namespace": ns}
     args.kv_transfer_config = vllm_config.KVTransferConfig(
         kv_connector="ProbedConnector", kv_connector_module_path="tests.support.probed_connector",
@@ -355,10 +374,30 @@ async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
     assert not files.fence_path.exists()
 
 
+@pytest.mark.parametrize(
+    ("shutdown_timeout", "finish_s", "told"),
+    [(10, 0.3, ["finished"]), (1, 60.0, ["gave up"]), (0, 60.0, [])],
+)
+async def test_a_worker_finishes_within_the_time_that_vllm_gives_it(
+    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch,
+    shutdown_timeout: int, finish_s: float, told: list[str],
+) -> None:  # fmt: skip
+    """Its work is no request of vLLM's: the engine has none here. vLLM kills it after that time."""
+    monkeypatch.setattr(ProbeRole, "finish_s", finish_s)
+    adapter = partial(stock_core, etcd, ns, shutdown_timeout=shutdown_timeout)
+    async with probed(adapter, model_path):
+        pass
+    assert ProbeRole.told == [*told, "engine gone"]
+
+
 async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
-    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+    model_path: Path,
+    etcd: EtcdServer,
+    ns: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Also if that has ended the worker's loop already. No file stays."""
+    """Also if that has ended the worker's loop already. One line, and no file stays."""
     from pullfill.worker.stock_core import StockCore
 
     async def refuse(self: Any, etcd: EtcdClient, parts: AsyncExitStack) -> None:
@@ -383,6 +422,7 @@ async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
         async with stock_core(etcd, ns, model_path, sides):
             pass
     assert not files[0].fence_path.exists()
+    assert "error: not in this cluster\n" in capfd.readouterr().err
 
 
 @pytest.fixture(params=["own_loop", "stock_core"])

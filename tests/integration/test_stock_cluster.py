@@ -42,6 +42,31 @@ def test_every_prompt_is_prefilled_remotely(stock_cluster: Cluster, oracle: Orac
     stock_cluster.assert_clean()
 
 
+def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
+    stock_cluster: Cluster, oracle: Oracle
+) -> None:
+    """vLLM has no request then: the KV is written, and the job not committed."""
+    (other,) = stock_cluster.of("prefill")
+    leaving = stock_cluster.add("prefill")
+    other.signal(signal.SIGSTOP)
+    try:
+        # Longer than vLLM's end waits for a worker that has nothing to finish.
+        leaving.arm("prefill.before_commit=sleep:5@1")
+        prompt = random_prompt(900, seed=93)
+        answer = ask_for(stock_cluster, prompt, STEPS)
+        until(lambda: "before_commit acts" in leaving.log.read_text(), 20, "it is there")
+        leaving.signal(signal.SIGTERM)
+        assert answer.done.wait(60)
+    finally:
+        other.signal(signal.SIGCONT)
+    assert (answer.error, answer.tokens) == ("", truth(oracle, [prompt], STEPS)[0][0])
+    told = stock_cluster.explain(answer.request_id)
+    assert (told["path"], told["attempts"]) == ("remote", 1)
+    assert told["prefill_instance"] == leaving.instance_id
+    leaving.wait(20)
+    stock_cluster.assert_clean()
+
+
 @pytest.mark.essential
 def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     stock_cluster: Cluster, oracle: Oracle

@@ -20,6 +20,7 @@ from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV
 from pullfill.transfer.shm.files import shm_dir
 from pullfill.wire import KvMode, WorkerRecord
+from tests.support import web
 from tests.support.cluster import FLAGS, Cluster, pullfill, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, assert_right, random_prompt
@@ -244,9 +245,16 @@ def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
         prompts = [random_prompt(600, seed=80 + number) for number in range(2)]
         answers = [stock.ask(prompts[0])]
         assert stock.remote() == 1
+        assert stock.record is not None
+        probe = stock.record.http
+        assert web.get(f"{probe}/ready").status_code == 200
         drained = pullfill(cluster, "drain", stock.instance_id)
         assert drained.returncode == 0, drained.stderr
         until(lambda: "lease revoked" in stock.server.log.read_text(), 20, "it has noticed")
+        # Its own probe tells. vLLM's tells only whether its engine lives.
+        until(lambda: web.get(f"{probe}/ready").status_code == 503, 20, "its probe tells")
+        assert web.get(f"{probe}/ready").json()["state"] == "draining"
+        assert web.get(f"{stock.server.url}/health").status_code == 200
         answers.append(stock.ask(prompts[1]))
         assert_right(oracle, prompts, answers, STEPS, 1e-5)
         assert stock.record is None
@@ -323,6 +331,27 @@ def test_memory_that_cannot_be_shared_and_another_loop_are_refused(
         child.register_kv_caches({})
 
 
+def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    late = {
+        "kv_connector": "FailsLate",
+        "kv_connector_module_path": "tests.support.probed_connector",
+    }
+    before = cluster.records("decode")
+    server = StockVllm(
+        "decode", cluster.model_path, tmp_path / "decode.log",
+        transfer=flag(cluster, lease_ttl=600) | late, flags=FLAGS,
+    )  # fmt: skip
+    server.launch()
+    try:
+        until(lambda: not server.alive, 60, "it ends")
+    finally:
+        server.kill()
+    assert "registered decode-" in server.log.read_text()
+    assert cluster.records("decode").keys() == before.keys()
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "told"),
     [
@@ -344,4 +373,6 @@ def test_what_cannot_work_is_told_and_the_server_does_not_start(
         until(lambda: not server.alive, 60, "it ends")
     finally:
         server.kill()
-    assert told in server.log.read_text()
+    lines = [line for line in server.log.read_text().splitlines() if told in line]
+    assert len(lines) == 1
+    assert "error: " in lines[0]
