@@ -31,17 +31,12 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_transfer_state import (
-    get_kv_transfer_group,
-    has_kv_transfer_group,
-)
 
 from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, request_limits, speculation
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
 from pullfill.errors import ConfigError, EngineStuck, PullfillError, exit_code
-from pullfill.ids import is_name
 from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import EXIT_S, exit_within, leave, until
@@ -54,7 +49,6 @@ from pullfill.worker.sides import Engine, Role, Service
 from pullfill.worker.worker import Worker, engines_of
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -65,6 +59,7 @@ logger = log.get("worker.stock")
 _VLLMS = frozenset({"model", "instance_id", "drain_timeout_s", "log_format", "cores", "elastic"})
 # How long vLLM's end waits for the worker's. vLLM kills the process after a few seconds more.
 _CLOSE_S = 3.0
+_NO_NAME = re.compile(r"[^a-z0-9_-]")
 _UUID = re.compile(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -108,15 +103,9 @@ def settings_of(
 def name_of(config: VllmConfig, side: str) -> str:
     """Return the instance id: all processes of this engine know vLLM's engine_id.
 
-    Of a UUID, which is vLLM's own choice, 8 digits are enough."""
-    engine_id = _UUID.sub(r"\1", config.kv_transfer_config.engine_id)
-    name = f"{side}-{engine_id}".lower()
-    if not is_name(name):
-        raise ConfigError(
-            f"engine_id {config.kv_transfer_config.engine_id!r} of --kv-transfer-config: use "
-            "letters, digits, '-' and '_' only, or leave it out"
-        )
-    return name
+    Of a UUID, which is vLLM's own choice, 8 digits are enough. Ranks have ends of their own."""
+    engine_id = _UUID.sub(r"\1", config.kv_transfer_config.engine_id).lower()
+    return f"{side}-{_NO_NAME.sub('-', engine_id)[-50:]}"
 
 
 def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
@@ -201,6 +190,10 @@ class StockCore:
             raise ConfigError(
                 f"{kind.__name__} needs vLLM's engine in a process of its own: use `vllm serve`"
             )
+        if core.vllm_config is not config:  # vLLM's MultiConnector gives each of its own a copy
+            # Another connector may still copy from a block that a prefill worker writes. Our own
+            # loop knows of such copies (engine/tier.py).
+            raise ConfigError(f"{kind.__name__} cannot be one of several connectors: use it alone")
         # vLLM's default ends a request whose KV does not come. Ours is computed here.
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
         name, model = name_of(config, kind.side), config.model_config
@@ -384,17 +377,6 @@ class PullfillDecode(WorkerConnector):
         if 0 <= request.client_index < FRONTENDS:
             _drop_what_ends_engines(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
-
-    # ------------------------------------------------------------------ worker half
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
-            # Another connector may still copy from a block that a prefill worker writes. Our own
-            # loop knows of such copies (engine/tier.py).
-            raise ConfigError(
-                f"{type(self).__name__} cannot be one of several connectors: use it alone"
-            )
-        super().register_kv_caches(kv_caches)
 
 
 class PullfillPrefill(PullfillDecode):

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from pullfill.errors import ConfigError
+from pullfill.ids import is_name
 from pullfill.net.this_host import SHM_DIR_ENV
 from pullfill.transfer.shm.files import shm_dir
 from pullfill.wire import KvMode, WorkerRecord
@@ -28,6 +29,15 @@ from tests.support.stock_vllm import StockVllm
 
 pytestmark = pytest.mark.engine
 
+SEVERAL = {
+    "kv_connector": "MultiConnector", "kv_connector_module_path": None,
+    "kv_connector_extra_config": {"connectors": [
+        {"kv_connector": "PullfillDecode", "kv_role": "kv_consumer",
+         "kv_connector_module_path": "pullfill.worker.stock_core"},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}},
+    ]},
+}  # fmt: skip
 STEPS = 6
 LENGTHS = [1, 2, 31, 32, 33, 64, 65, 200, 511, 512, 513, 700, 1023, 1025, 1999]
 DECIDED = "pullfill_decision_total"
@@ -295,19 +305,30 @@ def test_files_of_a_killed_process_are_in_nobodys_way(
     from pullfill.worker.stock_core import PullfillDecode
 
     monkeypatch.setenv(SHM_DIR_ENV, str(tmp_path))
-    for name in ("decode-mine.fence", "decode-mine-0.kv", "decode-other-0.kv"):
+    for name in ("decode-mine-1.fence", "decode-mine-1-0.kv", "decode-other-0.kv"):
         (tmp_path / f"pullfill-{name}").write_bytes(b"x")
-    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="Mine"))
+    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="Mine/1"))
     rank = object.__new__(PullfillDecode)
-    assert rank.place(config) == ("decode-mine", tmp_path)
+    assert rank.place(config) == ("decode-mine-1", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_any_engine_id_gives_a_name_that_can_be_used() -> None:
+    from pullfill.worker.stock_core import name_of
+
+    for engine_id, name in (
+        ("1c5b0d42-cde2-45cf-a19e-02f10832612d_dp3", "decode-1c5b0d42_dp3"),
+        ("Llama 3.1", "decode-llama-3-1"),
+        ("x" * 200 + "_dp1", f"decode-{'x' * 46}_dp1"),
+    ):
+        config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine_id))
+        assert name_of(config, "decode") == name
+        assert is_name(name)
 
 
 def test_memory_that_cannot_be_shared_and_another_loop_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
     from pullfill.worker import stock_core
 
     model = SimpleNamespace(enable_sleep_mode=True, enable_cumem_allocator=True)
@@ -324,11 +345,6 @@ def test_memory_that_cannot_be_shared_and_another_loop_are_refused(
     monkeypatch.setattr(stock_core.kv, "device_of", lambda _: "cuda")
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
         stock_core.check_config(config, stock_core.PullfillDecode)
-    # Beside another connector, for example one that offloads KV.
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
-    child = object.__new__(stock_core.PullfillDecode)
-    with pytest.raises(ConfigError, match="use it alone"):
-        child.register_kv_caches({})
 
 
 def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
@@ -357,7 +373,7 @@ def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
     [
         ({"kv_role": "kv_both"}, [], "kv_role is 'kv_both'"),
         ({"kv_connector_extra_config": {"nat": "x"}}, [], "has no setting 'nat'"),
-        ({"engine_id": "a b"}, [], "leave it out"),
+        (SEVERAL, [], "use it alone"),
         ({}, ["--dtype=bfloat16"], "its dtype is 'bfloat16', but that of"),
     ],
 )
