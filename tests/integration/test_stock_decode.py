@@ -34,8 +34,8 @@ SEVERAL = {
     "kv_connector_extra_config": {"connectors": [
         {"kv_connector": "PullfillDecode", "kv_role": "kv_consumer",
          "kv_connector_module_path": "pullfill.worker.stock_core"},
-        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}},
+        {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
+         "kv_connector_extra_config": {"shared_storage_path": "/tmp"}},
     ]},
 }  # fmt: skip
 STEPS = 6
