@@ -43,8 +43,8 @@ PREFIX_BLOCKS = Gauge(
 )
 PREFIX_GAPS = Counter(
     "pullfill_prefix_gaps",
-    "What was healed in the index of blocks: gaps (events were missing), snapshots, restarts (of a "
-    "worker's numbers), duplicates, differences (all events came, yet the blocks differed)",
+    "What was healed in the index of blocks: gaps (events were missing), snapshots, differences "
+    "(all events came, yet the blocks differed)",
     ["what"],
 )
 PREFIX_MISSING = Gauge(

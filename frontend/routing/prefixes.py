@@ -133,12 +133,9 @@ class Prefixes:
             followed.replica.forget(now)
 
     def tick(self, now: float) -> None:
-        """Ask silent workers again, and set the gauge. Call about once a second."""
+        """Ask workers again that have not answered, and set the gauge. Call about once a second."""
         for followed in self._followed.values():
             replica = followed.replica
-            if (
-                replica.state is not State.WARM
-                and now - max(replica.heard, replica.asked) > self._missing_s / 5
-            ):
+            if replica.state is not State.WARM and now - replica.asked > self._missing_s / 5:
                 followed.ask(replica.ask(now))
         counters.PREFIX_MISSING.set(len(self.troubles(now)))

@@ -2,16 +2,15 @@
 
 The decode worker owns the Original, and each frontend a Replica of it. The owner of a Replica sends
 what its `ask` and `take` return to the decode worker, which answers with a `snapshot`. It hands
-`take` these pages, and the `news` that all who follow get. Messages may be lost, repeated or
-reordered. As long as blocks change, the index ends with exactly the blocks that the worker holds.
+`take` these pages, and the `news` that all who follow get. A connection loses none of them, and
+keeps their order. If one is missing all the same, the next event with a digest tells.
 
-    cold --snapshot--> warm --gap, restart or difference--> behind --snapshot--> warm
+    cold --snapshot--> warm --gap or difference--> behind --snapshot--> warm
 """
 
 from __future__ import annotations
 
 import enum
-import math
 import secrets
 import struct
 from array import array
@@ -20,9 +19,6 @@ from collections.abc import Hashable, Sequence
 
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.prefix import MAX_EVENTS, Op, PrefixEvents, PrefixFollow, PrefixPage
-
-# What was asked for and did not come is asked for again after this time.
-RETRY_S = 1.0
 
 
 class Original:
@@ -106,24 +102,19 @@ class State(enum.StrEnum):
 class Replica:
     """What one decode worker holds, under `name` in the index. Times are monotonic seconds.
 
-    since: when `state` began. heard: when the worker last sent anything.
-    asked: when it was last asked, for what has not come yet. -inf: there is no such question.
-    healing: counts of gaps (events were missing), snapshots (taken over whole), restarts (the
-    worker began a new epoch), duplicates, differences (all events came, yet the blocks differed).
+    since: when `state` began. asked: when the worker was last asked, or has sent a part of its
+    answer.
+    healing: counts of gaps (events were missing), snapshots (taken over whole), differences (all
+    events came, yet the blocks differed).
     """
 
     def __init__(self, index: PrefixIndex, name: Hashable, now: float) -> None:
         self.state = State.COLD
-        self.since = now
-        self.heard = now
+        self.since = self.asked = now
         self.healing: Counter[str] = Counter()
         self._index = index
         self._name = name
-        self._epoch = 0
-        self._next = 0
-        self.asked = -math.inf
-        # (epoch, at, next page) of the snapshot that is coming in. Nothing is believed meanwhile.
-        self._pages: tuple[int, int, int] | None = None
+        self._believe(0, 0)
 
     @property
     def refused(self) -> int:
@@ -131,17 +122,19 @@ class Replica:
         return self._index.refused(self._name)
 
     def ask(self, now: float) -> PrefixFollow:
-        """What to send first, or to be told all blocks again."""
+        """What to send first, or to be told all blocks again. What the index has still counts until
+        they come."""
         self.asked = now
+        self._believe(0, 0)
         return PrefixFollow()
 
     def take(self, message: PrefixEvents | PrefixPage, now: float) -> PrefixFollow | None:
         """Apply a message. Returns what to send to the worker, if anything.
 
         Raises ValueError for events that no worker sends; the index is unchanged then."""
-        self.heard = now
         if isinstance(message, PrefixPage):
-            return self._page(message, now)
+            self._page(message, now)
+            return None
         if len(message.hashes) != 8 * len(message.ops) or max(message.ops, default=0) > Op.CLEAR:
             raise ValueError("block events without a hash for each, or with an unknown operation")
         return self._events(message, now)
@@ -150,43 +143,41 @@ class Replica:
         """The worker is gone: its blocks are forgotten at once."""
         self._index.forget(self._name)
         self._believe(0, 0)
-        self.asked, self._pages = -math.inf, None
         self._become(State.COLD, now)
 
+    def _page(self, page: PrefixPage, now: float) -> None:
+        self.asked = now
+        if page.page == 0:
+            self._index.forget(self._name)
+            self._believe(0, 0)
+        self._index.store(self._name, _numbers(page.hashes))
+        if page.last:
+            self.healing["snapshots"] += 1
+            self._believe(page.epoch, page.at)
+            if page.at == page.upto:  # else events that are newer than some pages come first
+                self._become(State.WARM, now)
+
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
-        if events.epoch != self._epoch:
-            if self._epoch:
-                self.healing["restarts"] += 1
-            if events.first:
-                return self._restart(now)
+        if not (events.first or self._epoch):
             # A neighbouring build answers with all events of its life while it has them.
             self._index.forget(self._name)
             self._believe(events.epoch, 0)
-            self._pages = None
-        if events.first > self._next:
-            if self.state is State.WARM:
-                self.healing["gaps"] += 1
-            return self._lost(now)
-        known = self._next - events.first
-        if known > len(events.ops):
-            self.healing["duplicates"] += 1
-            return None
-        self._apply(events, known)
-        if events.held is None:
+        if (events.epoch, events.first) != (self._epoch, self._next):
+            return self._lost("gaps", now)
+        self._apply(events)
+        if events.held is None:  # more of them follow
             return None
         if self._differs(events.held, events.digest):
-            self.healing["differences"] += 1
-            return self._restart(now)
-        self._warm(now)
+            return self._lost("differences", now)
+        self._become(State.WARM, now)
         return None
 
-    def _apply(self, events: PrefixEvents, known: int) -> None:
-        self._next += len(events.ops) - known
-        clear = events.ops.rfind(Op.CLEAR, known)
-        if clear >= 0:
+    def _apply(self, events: PrefixEvents) -> None:
+        self._next += len(events.ops)
+        done = events.ops.rfind(Op.CLEAR) + 1
+        if done:
             self._index.forget(self._name)
-            known = clear + 1
-        self._index.apply(self._name, events.ops[known:], _numbers(events.hashes[8 * known :]))
+        self._index.apply(self._name, events.ops[done:], _numbers(events.hashes[8 * done :]))
 
     def _differs(self, held: int, digest: int) -> bool:
         """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
@@ -194,49 +185,17 @@ class Replica:
             return False
         return (held, digest) != (self._index.blocks(self._name), self._index.digest(self._name))
 
-    def _page(self, page: PrefixPage, now: float) -> PrefixFollow | None:
-        old = page.epoch == self._epoch and page.at < self._next
-        if old or (page.page and self._pages is None):
-            self.healing["duplicates"] += 1
+    def _lost(self, what: str, now: float) -> PrefixFollow | None:
+        """Ask for all blocks, if that was not asked already."""
+        if self.state is not State.WARM:
             return None
-        if page.page == 0:
-            self._index.forget(self._name)
-            self._believe(0, 0)
-            self._pages = (page.epoch, page.at, 0)
-        if self._pages != (page.epoch, page.at, page.page):
-            return self._restart(now)
-        self._index.store(self._name, _numbers(page.hashes))
-        self._pages = (page.epoch, page.at, page.page + 1)
-        # A snapshot that still comes in is not asked for again.
-        self.asked = now
-        if page.last:
-            self.healing["snapshots"] += 1
-            self._pages = None
-            self._believe(page.epoch, page.at)
-            if page.at == page.upto:  # else events that are newer than some pages come first
-                self._warm(now)
-        return None
-
-    def _believe(self, epoch: int, number: int) -> None:
-        """All events of the epoch before this number are in the index."""
-        self._epoch, self._next = epoch, number
-
-    def _restart(self, now: float) -> PrefixFollow | None:
-        """Ask for everything. What the index has still counts until it comes."""
-        self._believe(0, 0)
-        return self._lost(now)
-
-    def _lost(self, now: float) -> PrefixFollow | None:
-        """Events are missing. Returns what to ask for, once in RETRY_S."""
-        if self.state is State.WARM:
-            self._become(State.BEHIND, now)
-        if now - self.asked < RETRY_S:
-            return None
+        self.healing[what] += 1
+        self._become(State.BEHIND, now)
         return self.ask(now)
 
-    def _warm(self, now: float) -> None:
-        self.asked = -math.inf
-        self._become(State.WARM, now)
+    def _believe(self, epoch: int, number: int) -> None:
+        """All events of the epoch before this number are in the index. Epoch 0: it is not known."""
+        self._epoch, self._next = epoch, number
 
     def _become(self, state: State, now: float) -> None:
         if state is not self.state:

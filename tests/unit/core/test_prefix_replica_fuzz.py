@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from pullfill.prefix.events import RETRY_S, Original, Replica, State
+from pullfill.prefix.events import Original, Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode, encode
 from pullfill.wire.prefix import Op, PrefixEvents, PrefixFollow, PrefixPage
@@ -106,10 +106,6 @@ class Faults(RuleBasedStateMachine):
     def lose_ask(self, data: st.DataObject) -> None:
         del self.down[data.draw(st.integers(0, len(self.down) - 1))]
 
-    @rule(seconds=st.sampled_from([0.1, RETRY_S]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
     def bring(self, which: int, message: bytes) -> None:
         follow = self.replicas[which].take(decode(message, ToFrontend), self.now)
         if follow:
@@ -118,7 +114,6 @@ class Faults(RuleBasedStateMachine):
     def heal(self) -> None:
         """The network works again, blocks change, and the frontend asks until it knows all."""
         for turn in range(6):
-            self.now += RETRY_S
             for which, replica in enumerate(self.replicas):
                 self.workers[which].append(Op.STORE, [len(HASHES) + 1 + turn])
                 self.publish(which)
@@ -137,7 +132,6 @@ class Faults(RuleBasedStateMachine):
             found = (self.index.blocks(number), self.index.digest(number))
             assert found == (event.held, event.digest)
             assert self.replicas[number].state is State.WARM
-            assert self.replicas[number].healing["differences"] == 0
 
     def teardown(self) -> None:
         try:
