@@ -383,11 +383,16 @@ async def test_a_worker_finishes_within_the_time_that_vllm_gives_it(
     shutdown_timeout: int, finish_s: float, told: list[str],
 ) -> None:  # fmt: skip
     """Its work is no request of vLLM's: the engine has none here. vLLM kills it after that time."""
+    from pullfill.worker import stock_core as stock
+
+    warned: list[str] = []
+    monkeypatch.setattr(stock.logger, "warning", lambda text, *_: warned.append(text))
     monkeypatch.setattr(ProbeRole, "finish_s", finish_s)
     adapter = partial(stock_core, etcd, ns, shutdown_timeout=shutdown_timeout)
     async with probed(adapter, model_path):
         pass
     assert ProbeRole.told == [*told, "engine gone"]
+    assert any("--shutdown-timeout is 0" in text for text in warned) is (not shutdown_timeout)
 
 
 async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
