@@ -236,7 +236,8 @@ def sockets_of_this_process() -> set[str]:
 
 def block_of(marker: str) -> str:
     """The code block of docs/operations.md that holds `marker`."""
-    blocks = re.findall(r"```\n(.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.S)
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.S | re.M)
     (found,) = [block for block in blocks if marker in block]
     return str(found)
 

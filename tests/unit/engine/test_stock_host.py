@@ -33,6 +33,9 @@ class Core:
     def is_running(self) -> bool:
         return self.running
 
+    def has_work(self) -> bool:
+        return bool(self.outputs)
+
     def step_fn(self) -> tuple[dict[int, Any], bool]:
         self.done.append("step")
         return self.outputs.pop(), True
