@@ -1,0 +1,172 @@
+"""How long a step of an engine takes, learned from its steps. Pure; the step rule predicts with it.
+
+A step takes a time of its own, and more for each stream, for the KV that streams attend to, for
+each prompt token, and for what that attends to. Engine thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+# What was learned is told again after so many steps.
+_EVERY = 16
+# What is left of the weight of a step with each later one: half after 1,400 steps.
+_KEEP = 0.9995
+# One step counts as at most so many times as long as expected, so one pause of the machine does not
+# spoil what was learned.
+_CLIP = 3.0
+# How many steps it takes to learn that the whole engine has become slower or faster.
+_FACTOR_STEPS = 32.0
+# What never happened counts as this share of one step. See `Errors.beyond`.
+_UNSEEN = 0.3
+_ALL = 1 << 30
+
+
+class StepCost(msgspec.Struct, frozen=True):
+    """Seconds of a step: `base_s`, and so much for each stream, token of the streams' KV, prompt
+    token, and pair of a prompt token and one before it."""
+
+    base_s: float = 0.0
+    stream_s: float = 0.0
+    kv_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+
+    def base(self, streams: float, kv_tokens: float) -> float:
+        """Seconds of a step without prompts."""
+        return self.base_s + self.stream_s * streams + self.kv_s * kv_tokens
+
+    def work(self, at: int, tokens: int) -> float:
+        """Seconds that `tokens` tokens of a prompt add that follow `at` others."""
+        return tokens * (self.token_s + self.pair_s * (at + tokens / 2.0))
+
+    def fill(self, at: int, room_s: float) -> int:
+        """How many tokens of a prompt behind `at` others take `room_s`."""
+        if room_s <= 0:
+            return 0
+        # pair/2 n^2 + each n = room, solved in the form that also holds without pairs.
+        each = self.token_s + self.pair_s * at
+        root = each + math.sqrt(each * each + 2.0 * self.pair_s * room_s)
+        return int(min(2.0 * room_s / root, _ALL)) if root > 0 and room_s < math.inf else _ALL
+
+
+class StepFit:
+    """Learns a `StepCost`.
+
+    For minutes all steps may have as many streams. So what a stream or a token costs in proportion
+    to the rest is remembered for thousands of steps. How fast the engine is as a whole is learned
+    from the last few dozen.
+
+    cost: as learned."""
+
+    def __init__(self) -> None:
+        # In units that make the numbers alike: a step, 8 streams, 8192 tokens of KV; 256 tokens,
+        # 512 times 512 pairs.
+        self._decode = _Fit((0.005, 0.002, 0.001))
+        self._prefill = _Fit((0.03, 0.02))
+        self._steps = 0
+        self.cost = StepCost()
+        self._tell()
+
+    def stepped(
+        self, streams: int, kv_tokens: float, parts: Iterable[tuple[int, int]], seconds: float
+    ) -> None:
+        """Note a step that has run. parts: (tokens before, tokens) of each prompt in it."""
+        tokens = pairs = 0.0
+        for at, count in parts:
+            tokens += count / 256.0
+            pairs += count * (at + count / 2.0) / 262_144.0
+        base = (1.0, streams / 8.0, kv_tokens / 8192.0)
+        if tokens > 1 / 16:  # fewer take less than a step varies
+            rest = max(0.0, seconds - self._decode.of(base))
+            self._prefill.observe((tokens, pairs), rest)
+        elif not tokens and streams:
+            self._decode.observe(base, seconds)
+        self._steps += 1
+        if self._steps < _EVERY or self._steps % _EVERY == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        base, stream, kv = self._decode.learned()
+        token, pair = self._prefill.learned()
+        self.cost = StepCost(base, stream / 8.0, kv / 8192.0, token / 256.0, pair / 262_144.0)
+
+
+class _Fit:
+    """Least squares with coefficients of at least 0, which forget slowly, times a factor that
+    follows quickly. prior: counts as a fifth of an observation of each."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        size = len(prior)
+        self._b = list(prior)
+        self._xx = [[0.2 * (i == j) for j in range(size)] for i in range(size)]
+        self._xy = [0.2 * b for b in prior]
+        self._factor = 1.0
+        self._count = 0
+
+    def of(self, x: Sequence[float]) -> float:
+        return self._factor * sum(b * v for b, v in zip(self._b, x, strict=True))
+
+    def learned(self) -> list[float]:
+        return [self._factor * b for b in self._b]
+
+    def observe(self, x: Sequence[float], y: float) -> None:
+        expected = self.of(x)
+        self._count += 1
+        if self._count > _EVERY and expected > 0:
+            y = min(y, _CLIP * expected)
+            self._factor *= 1.0 + (y / expected - 1.0) / _FACTOR_STEPS
+        # The error of a time grows with its length, so each weighs by its size.
+        weight = 1.0 / max(sum(x), 1e-9)
+        for i, xi in enumerate(x):
+            self._xx[i] = [
+                _KEEP * r + weight * xi * xj for r, xj in zip(self._xx[i], x, strict=True)
+            ]
+            self._xy[i] = _KEEP * self._xy[i] + weight * xi * y
+        if self._count < _EVERY or self._count % _EVERY == 0:
+            self._solve(x)
+
+    def _solve(self, x: Sequence[float]) -> None:
+        before = self.of(x)
+        for _ in range(8):  # one coordinate after the other, from where it was
+            for i, row in enumerate(self._xx):
+                rest = sum(r * b for r, b in zip(row, self._b, strict=True)) - row[i] * self._b[i]
+                self._b[i] = max(0.0, (self._xy[i] - rest) / row[i])
+        # The engine has not changed by that. So what it takes now stays as it was told.
+        if (after := self.of(x)) > 0 and self._count > _EVERY:
+            self._factor *= min(max(before / after, 0.5), 2.0)
+
+
+class Errors:
+    """How many times as long as predicted steps took lately, those with prompts and streams.
+
+    keep: how many steps count."""
+
+    # Until they are measured: few take twice as long.
+    _PRIOR = (1.0,) * 80 + (1.1,) * 10 + (1.25,) * 5 + (1.5,) * 3 + (2.0, 2.5)
+
+    def __init__(self, keep: int = 400) -> None:
+        self._recent = deque(self._PRIOR, maxlen=keep)
+        self._ordered = sorted(self._recent)
+        self._new = 0
+
+    def stepped(self, predicted_s: float, took_s: float) -> None:
+        """Note a step that has run."""
+        if predicted_s <= 0:
+            return
+        self._recent.append(took_s / predicted_s)
+        self._new += 1
+        if self._new >= _EVERY:
+            self._ordered, self._new = sorted(self._recent), 0
+
+    def beyond(self, times: float) -> float:
+        """How likely a step takes more than `times` what is predicted, from 0 to 1."""
+        ordered = self._ordered
+        more = len(ordered) - bisect.bisect_right(ordered, times)
+        # What was not seen may happen, the less likely the farther off it is.
+        return min(1.0, (more + _UNSEEN / max(times, 0.1) ** 3) / (len(ordered) + _UNSEEN))

@@ -1,0 +1,238 @@
+"""What the next step of an engine computes: one rule for every worker. Pure.
+
+    streams first    each gets its token
+    then prompts     own and pulled ones are one list, and share what the step has left
+
+How long the step may take is decided anew for each one. A few lengths are tried (SHARES, and a full
+step), and the cheapest is taken. The price is the number of requests that are expected to miss a
+target: prompts whose first token would be late, and streams that may meet a step that takes longer
+than their target of the time between tokens. How often steps take so much longer than predicted was
+measured (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with
+many that would be late they are long.
+
+A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
+steps are as full as vLLM's own. Without streams they always are: that is a prefill worker. A worker
+that gets no jobs is a decode worker.
+
+The same price tells where a prompt costs least: `price` with it less `price` without it.
+
+Times are seconds of one monotonic clock. What is passed and returned are msgspec structs, because a
+frozen dataclass takes ten times as long to make.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pullfill.worker.step_cost import Errors, StepCost
+
+# Step lengths that are tried, as shares of each target of the time between tokens.
+SHARES = (0.3, 0.5, 0.8)
+# What it costs, in requests that miss a target, if a first token takes as long as its target. It
+# decides between lengths that miss as many.
+LATER = 0.3
+# What it costs that one stream waits a second for prompts.
+DELAY = 0.1
+# A stream meets at most so many of the steps that the prompts take, because answers end.
+STEPS = 32
+# The first prompt of a step gets so many tokens at least, so that it ends.
+LEAST_TOKENS = 32
+# In one step of so many the oldest late prompt comes first, so that none starves.
+LATE_TURN = 8
+# So many prompts are looked at, those that are due first. The others count as late. So a plan
+# beside 1,000 waiting prompts takes no milliseconds.
+LOOK = 64
+
+
+class Streams(msgspec.Struct, frozen=True):
+    """The requests that generate.
+
+    targets: how many streams keep each target of the time between tokens, in seconds. A stream that
+    has missed its target counts only in `count`."""
+
+    count: int = 0
+    kv_tokens: int = 0
+    targets: Mapping[float, int] = {}
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt, own or pulled.
+
+    at: how many of its tokens are in the KV cache, computed or found. left: how many are not.
+    due: when its first token is late."""
+
+    name: str
+    at: int
+    left: int
+    due: float
+    arrival: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The next step.
+
+    order: all prompts. The step takes them in this order.
+    tokens: how many of each prompt. A prompt that gets none is left out.
+    total: the sum of `tokens`. Streams come on top.
+    seconds: how long the step is expected to take.
+    late: the prompts that are expected to miss their targets."""
+
+    order: tuple[str, ...]
+    tokens: Mapping[str, int]
+    total: int
+    seconds: float
+    late: frozenset[str]
+
+
+def plan(
+    streams: Streams,
+    prompts: Sequence[Prompt],
+    cost: StepCost,
+    errors: Errors,
+    *,
+    now: float,
+    step_tokens: int,
+    turn: int = 1,
+) -> Plan:
+    """Plan the next step. step_tokens: most prompt tokens in it. turn: its number."""
+    base = cost.base(streams.count, streams.kv_tokens)
+    if not prompts:
+        return Plan((), {}, 0, base, frozenset())
+    by_due = sorted(prompts, key=lambda prompt: prompt.due)
+    by_due, others = by_due[:LOOK], by_due[LOOK:]
+    _, limit, missed = _cheapest(streams, by_due, cost, errors, now, step_tokens)
+    timely = [prompt for number, prompt in enumerate(by_due) if number not in missed]
+    late = sorted(
+        [*(by_due[number] for number in missed), *others], key=lambda prompt: prompt.arrival
+    )
+    ordered = [*timely, *late]
+    if late and turn % LATE_TURN == 0:
+        ordered = [late[0], *timely, *late[1:]]
+    tokens, seconds = _filled(ordered, cost, limit - base, step_tokens)
+    return Plan(
+        tuple(prompt.name for prompt in ordered),
+        tokens,
+        sum(tokens.values()),
+        base + seconds,
+        frozenset(prompt.name for prompt in late),
+    )
+
+
+def price(
+    streams: Streams,
+    prompts: Sequence[Prompt],
+    cost: StepCost,
+    errors: Errors,
+    *,
+    now: float,
+    step_tokens: int,
+) -> float:
+    """How many requests are expected to miss a target here. Waiting is counted, too: see LATER."""
+    if not prompts:
+        return 0.0
+    by_due = sorted(prompts, key=lambda prompt: prompt.due)[:LOOK]
+    return _cheapest(streams, by_due, cost, errors, now, step_tokens)[0]
+
+
+def _cheapest(
+    streams: Streams,
+    by_due: Sequence[Prompt],
+    cost: StepCost,
+    errors: Errors,
+    now: float,
+    step_tokens: int,
+) -> tuple[float, float, set[int]]:
+    """Return the least price, how long a step may take for it, and which prompts are late then."""
+    base = cost.base(streams.count, streams.kv_tokens)
+    works = [cost.work(prompt.at, prompt.left) for prompt in by_due]
+    total = sum(works)
+    best, limit, late = math.inf, math.inf, set[int]()
+    for candidate in _limits(streams, base, total):
+        if candidate == math.inf:
+            room_s = _filled(by_due, cost, math.inf, step_tokens)[1]
+        else:
+            room_s = min(candidate - base, total)
+        room_s = max(room_s, 1e-9)
+        found, missed = _prompts_price(by_due, works, now, (base + room_s) / room_s)
+        steps = min(math.ceil(total / room_s), STEPS)
+        found += _streams_price(streams, errors, base + room_s, steps)
+        if found < best:  # of equal ones the shortest step
+            best, limit, late = found, candidate, missed
+    return best + DELAY * streams.count * total, limit, late
+
+
+def _limits(streams: Streams, base: float, total: float) -> list[float]:
+    """How long steps may take, the shortest first. Infinite: a full step.
+
+    total: seconds of all prompts."""
+    if not streams.targets:
+        return [math.inf]
+    # A step without prompts takes time as well. One that is hardly longer brings prompts nowhere.
+    tried = {share * target for target in streams.targets for share in SHARES}
+    ordered = sorted(limit for limit in tried if limit >= 1.25 * base) or [1.5 * base]
+    # From where on all prompts fit into one step, longer ones are the same.
+    enough = bisect.bisect_left(ordered, base + total)
+    return ordered[: enough + 1] if enough < len(ordered) else [*ordered, math.inf]
+
+
+def _prompts_price(
+    by_due: Sequence[Prompt], works: Sequence[float], now: float, slower: float
+) -> tuple[float, set[int]]:
+    """Return what a pace costs the prompts, and which are late: Moore and Hodgson's rule.
+
+    It keeps as many in time as is possible: where one would be late, the longest so far is put off.
+    slower: how many times as long as alone prompts take in steps with streams."""
+    taken: list[tuple[float, int]] = []
+    late = set[int]()
+    end, cost = now, 0.0
+    for number, prompt in enumerate(by_due):
+        took = works[number] * slower
+        heapq.heappush(taken, (-took, number))
+        end += took
+        if end > prompt.due:
+            longest, which = heapq.heappop(taken)
+            end += longest
+            late.add(which)
+        cost += _waits(prompt, end)
+    for number in late:
+        prompt = by_due[number]
+        # One that would be late on an idle engine, too, has no vote. It only waits, like all.
+        cost += now + works[number] <= prompt.due
+        end += works[number] * slower
+        cost += _waits(prompt, end)
+    return cost, late
+
+
+def _waits(prompt: Prompt, end: float) -> float:
+    """What it costs that the first token comes at `end`."""
+    return LATER * (end - prompt.arrival) / max(prompt.due - prompt.arrival, 1e-3)
+
+
+def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) -> float:
+    """How many streams are expected to miss their targets in so many steps."""
+    return sum(
+        count * (1.0 - (1.0 - errors.beyond(target / step_s)) ** steps)
+        for target, count in streams.targets.items()
+    )
+
+
+def _filled(
+    ordered: Sequence[Prompt], cost: StepCost, room_s: float, most: int
+) -> tuple[dict[str, int], float]:
+    """Return how many tokens of each prompt fit, and the seconds that they add."""
+    tokens: dict[str, int] = {}
+    used = 0.0
+    for prompt in ordered:
+        least = 0 if tokens else LEAST_TOKENS
+        count = min(prompt.left, most, max(least, cost.fill(prompt.at, room_s - used)))
+        if count <= 0:
+            break
+        tokens[prompt.name] = count
+        used += cost.work(prompt.at, count)
+        most -= count
+    return tokens, used

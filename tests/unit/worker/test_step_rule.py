@@ -1,0 +1,243 @@
+"""The step rule: what the next step of an engine computes, and what a prompt costs."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+
+from pullfill.worker.step_cost import Errors, StepCost, StepFit
+from pullfill.worker.step_rule import LATE_TURN, LEAST_TOKENS, Plan, Prompt, Streams, plan, price
+
+# 1000 tokens without others before them take 0.13 s, a step with ten streams 9 ms.
+COST = StepCost(0.006, 0.0003, 0.0, 1e-4, 6e-8)
+STEP = 1024
+
+
+def prompt(name: str, left: int, due: float = 1.0, *, at: int = 0, arrival: float = 0.0) -> Prompt:
+    return Prompt(name, at, left, due, arrival)
+
+
+def streams(count: int, itl_s: float = 0.05, spoiled: int = 0) -> Streams:
+    return Streams(count + spoiled, 0, {itl_s: count} if count else {})
+
+
+def planned(beside: Streams, *prompts: Prompt, turn: int = 1, errors: Errors | None = None) -> Plan:
+    return plan(beside, prompts, COST, errors or Errors(), now=0.0, step_tokens=STEP, turn=turn)
+
+
+def priced(beside: Streams, *prompts: Prompt) -> float:
+    return price(beside, prompts, COST, Errors(), now=0.0, step_tokens=STEP)
+
+
+# ---------------------------------------------------------------- how long a step is
+
+
+def test_without_streams_a_step_is_full() -> None:
+    found = planned(Streams(), prompt("a", 700), prompt("b", 700, 2.0))
+    assert found.tokens == {"a": 700, "b": 324}
+    assert found.total == STEP
+
+
+def test_streams_alone_make_an_empty_plan() -> None:
+    found = planned(streams(10))
+    assert (found.order, found.total) == ((), 0)
+    assert found.seconds == pytest.approx(0.009)
+
+
+def test_beside_streams_a_step_is_much_shorter_than_their_target() -> None:
+    found = planned(streams(10), prompt("a", 3000, 5.0))
+    assert 0 < found.seconds <= 0.5 * 0.05
+    assert found.total < STEP / 4
+
+
+def test_a_short_prompt_is_computed_at_once() -> None:
+    assert planned(streams(10), prompt("a", 40)).tokens == {"a": 40}
+
+
+def test_steps_become_longer_if_more_prompts_would_be_late_than_streams() -> None:
+    many = [prompt(str(n), 1000, 1.0 + 0.14 * n) for n in range(12)]
+    calm, pressed = planned(streams(2), many[0]), planned(streams(2), *many)
+    assert pressed.seconds > 1.5 * calm.seconds
+
+
+def test_what_steps_took_decides_how_long_they_may_be() -> None:
+    sure, wild = Errors(), Errors()
+    for number in range(400):
+        sure.stepped(0.02, 0.02)
+        wild.stepped(0.02, 0.02 * (3.0 if number % 5 == 0 else 1.0))
+    beside, one = streams(4), prompt("a", 3000)
+    found = [planned(beside, one, errors=errors).seconds for errors in (wild, sure)]
+    assert found[0] < 0.05 / 3 < found[1] < 0.05
+
+
+def test_streams_that_have_missed_their_target_have_no_vote() -> None:
+    found = planned(streams(0, spoiled=10), prompt("a", 3000))
+    assert found.total == STEP
+
+
+def test_the_smallest_target_counts_if_all_can_be_kept() -> None:
+    both = Streams(10, 0, {0.03: 5, 0.2: 5})
+    found = planned(both, prompt("a", 3000, 5.0))
+    assert found.seconds < 0.03
+
+
+def test_a_target_that_no_step_keeps_does_not_stop_prompts() -> None:
+    found = planned(streams(10, 0.001), prompt("a", 3000))
+    assert found.total >= LEAST_TOKENS
+
+
+def test_a_deep_prompt_gets_fewer_tokens_for_the_same_time() -> None:
+    beside = streams(2, 0.1)
+    new = planned(beside, prompt("a", 3000, 5.0))
+    deep = planned(beside, prompt("a", 3000, 5.0, at=4000))
+    assert deep.total > LEAST_TOKENS
+    assert deep.total < new.total / 2
+    assert deep.seconds == pytest.approx(new.seconds, rel=0.05)
+
+
+# ---------------------------------------------------------------- which prompts come first
+
+
+def test_what_is_due_first_comes_first() -> None:
+    found = planned(streams(4), prompt("later", 100, 0.9), prompt("soon", 100, 0.4))
+    assert found.order == ("soon", "later")
+    assert not found.late
+
+
+def test_the_prompt_that_makes_others_late_is_put_off() -> None:
+    short = [prompt(str(n), 300, 0.5, arrival=n) for n in range(3)]
+    found = planned(streams(4), prompt("long", 6000, 0.4, arrival=-1.0), *short)
+    assert found.late == {"long"}
+    assert found.order[-1] == "long"
+
+
+def test_late_prompts_come_by_arrival_and_one_of_them_first_now_and_then() -> None:
+    late = [prompt("b", 500, -1.0, arrival=-2.0), prompt("a", 500, -0.5, arrival=-3.0)]
+    for turn, order in ((1, ("timely", "a", "b")), (LATE_TURN, ("a", "timely", "b"))):
+        assert planned(streams(4), *late, prompt("timely", 500), turn=turn).order == order
+
+
+def test_a_late_prompt_ends_however_many_come_in_time() -> None:
+    left, turn = 2000, 0
+    while left > 0 and turn < 1000:
+        turn += 1
+        new = [prompt(f"{turn}/{n}", 500, 1.0) for n in range(4)]
+        old = prompt("old", left, -5.0, at=2000 - left, arrival=-6.0)
+        found = plan(streams(4), [*new, old], COST, Errors(), now=0.0, step_tokens=STEP, turn=turn)
+        left -= found.tokens.get("old", 0)
+    assert left <= 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_plan_keeps_its_limits(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [
+        prompt(str(n), rng.randint(1, 5000), rng.uniform(-1, 5), at=rng.randint(0, 4000))
+        for n in range(rng.randint(1, 90))
+    ]
+    beside = Streams(rng.randint(0, 60), rng.randint(0, 90_000), {rng.uniform(0.002, 0.2): 1})
+    found = plan(beside, prompts, COST, Errors(), now=0.0, step_tokens=STEP, turn=seed)
+    lefts = {one.name: one.left for one in prompts}
+    assert sorted(found.order) == sorted(lefts)
+    assert 0 < found.total <= STEP
+    assert all(0 < count <= lefts[name] for name, count in found.tokens.items())
+    # What gets tokens is in front: vLLM walks its requests in this order.
+    assert tuple(found.tokens) == found.order[: len(found.tokens)]
+
+
+# ---------------------------------------------------------------- what a prompt costs
+
+
+def test_a_prompt_costs_more_beside_streams_and_behind_others() -> None:
+    one, others = prompt("a", 800), [prompt(str(n), 800, 0.9) for n in range(6)]
+    alone = priced(Streams(), one)
+    assert priced(streams(20), one) > alone
+    assert priced(Streams(), *others, one) - priced(Streams(), *others) > alone
+
+
+def test_a_prompt_that_will_be_late_costs_a_miss() -> None:
+    in_time, late = prompt("a", 3000, 1.2), prompt("a", 3000, 0.8)
+    ahead = prompt("b", 2000, 0.45)
+    more = [priced(Streams(), ahead, one) - priced(Streams(), ahead) for one in (in_time, late)]
+    assert more[1] > more[0] + 0.1
+
+
+def test_nothing_to_compute_costs_nothing() -> None:
+    assert priced(streams(20)) == 0.0
+
+
+def test_a_plan_and_a_price_take_little_time() -> None:
+    prompts = [prompt(str(n), 700, 0.2 * n) for n in range(8)]
+    took = []
+    for _ in range(200):
+        begin = time.perf_counter()
+        priced(streams(32), *prompts)
+        took.append(time.perf_counter() - begin)
+    # It takes 25 us. The bound is for a busy machine.
+    assert sorted(took)[20] < 1e-3
+
+
+# ---------------------------------------------------------------- what steps take
+
+
+def test_fill_is_the_inverse_of_work() -> None:
+    for at, tokens in ((0, 100), (4000, 100), (0, 5000)):
+        assert COST.fill(at, COST.work(at, tokens) + 1e-9) == tokens
+    assert COST.fill(0, 0.0) == 0
+    assert COST.fill(0, math.inf) > 1 << 20
+    assert StepCost().fill(0, 1.0) > 1 << 20
+
+
+def run_steps(fit: StepFit, rng: random.Random, true: StepCost, steps: int, kv: int = 500) -> None:
+    for _ in range(steps):
+        count = rng.randint(1, 30)
+        parts = [(rng.randint(0, 3000), rng.randint(50, 600))] if rng.random() < 0.3 else []
+        seconds = true.base(count, kv * count) + sum(true.work(*part) for part in parts)
+        fit.stepped(count, kv * count, parts, seconds * rng.lognormvariate(0, 0.05))
+
+
+def test_costs_are_learned() -> None:
+    fit, rng = StepFit(), random.Random(1)
+    true = StepCost(0.006, 0.0003, 1e-7, 8e-5, 6e-8)
+    run_steps(fit, rng, true, 1500)
+    for count, at, tokens in ((2, 0, 400), (25, 2500, 200)):
+        base = true.base(count, 500 * count)
+        assert fit.cost.base(count, 500 * count) == pytest.approx(base, rel=0.1)
+        assert fit.cost.work(at, tokens) == pytest.approx(true.work(at, tokens), rel=0.1)
+
+
+def test_what_streams_cost_is_not_forgotten_while_their_number_stays() -> None:
+    fit, rng = StepFit(), random.Random(1)
+    run_steps(fit, rng, COST, 600)
+    for _ in range(600):
+        fit.stepped(4, 2000, [], COST.base(4, 0) * rng.lognormvariate(0, 0.05))
+    assert fit.cost.base(30, 15_000) == pytest.approx(COST.base(30, 0), rel=0.15)
+
+
+def test_an_engine_that_becomes_slower_is_noticed_within_a_hundred_steps() -> None:
+    fit, rng = StepFit(), random.Random(1)
+    run_steps(fit, rng, COST, 800)
+    slow = StepCost(*(3 * getattr(COST, name) for name in COST.__struct_fields__))
+    for _ in range(100):
+        fit.stepped(8, 4000, [], slow.base(8, 0))
+    assert fit.cost.base(8, 4000) == pytest.approx(slow.base(8, 0), rel=0.1)
+
+
+def test_a_pause_spoils_nothing() -> None:
+    fit, rng = StepFit(), random.Random(1)
+    run_steps(fit, rng, COST, 800)
+    fit.stepped(8, 4000, [], 5.0)
+    assert fit.cost.base(8, 4000) == pytest.approx(COST.base(8, 0), rel=0.2)
+
+
+def test_errors_tell_how_often_steps_take_longer() -> None:
+    errors = Errors()
+    for number in range(800):
+        errors.stepped(0.02, 0.02 * (2.0 if number % 10 == 0 else 1.0))
+    assert errors.beyond(1.5) == pytest.approx(0.1, abs=0.02)
+    assert errors.beyond(0.5) > 0.99
+    # What was never seen is unlikely, and less so the farther off it is.
+    assert 0 < errors.beyond(10.0) < errors.beyond(2.5) < 0.01
