@@ -15,7 +15,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo flaky lint format chaos chaos-report soak sim bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo flaky lint format chaos chaos-report soak sim sim-splits bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ soak: install ## Mixed faults under load: make soak [ARGS="--minutes 10 --seed 1
 
 sim: install ## Simulate where prompts are prefilled: the policy cost against thresholds (minutes)
 	$(BIN)/python -m benchmarks.sim --save
+
+sim-splits: install ## Simulate workers with both sides beside static splits (minutes)
+	$(BIN)/python -m benchmarks.sim_splits --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (30 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

@@ -43,7 +43,7 @@ STEPS = 32
 # The first prompt of a step gets so many tokens at least, so that it ends.
 LEAST_TOKENS = 32
 # In one step of so many the oldest late prompt comes first, so that none starves.
-LATE_TURN = 8
+LATE_TURN = 4
 # So many prompts are looked at, those that are due first. The others count as late. So a plan
 # beside 1,000 waiting prompts takes no milliseconds.
 LOOK = 64

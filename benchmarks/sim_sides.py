@@ -1,0 +1,716 @@
+"""Workers with both sides, one, or none of ours, in simulated time: see sim_splits.py.
+
+A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
+running requests first, in order, one token for each that generates and a chunk for each prompt,
+then waiting ones while the step has tokens and the engine has seats. What differs between systems
+is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Cluster.place`) and
+who gets a prompt (`Engine.decide`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.report import percentile
+from benchmarks.sim_engine import PULL_TOKENS, WAY_S, World
+from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
+from pullfill.engine.view import PrefillChunks
+from pullfill.worker import step_rule
+from pullfill.worker.step_cost import Errors, StepCost, StepFit
+from pullfill.worker.step_rule import Prompt, Streams
+
+BLOCK = 16
+TELL_S = 0.1
+"""How old a worker's load is where others read it, at most."""
+CLAIM_S = 0.1
+"""By the step rule a worker decides anew about a job that nobody has claimed for so long."""
+SHARE_S = 10.0
+"""Over which time a worker measures what share of it prompts took."""
+IDLE, GAIN, PRESSURE = 0.8, 1.1, 0.75
+"""Of `Cluster.few`: what share of its time a worker without streams can spend on prompts; how many
+times as fast tokens must be for more workers to get streams; and how long steps without prompts may
+be there, as a share of the target."""
+LEAST_S = 0.02
+"""Shorter steps do not tell how well long ones are predicted."""
+QUIET_S, THRESHOLD = 0.5, 512
+"""Of the rules of today: workers with both sides pull after so long without a request, and
+`router.max_local_prefill_length`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The true time of a step. The defaults are those of a CPU core of the trace's runs: 425 tokens
+    take 45 ms after no others, 70 after 1000, 95 after 2000 and 145 after 4000.
+
+    jitter, work_jitter: standard deviations of the logarithms of a step's time, and of what its
+    prompts add. work_tail: in which share of steps the second is that large. Else it is a quarter.
+    pause_share, pause_s, pause_tail: how many steps the machine interrupts, for how long at least,
+    and the exponent of the Pareto distribution of that time."""
+
+    base_s: float = 0.0062
+    stream_s: float = 0.00028
+    kv_s: float = 1.0e-7
+    token_s: float = 7.7e-5
+    pair_s: float = 5.85e-8
+    jitter: float = 0.04
+    work_jitter: float = 0.4
+    work_tail: float = 0.25
+    pause_share: float = 0.02
+    pause_s: float = 0.006
+    pause_tail: float = 3.5
+
+    def cost(self) -> StepCost:
+        """What `step` is around."""
+        return StepCost(self.base_s, self.stream_s, self.kv_s, self.token_s, self.pair_s)
+
+    def times(self, by: float, base: float) -> Machine:
+        """The same machine with other speeds: how many times as long prompts and the rest take."""
+        return replace(
+            self,
+            base_s=self.base_s * base,
+            stream_s=self.stream_s * base,
+            kv_s=self.kv_s * base,
+            token_s=self.token_s * by,
+            pair_s=self.pair_s * by,
+        )
+
+    def step(
+        self, rng: random.Random, streams: int, kv: int, parts: Sequence[tuple[int, int]]
+    ) -> float:
+        """parts: (tokens before, tokens) of each prompt."""
+        cost = self.cost()
+        seconds = cost.base(streams, kv)
+        if parts:
+            spread = self.work_jitter * (1.0 if rng.random() < self.work_tail else 0.25)
+            work = sum(cost.work(*part) for part in parts)
+            seconds += work * math.exp(rng.gauss(0.0, spread))
+        seconds *= math.exp(rng.gauss(0.0, self.jitter))
+        if rng.random() < self.pause_share:
+            seconds += self.pause_s * rng.paretovariate(self.pause_tail)
+        return seconds
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, or the job of one. See `Engine`.
+
+    blocks: equal numbers are equal blocks of BLOCK tokens.
+    job_of: what this is the job of."""
+
+    name: str
+    at: float
+    prompt: int
+    output: int
+    blocks: tuple[int, ...] = ()
+    ttft_s: float = 1.0
+    itl_s: float = 0.05
+    hit: int = 0
+    computed: int = 0
+    made: int = 0
+    over: int = 0
+    first: float = math.inf
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    home: Engine | None = None
+    job_of: Request | None = None
+    remote: bool | None = None
+    decided: float = 0.0
+
+    @property
+    def due(self) -> float:
+        return self.at + self.ttft_s
+
+    @property
+    def left(self) -> int:
+        return self.prompt - self.computed
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the 99th percentile of its gaps so far is above the target."""
+        return self.over > len(self.gaps) // 100
+
+    @property
+    def good(self) -> bool:
+        if self.first - self.at > self.ttft_s:
+            return False
+        return not self.gaps or percentile(self.gaps, 0.99) <= self.itl_s
+
+    def token(self, now: float) -> None:
+        if self.made:
+            gap = now - self.last
+            self.gaps.append(gap)
+            self.over += gap > self.itl_s
+        else:
+            self.first = now
+        self.made += 1
+        self.last = now
+
+
+@dataclass(slots=True)
+class Load:
+    """What a worker tells others, at most TELL_S old.
+
+    requests: of clients, those that wait included. targets: as of `Streams`.
+    backlog: own and pulled prompt tokens that are not computed.
+    share: of its time that prompts took lately."""
+
+    at: float = -math.inf
+    streams: int = 0
+    kv: int = 0
+    requests: int = 0
+    backlog: int = 0
+    targets: dict[float, int] = field(default_factory=dict)
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How one system is run.
+
+    rule: `plain` (vLLM), `conditional` and `cost` (of today), or `step` (the step rule).
+    place: `turn`, `spread` (the least loaded), `pack` (the first that has room for one more
+    stream) or `few`. See `Cluster.place`.
+    busy: whether workers that have streams pull, too, by the step rule.
+    known: whether the step rule knows the true cost of steps. Else it learns it.
+    itl_s: what the rules of today take for the streams' target."""
+
+    rule: str
+    place: str = "turn"
+    busy: bool = False
+    known: bool = False
+    step_tokens: int = 1024
+    seats: int = 64
+    itl_s: float = 0.05
+
+
+class Rule:
+    """What vLLM's own scheduler does: nothing is sorted, and nothing is limited."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def plan(self) -> tuple[int, int]:
+        """Return vLLM's threshold (0: none) and the most tokens of the step."""
+        return 0, self.engine.options.step_tokens
+
+    def scheduled(self, parts: list[tuple[Request, int]]) -> None: ...
+    def stepped(self, seconds: float) -> None: ...
+    def finished(self, request: Request) -> None: ...
+    def loaded(self, request: Request) -> None: ...
+
+    def remote(self, request: Request) -> bool:
+        return False
+
+    def wants(self) -> int:
+        """How many more prompt tokens the worker would pull now."""
+        return 0
+
+
+class Today(Rule):
+    """The rules `conditional` and `cost`, and pulling only without requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        options = engine.options
+        self.cost = options.rule == "cost"
+        self.vllm = SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                long_prefill_token_threshold=0, enable_chunked_prefill=True
+            ),
+            max_num_scheduled_tokens=options.step_tokens,
+            num_spec_tokens=0,
+            running=engine.running,
+        )
+        self.chunks = PrefillChunks(SimpleNamespace(scheduler=self.vllm))
+        self.model = CostModel(options.step_tokens, clock=engine.world)
+        self.step: Any = None
+
+    def plan(self) -> tuple[int, int]:
+        self.vllm.running = self.engine.running
+        if self.cost and self.engine.sides != "prefill":
+            self.chunks.limit(*self.model.chunk())
+        return (
+            self.vllm.scheduler_config.long_prefill_token_threshold,
+            self.vllm.max_num_scheduled_tokens,
+        )
+
+    def scheduled(self, parts: list[tuple[Request, int]]) -> None:
+        tokens = {r.name: n for r, n in parts}
+        self.step = self.model.scheduled(tokens, sum(tokens.values()))
+
+    def stepped(self, seconds: float) -> None:
+        self.model.stepped(self.step, seconds)
+
+    def finished(self, request: Request) -> None:
+        self.model.finished(request.name)
+
+    def loaded(self, request: Request) -> None:
+        self.model.settled(request.name, True)
+
+    def remote(self, request: Request) -> bool:
+        engine, world = self.engine, self.engine.world
+        pullers = [one for one in engine.cluster.engines if one is not engine and one.rule.pulls()]
+        queue = engine.cluster.queue
+        jobs = len(queue) + sum(one.jobs for one in pullers)
+        tokens = sum(r.left for r in queue) + sum(one.job_tokens() for one in pullers)
+        new = request.prompt - request.hit
+        costs = self.model.predict(
+            Queue(len(pullers), jobs, tokens),
+            Targets(request.ttft_s, engine.options.itl_s),
+            request.hit, new, world.now - request.at, chunks=self.cost,
+        )  # fmt: skip
+        if not pullers or new <= 1:
+            remote = False
+        elif not self.cost:
+            remote = new > THRESHOLD
+        elif costs.probe and new >= 64:
+            remote = True
+        elif Choice.REMOTE in costs.options:
+            remote = costs.cheapest() is Choice.REMOTE
+        else:
+            remote = new > THRESHOLD
+        self.model.admitted(request.name, costs, remote)
+        return remote
+
+    def pulls(self) -> bool:
+        engine = self.engine
+        if engine.sides == "decode":
+            return False
+        if engine.sides == "prefill":
+            return True
+        return not engine.own and engine.world.now - engine.quiet_since >= QUIET_S
+
+    def wants(self) -> int:
+        return PULL_TOKENS - self.engine.backlog() if self.pulls() else 0
+
+
+class StepRule(Rule):
+    """The step rule (pullfill/worker/step_rule.py), and what follows from it elsewhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.fit, self.errors = StepFit(), Errors()
+        self._turn = 0
+        self._parts: list[tuple[int, int]] = []
+        self._count = self._kv = 0
+
+    @property
+    def cost(self) -> StepCost:
+        return self.engine.machine.cost() if self.engine.options.known else self.fit.cost
+
+    def streams(self) -> Streams:
+        targets: dict[float, int] = {}
+        count = kv = 0
+        for r in self.engine.running:
+            if r.made:
+                count += 1
+                kv += r.computed
+                if not r.spoiled:
+                    targets[r.itl_s] = targets.get(r.itl_s, 0) + 1
+        return Streams(count, kv, targets)
+
+    def prompts(self) -> list[Prompt]:
+        engine = self.engine
+        return [
+            Prompt(r.name, r.computed, r.left, r.due, r.at)
+            for r in [*engine.running, *engine.waiting]
+            if not r.made and r.left > 0
+        ]
+
+    def plan(self) -> tuple[int, int]:
+        engine = self.engine
+        self._turn += 1
+        streams = self.streams()
+        plan = step_rule.plan(
+            streams, self.prompts(), self.cost, self.errors,
+            now=engine.world.now, step_tokens=engine.options.step_tokens, turn=self._turn,
+        )  # fmt: skip
+        place = {name: number for number, name in enumerate(plan.order)}
+        engine.running.sort(key=lambda r: -1 if r.made else place[r.name])
+        # A prompt whose KV has come has nothing left but its last token.
+        engine.waiting = deque(sorted(engine.waiting, key=lambda r: place[r.name]))
+        return max(plan.tokens.values(), default=0), streams.count + plan.total
+
+    def scheduled(self, parts: list[tuple[Request, int]]) -> None:
+        self._parts = [(r.computed, n) for r, n in parts if not r.made]
+        self._count = len(parts) - len(self._parts)
+        self._kv = sum(r.computed for r, _ in parts if r.made)
+
+    def stepped(self, seconds: float) -> None:
+        cost = self.cost
+        if self._count and self._parts:
+            work = sum(cost.work(*part) for part in self._parts)
+            predicted = cost.base(self._count, self._kv) + work
+            if predicted > LEAST_S:
+                self.errors.stepped(predicted, seconds)
+        self.fit.stepped(self._count, self._kv, self._parts, seconds)
+
+    def remote(self, request: Request) -> bool:
+        engine = self.engine
+        cluster, now = engine.cluster, engine.world.now
+        new = request.prompt - request.hit
+        others = [o for o in cluster.engines if o is not engine and o.sides != "decode"]
+        if engine.sides == "prefill" or new <= step_rule.LEAST_TOKENS or not others:
+            return False
+        cost, step_tokens = self.cost, engine.options.step_tokens
+
+        def more(streams: Streams, ahead: list[Prompt], handoff_s: float) -> float:
+            """What the prompt costs behind these."""
+            one = Prompt("", request.hit, new, request.due - handoff_s, request.at)
+            with_it, without = (
+                step_rule.price(
+                    streams, prompts, cost, self.errors, now=now, step_tokens=step_tokens
+                )
+                for prompts in ([*ahead, one], ahead)
+            )
+            return with_it - without + step_rule.LATER * handoff_s / request.ttft_s
+
+        here = more(self.streams(), self.prompts(), 0.0)
+        handoff_s = 2 * WAY_S + cost.base(len(engine.running), 0)
+        waits = sum(r.left for r in cluster.queue if r is not request) / len(others)
+        best = math.inf
+        for other in others:
+            load = cluster.told(other)
+            if load.streams and not engine.options.busy:
+                continue
+            # Of others' prompts only the sum is known. They count as due just before this one.
+            ahead = int(load.backlog + waits)
+            parts = min(8, -(-ahead // 600))
+            due = request.due - handoff_s - 1e-3
+            prompts = [Prompt("", 0, ahead // parts, due, request.at) for _ in range(parts)]
+            streams = Streams(load.streams, load.kv, load.targets)
+            best = min(best, more(streams, prompts, handoff_s))
+        return best < here
+
+    def wants(self) -> int:
+        engine = self.engine
+        if engine.sides == "decode":
+            return 0
+        streams = self.streams()
+        if not streams.count:
+            return PULL_TOKENS - engine.backlog()
+        if not engine.options.busy:
+            return 0
+        room_s = engine.options.itl_s / 2 - self.cost.base(streams.count, 0)
+        return 2 * max(step_rule.LEAST_TOKENS, self.cost.fill(0, room_s)) - engine.backlog()
+
+
+class Engine:
+    """One worker: its engine, its prefix cache, and its sides (`decode`, `prefill` or `both`).
+
+    own: number of its clients' requests that are not over. jobs: number of pulled ones."""
+
+    def __init__(self, cluster: Cluster, number: int, machine: Machine, sides: str) -> None:
+        self.cluster, self.world, self.options = cluster, cluster.world, cluster.options
+        self.number, self.machine, self.sides = number, machine, sides
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.arrived: deque[Request] = deque()
+        self.cache: set[int] = set()
+        self.own = self.jobs = 0
+        self.quiet_since = -math.inf
+        self._prefill_s = self._added = 0.0
+        self._stepping = False
+        self.load = Load()
+        kinds: dict[str, Callable[[Engine], Any]] = {"plain": Rule, "step": StepRule}
+        self.rule = kinds.get(self.options.rule, Today)(self)
+
+    # ------------------------------------------------------------------ load
+
+    def hit(self, request: Request) -> int:
+        count = 0
+        for block in request.blocks:
+            if block not in self.cache:
+                break
+            count += 1
+        return min(count * BLOCK, (request.prompt - 1) // BLOCK * BLOCK)
+
+    def backlog(self) -> int:
+        """Prompt tokens, own and pulled, that are not computed."""
+        return sum(r.left for r in [*self.running, *self.waiting] if not r.made)
+
+    def job_tokens(self) -> int:
+        return sum(r.left for r in [*self.running, *self.waiting] if r.job_of is not None)
+
+    def prefill_share(self) -> float:
+        """What share of the last SHARE_S prompts took."""
+        self._add_prefill(0.0)
+        measured_s = SHARE_S * (1.0 - math.exp(-max(self.world.now, 0.5) / SHARE_S))
+        return self._prefill_s / measured_s
+
+    def _add_prefill(self, seconds: float) -> None:
+        now = self.world.now
+        self._prefill_s *= math.exp((self._added - now) / SHARE_S)
+        self._prefill_s += seconds
+        self._added = now
+
+    # ------------------------------------------------------------------ requests and jobs
+
+    def add(self, request: Request) -> None:
+        """A client's request."""
+        self.own += 1
+        request.home = self
+        request.hit = request.computed = self.hit(request)
+        # Today vLLM's scheduler asks, in a step whose tokens are allowed already.
+        if not isinstance(self.rule, Today) and self._goes(request):
+            return
+        self.waiting.append(request)
+        self._wake()
+
+    def _goes(self, request: Request) -> bool:
+        """Decide where the prompt of a request is computed."""
+        request.decided = self.world.now
+        request.remote = self.cluster.pulls and self.rule.remote(request)
+        if request.remote:
+            self.cluster.put(request)
+        return request.remote
+
+    def take(self, request: Request) -> None:
+        """Pull the job of a request."""
+        if request.home is self:
+            request.remote = False
+            self.waiting.append(request)
+        else:
+            self.jobs += 1
+            job = Request(
+                f"j{request.name}", request.at, request.prompt - 1, 0, request.blocks,
+                request.ttft_s, request.itl_s, request.hit, request.hit, job_of=request,
+            )  # fmt: skip
+            self.waiting.append(job)
+        self._wake()
+
+    def bring(self, request: Request) -> None:
+        """The KV of a request has come."""
+        request.computed = request.hit = request.prompt - 1
+        self.cache.update(request.blocks[: request.prompt // BLOCK])
+        self.rule.loaded(request)
+        self.arrived.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._stepping:
+            self._stepping = True
+            self._step()
+
+    # ------------------------------------------------------------------ one step
+
+    def _step(self) -> None:
+        self.cluster.pull(self)
+        while self.arrived:
+            self.waiting.appendleft(self.arrived.popleft())
+        threshold, budget = self.rule.plan()
+        parts = self._schedule(threshold, budget)
+        if not parts:
+            self._stepping = False
+            return
+        self.rule.scheduled(parts)
+        prompts = [(r.computed, n) for r, n in parts if not r.made]
+        streams = [r for r, _ in parts if r.made]
+        kv = sum(r.computed for r in streams)
+        seconds = self.machine.step(self.world.random, len(streams), kv, prompts)
+        if prompts:
+            self._add_prefill(max(0.0, seconds - self.machine.cost().base(len(streams), kv)))
+        self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds))
+
+    def _schedule(self, threshold: int, budget: int) -> list[tuple[Request, int]]:
+        found: list[tuple[Request, int]] = []
+        cap = threshold if len(self.running) + len(self.waiting) > 1 else 0
+        for r in self.running:
+            if budget <= 0:
+                break
+            count = 1 if r.made else min(r.left, cap or r.left, budget)
+            found.append((r, count))
+            budget -= count
+        while budget > 0 and self.waiting and len(self.running) < self.options.seats:
+            r = self.waiting.popleft()
+            if r.job_of is None and not r.remote:
+                r.hit = r.computed = max(r.computed, self.hit(r))
+                if r.remote is None and self._goes(r):
+                    continue
+            count = min(r.left, cap or r.left, budget)
+            self.running.append(r)
+            found.append((r, count))
+            budget -= count
+        return found
+
+    def _done(self, parts: list[tuple[Request, int]], seconds: float) -> None:
+        now = self.world.now
+        self.rule.stepped(seconds)
+        over: list[Request] = []
+        for r, count in parts:
+            r.computed += count
+            if r.computed < r.prompt:
+                continue
+            if r.job_of is not None:
+                over.append(r)
+                continue
+            if not r.made:
+                self.cache.update(r.blocks[: r.prompt // BLOCK])
+            r.token(now)
+            if r.made >= r.output:
+                over.append(r)
+        for r in over:
+            self.running.remove(r)
+            if r.job_of is not None:
+                self.jobs -= 1
+                self.cluster.commit(r.job_of)
+            else:
+                self.own -= 1
+                self.rule.finished(r)
+                self.cluster.over(r)
+                if not self.own:
+                    self.quiet_since = now
+                    self.world.at(now + QUIET_S + 1e-6, lambda: self.cluster.pull(self))
+        self._step()
+
+
+class Cluster:
+    """Workers behind a frontend, the queue between them, and what they know of each other.
+
+    sides: of each worker. over: called with each request that has ended."""
+
+    def __init__(
+        self, world: World, options: Options, sides: Sequence[str], machine: Machine
+    ) -> None:
+        self.world, self.options = world, options
+        self.queue: deque[Request] = deque()
+        self.engines: list[Engine] = []
+        self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
+        self.decode = [one for one in self.engines if one.sides != "prefill"]
+        self.pulls = options.rule != "plain" and any(o.sides != "decode" for o in self.engines)
+        self.over: Callable[[Request], None] = lambda request: None
+        self._turn = itertools.count()
+        # Prompt tokens of what the frontend has sent since each worker told its load.
+        self._sent: list[list[int]] = [[] for _ in sides]
+
+    def told(self, engine: Engine) -> Load:
+        """The load of a worker as others know it."""
+        now, rule = self.world.now, engine.rule
+        if now - engine.load.at >= TELL_S:
+            streams = [r for r in engine.running if r.made]
+            engine.load = Load(
+                now - now % TELL_S,
+                len(streams),
+                sum(r.computed for r in streams),
+                engine.own,
+                engine.backlog(),
+                dict(rule.streams().targets) if isinstance(rule, StepRule) else {},
+                engine.prefill_share(),
+            )
+            self._sent[engine.number] = []
+        return engine.load
+
+    # ------------------------------------------------------------------ placement
+
+    def add(self, request: Request) -> None:
+        self.place(request).add(request)
+
+    def place(self, request: Request) -> Engine:
+        """Choose who answers a request: what the frontend does."""
+        if self.options.place == "turn":
+            return self.decode[next(self._turn) % len(self.decode)]
+        for engine in self.decode:
+            self.told(engine)
+        few = self.decode[: self._few()]
+        limit_s = PRESSURE * self.options.itl_s
+        fits = [one for one in few if self._base(one) <= limit_s]
+        if self.options.place == "pack" and fits:
+            chosen = fits[0]
+        else:
+            chosen = min(fits or self.decode, key=lambda one: self._load(one, request))
+        self._sent[chosen.number].append(request.prompt - chosen.hit(request))
+        return chosen
+
+    def _load(self, engine: Engine, request: Request) -> float:
+        """Seconds of prompts there, this one included, and a little for each request."""
+        sent = self._sent[engine.number]
+        new = request.prompt - engine.hit(request)
+        tokens = engine.load.backlog + sum(sent) + new
+        return tokens * engine.machine.token_s + 0.01 * (engine.load.requests + len(sent))
+
+    def _base(self, engine: Engine) -> float:
+        """How long a step without prompts takes with one more stream."""
+        count = engine.load.requests + len(self._sent[engine.number]) + 1
+        return self._cost.base(count, engine.load.kv)
+
+    @property
+    def _cost(self) -> StepCost:
+        rule = self.decode[0].rule
+        return rule.cost if isinstance(rule, StepRule) else self.decode[0].machine.cost()
+
+    def _few(self) -> int:
+        """How many workers get streams: the fewest with which tokens are about as fast as can be.
+
+        The others have time for prompts. What they cannot compute, those with streams do."""
+        n, cost = len(self.decode), self._cost
+        if self.options.place != "few":
+            return n
+        loads = [one.load for one in self.decode]
+        streams = sum(load.streams for load in loads) + 1
+        kv = sum(load.kv for load in loads)
+        share = sum(self.told(one).share for one in self.engines)
+        best, few = math.inf, n
+        for k in range(1, n + 1):
+            own = max(0.0, share - IDLE * (len(self.engines) - k)) / k
+            token_s = cost.base(streams / k, kv / k) / max(0.02, 1.0 - own)
+            if token_s * GAIN < best:
+                best, few = token_s, k
+        return few
+
+    # ------------------------------------------------------------------ the queue
+
+    def put(self, request: Request) -> None:
+        self.queue.append(request)
+        self.world.at(self.world.now + WAY_S, self.offer)
+
+    def offer(self) -> None:
+        """Give jobs to the workers that want them: first to one without streams."""
+        while self.queue:
+            able = [one for one in self.engines if one.rule.wants() > 0]
+            if not able:
+                if not self._given_up():
+                    return
+                continue
+            request = self.queue.popleft()
+            taker = min(
+                able,
+                key=lambda one: (
+                    any(r.made for r in one.running), one is request.home, one.backlog(),
+                ),
+            )  # fmt: skip
+            taker.take(request)
+
+    def _given_up(self) -> bool:
+        """By the rules of today, a job goes back when the last worker stops pulling."""
+        rules = [one.rule for one in self.engines]
+        if not isinstance(rules[0], Today) or any(rule.pulls() for rule in rules):
+            return False
+        request = self.queue.popleft()
+        assert request.home is not None
+        request.home.rule.model.settled(request.name, False)
+        request.home.take(request)
+        return True
+
+    def pull(self, engine: Engine) -> None:
+        """Called before each step of a worker."""
+        self.offer()
+        if not isinstance(engine.rule, StepRule):
+            return
+        for request in [r for r in self.queue if r.home is engine]:
+            if self.world.now - request.decided > CLAIM_S:
+                request.decided = self.world.now
+                if not engine.rule.remote(request):
+                    self.queue.remove(request)
+                    engine.take(request)
+
+    def commit(self, request: Request) -> None:
+        home = request.home
+        assert home is not None
+        self.world.at(self.world.now + WAY_S, lambda: home.bring(request))
