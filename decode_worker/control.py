@@ -102,11 +102,6 @@ class ControlServer:
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
 
-    def dismiss(self) -> None:
-        """End the connections to all prefill workers. They come again while we are registered."""
-        for peer in list(self.peers.values()):
-            peer.channel.close()
-
     async def _watch_silence(self) -> None:
         """End the connection of a prefill worker that says nothing: it is stopped or cut off.
 

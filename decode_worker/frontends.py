@@ -154,11 +154,6 @@ class Frontends:
         """Return what /status shows of the cached blocks that frontends are told of."""
         return self._blocks.status()
 
-    async def dismiss(self, draining: bool) -> None:
-        """End the connections. Frontends connect anew while this worker is in the registry."""
-        with contextlib.suppress(NotNow):  # the engine has ended, and so this process does
-            await self._loop.call(lambda: self._server.dismiss(draining))
-
     def start_drain(self) -> None:
         """Take no more requests."""
         self._loop.submit(self._server.start_drain)

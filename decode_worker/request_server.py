@@ -125,12 +125,6 @@ class RequestServer:
         self.draining = True
         self.tell(front_wire.DRAIN)
 
-    def dismiss(self, draining: bool) -> None:
-        """End the connections to all frontends. They connect anew while we are in the registry."""
-        self.draining = draining
-        for identity in list(self._frontends):
-            self._end(identity, b"", "is dismissed: this worker decodes no more")
-
     def migrate(self, request_ids: Collection[str] | None = None) -> None:
         """Have the frontends continue these requests elsewhere, after all outputs sent so far.
         request_ids: None: all of them; call `start_drain` first."""

@@ -7,7 +7,6 @@ worker/process.py sees it. `DecodeRole` is how a process becomes a decode worker
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -235,7 +234,7 @@ class DecodeSide(Service):
     options: WorkerOptions
     etcd: EtcdClient
     namespace: str
-    _drains = _rests = False
+    _drains = False
 
     async def begin(self) -> None:
         """From now on this side answers the engine. Listen for frontends. Raises NotNow."""
@@ -270,25 +269,6 @@ class DecodeSide(Service):
             return ""
         return f"{SELF_CHECK_PENDING}: the registry lists prefill workers of a new kind"
 
-    async def resume(self) -> None:
-        """Serve again after a drain. Call it before the worker registers again."""
-        self._drains = self._rests = False
-        self.draining.clear()
-        self.leases.reopen()
-        await self.frontends.dismiss(draining=False)
-
-    async def rest(self, within_s: float = 5.0) -> None:
-        """End the connections to all peers. This worker is no decode worker until `resume`.
-
-        within_s: a stuck engine ends those of the frontends later, or never.
-        The ledger goes on: it frees the blocks of writers that are not proved quiet yet."""
-        self._rests = True
-        self.control.dismiss()
-        self.leases.renew()
-        with contextlib.suppress(TimeoutError):  # the process must be able to leave
-            async with asyncio.timeout(within_s):
-                await self.frontends.dismiss(draining=True)
-
     def reasons(self) -> list[str]:
         return self.outlook.reasons()
 
@@ -316,7 +296,7 @@ class DecodeSide(Service):
 
     def refresh_metrics(self) -> None:
         self.outlook.refresh_metrics()
-        show_demand(Demand() if self._rests else self._demand())
+        show_demand(self._demand())
 
     def _demand(self) -> Demand:
         return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter)
@@ -377,21 +357,13 @@ class DecodeRole(Role[WorkerContext]):
         engine: Engine[WorkerContext],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
-    ) -> None:
-        """The side lives as long as the engine. While it rests no peer is connected to it, but its
-        ledger goes on, because blocks may still be in quarantine."""
+    ) -> Service:
         self._side = await build(
             engine, self._half, self._etcd, self._cluster, self._options, router=self._router,
             queue=queue, kept=self._kept, events=self._events, parts=parts,
         )  # fmt: skip
         await self._side.begin()
-
-    async def open(self, parts: AsyncExitStack) -> Service:
-        await self._side.resume()
         return self._side
-
-    async def close(self) -> None:
-        await self._side.rest()
 
     # ------------------------------------------------------------------ as a Neighbour
 

@@ -36,6 +36,10 @@ COMMANDS = {
     "up": ("up.command", "Start a cluster on this machine: NATS, etcd, workers and frontends."),
     "down": ("down.down", "Drain and stop the cluster of a state directory."),
     "logs": ("logs.show", "Print the logs of `up`: of one process, role or instance id, or all."),
+    "worker": (
+        "run_role.worker",
+        "Run one worker that joins a cluster. It decodes, and prefills for others.",
+    ),
     "decode": ("run_role.decode", "Run one decode worker that joins a cluster."),
     "prefill": ("run_role.prefill", "Run one prefill worker that joins a cluster."),
     "frontend": ("run_role.run_frontend", "Run one HTTP frontend that joins a cluster."),
@@ -52,12 +56,6 @@ COMMANDS = {
     "drain": (
         "operate.drain",
         "Let one worker finish what it has and leave, by revoking its lease.",
-    ),
-    "role": (
-        "operate.change_role",
-        "Change the role of a worker that runs with --elastic, without loading the model again.\n\n"
-        "The worker takes no new work, finishes what it has, and then works in its new role. A "
-        "worker that is `both` decodes, and prefills for others while its own streams leave time.",
     ),
     "explain": (
         "explain.explain",
@@ -84,7 +82,7 @@ COMMANDS = {
     ),
 }
 # Commands whose other flags go to vLLM.
-FOR_VLLM = ("up", "decode", "prefill", "frontend")
+FOR_VLLM = ("up", "worker", "decode", "prefill", "frontend")
 
 # --------------------------------------------------------------------------- its flags
 
@@ -154,7 +152,7 @@ class Command(click.Command):
     def _flags_of(self, options: type) -> Iterator[Flag]:
         for_children = self.name == "up" and issubclass(options, RoleOptions)
         for one in declared(options):
-            if one.up if for_children else one.role in ("", self.name):
+            if one.up if for_children else one.fits(str(self.name)):
                 yield one
 
 

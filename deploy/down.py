@@ -25,7 +25,7 @@ from pullfill.errors import PullfillError
 from pullfill.net.this_host import host_id, shm_dir
 from pullfill.options import Flag
 
-WORKERS = ("decode", "prefill")
+WORKERS = ("worker", "decode", "prefill")
 SERVERS = ("etcd", "nats")
 PHASES: tuple[tuple[str, ...], ...] = (WORKERS, ("frontend",), SERVERS)
 # How long a process may take to end after a second SIGTERM, and its kernel after a SIGKILL.

@@ -1,4 +1,4 @@
-"""Orders to a running cluster: drain a worker or change its role, change settings, forget results.
+"""Orders to a running cluster: drain a worker, change settings, forget results.
 
 Each function is a command. What cannot be done is a ConfigError or an UnavailableError.
 """
@@ -29,11 +29,9 @@ from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
 from pullfill.options import Flag
 from pullfill.registry import self_checks, suspect_records
-from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import order_role, revoke_worker
+from pullfill.registry.directory import revoke_worker
 from pullfill.registry.live_settings import UNSET, Settings, find, root_of, store
-from pullfill.snapshot import Report
-from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord, WorkerRole, WorkerState
+from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord
 
 InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
 
@@ -155,85 +153,6 @@ async def recheck(ref: ClusterRef) -> int:
     else:
         click.echo("no self-check has failed: nothing to do")
     return 0
-
-
-# --------------------------------------------------------------------------- roles
-
-
-async def change_role(
-    ref: ClusterRef,
-    instance_id: InstanceId,
-    wanted: Annotated[WorkerRole, Flag("", name="prefill|decode|both")],
-    *,
-    wait: Annotated[bool, Flag("Return when the worker has the role")] = False,
-    timeout_s: LongestWait = 120.0,
-    force: Annotated[bool, Flag("Do so even if no decode worker is left")] = False,
-) -> int:
-    """Order the role. Return the exit code: 1 after `timeout_s`."""
-    async with etcd_of(ref) as etcd:
-        await order(etcd, ref.namespace, instance_id, wanted, force=force)
-        if not wait:
-            click.echo(f"{instance_id} is ordered to be {wanted}; `pullfill status` shows its role")
-            return 0
-        took_s = await _until(
-            f"{instance_id} becomes {wanted}",
-            lambda: _has_role(etcd, ref.namespace, instance_id, wanted),
-            timeout_s,
-        )
-    if took_s is None:
-        click.echo(
-            f"{instance_id} is not {wanted} after {timeout_s:.0f} s, but goes on trying: "
-            "`pullfill status` shows what it does"
-        )
-        return 1
-    click.echo(f"{instance_id} is {wanted} after {took_s:.1f} s")
-    return 0
-
-
-async def order(
-    etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole, *, force: bool = False
-) -> None:
-    """Order the role, if the worker can have it. Raises ConfigError, UnavailableError."""
-    records = await workers(etcd, namespace)
-    record = _named(records, instance_id)
-    check_role(records, record, await asyncio.to_thread(ask_worker, record), wanted, force=force)
-    if not await order_role(etcd, namespace, instance_id, wanted):
-        raise UnavailableError(f"{instance_id} changes its role at this moment: try again")
-
-
-def check_role(
-    records: list[WorkerRecord],
-    record: WorkerRecord,
-    report: Report | None,
-    wanted: WorkerRole,
-    *,
-    force: bool,
-) -> None:
-    """Refuse an order that cannot be followed, or that leaves nobody to decode.
-
-    records: of all workers. record, report: of the worker. report: None: it does not answer.
-    Raises ConfigError, UnavailableError."""
-    name = record.instance_id
-    if report is None:
-        raise UnavailableError(f"{name} does not answer at {record.http or 'any address'}")
-    if "elastic" not in report.load:
-        raise ConfigError(
-            f"{name} cannot change its role: start it with --elastic (`pullfill up --elastic`)"
-        )
-    others = [r for r in records if r.role == "decode" and r.instance_id != name]
-    if wanted is WorkerRole.PREFILL and not force:
-        if all(other.state is not WorkerState.READY for other in others):
-            raise ConfigError(
-                f"{name} is the only decode worker: without it no request is served. Start another "
-                "one first, or use --force"
-            )
-
-
-async def _has_role(etcd: EtcdClient, namespace: str, instance_id: str, wanted: WorkerRole) -> bool:
-    """Whether the worker is registered in the role, and in no other."""
-    mine = [r for r in await workers(etcd, namespace) if r.instance_id == instance_id]
-    stays = {record.role for record in mine if record.state is not WorkerState.DRAINING}
-    return len(stays) == len(mine) and stays == wanted.names
 
 
 # --------------------------------------------------------------------------- suspects

@@ -28,13 +28,13 @@ from pullfill.options import (
     ClusterOptions,
     RoleOptions,
     UpOptions,
-    WorkerOptions,
     arguments,
     frontend_url,
 )
 from pullfill.registry import live_settings
 
-ROLES = ("decode", "prefill")
+# Kinds of workers: of both sides, or of one. Those that decode come first.
+ROLES = ("worker", "decode", "prefill")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 DEMO = "demo"
@@ -55,8 +55,9 @@ CPU_FLAGS = {
     "other": ("--enforce-eager", f"--kv-cache-memory-bytes={1 << 30}"),
 }
 
-# Tokens in one step of a prefill worker on CPU, unless the user says. Larger steps compute no
-# faster there. But prompts that wait together share a step: the first would end with the last.
+# Tokens in one step of a worker that prefills for others, on CPU, unless the user says. Larger
+# steps compute no faster there. But prompts that wait together share a step: the first would end
+# with the last.
 PREFILL_CHUNK = 1024
 
 # vLLM flags that choose the size of a step, or leave it to vLLM. Then we do not choose it.
@@ -93,13 +94,18 @@ class ProcessSpec:
 
 def check(options: UpOptions) -> None:
     """Refuse, before anything starts, what cannot work. Raises ConfigError."""
-    if options.frontends and not options.decode and not options.frontend.by_stock:
+    if options.frontends and not options.decodes and not options.frontend.by_stock:
         raise ConfigError(
-            "a frontend without a decode worker cannot serve: use --decode 1 or more, "
+            "a frontend without a decode worker cannot serve: use --workers 1, --decode 1 or more, "
             "--frontends 0, or stock vLLM servers (--servers)"
         )
+    for role in ("decode", "prefill"):
+        if options.worker and options.role_args.get(role) and not getattr(options, role):
+            raise ConfigError(
+                f"--{role}-args is for workers that only {role}, and there are none: use "
+                f"--vllm-args, or --{role} 1 or more"
+            )
     check_namespace(options.namespace)
-    _check_elastic(options)
     vllm_flags.check(options.vllm_args)
     vllm_flags.check_plain_http(options.vllm_args)
     _check_gpus(options)
@@ -109,7 +115,7 @@ def check(options: UpOptions) -> None:
             raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
         live_settings.check(key, value)
     check_model(options.model)
-    if options.decode + options.prefill + options.frontends:
+    if options.worker + options.decode + options.prefill + options.frontends:
         machine.refuse_wrong_packages()
     if options.port == 0:
         options.port = local_servers.free_port()
@@ -125,22 +131,6 @@ def check(options: UpOptions) -> None:
         local_servers.nats_binary()
     elif why := local_servers.nats_ready(options.nats_url, 5.0):
         raise ConfigError(f"{why}. Check --nats")
-
-
-def _check_elastic(options: UpOptions) -> None:
-    """Refuse flags of one role together with --elastic. Raises ConfigError."""
-    workers, usual = options.workers, WorkerOptions()
-    if not workers.elastic:
-        return
-    given = [f"--{role}-args" for role in ("decode", "prefill") if options.role_args.get(role)]
-    given += ["--kv-mode"] * (workers.kv_mode != usual.kv_mode)
-    given += ["--reserve-seats"] * workers.reserve_seats
-    given += ["--concurrency"] * (workers.concurrency is not None)
-    if given:
-        raise ConfigError(
-            f"{given[0]} is a flag of one role, but workers with --elastic change roles: remove "
-            f"{given[0]} or --elastic"
-        )
 
 
 def _check_gpus(options: UpOptions) -> None:
@@ -218,7 +208,7 @@ def make_demo_model() -> None:
 
 def engine_arguments(options: UpOptions) -> list[str]:
     """Return the vLLM flags of every process: the defaults, then the user's."""
-    workers = options.decode + options.prefill
+    workers = options.worker + options.decode + options.prefill
     flags = engine_flags(options.model, gpus=accelerator.gpu_count(), workers=workers)
     return flags + options.vllm_args
 
@@ -254,7 +244,7 @@ def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOption
 
 
 def _ranks(options: UpOptions) -> list[int]:
-    """Return TP x PP of each worker: first the decode workers, then the prefill workers."""
+    """Return TP x PP of each worker, in the order of ROLES."""
     ranks = {role: ranks_of(worker_arguments(options, role)) for role in ROLES}
     return [ranks[role] for role in ROLES for _ in range(getattr(options, role))]
 
@@ -268,7 +258,7 @@ def frontend_cores(options: UpOptions) -> set[int]:
     # core 409 tokens/s, ITL p99 17.6 ms; on the core that decodes 429 tokens/s, 16.4 ms.
     places = placements(options)
     taken = {core for place in places for core in place.cores}
-    beside = {core for place in places[: options.decode] for core in place.cores}
+    beside = {core for place in places[: options.worker + options.decode] for core in place.cores}
     return (set(usable_cores()) - taken or beside) if taken else set()
 
 
@@ -323,7 +313,7 @@ def worker_spec(
 
 
 def worker_specs(options: UpOptions, cluster: ClusterRef) -> list[ProcessSpec]:
-    """Return how to start the decode workers, the prefill workers and the frontends."""
+    """Return how to start the workers, in the order of ROLES, and the frontends."""
     specs: list[ProcessSpec] = []
     names = [f"{role}-{i}" for role in ROLES for i in range(getattr(options, role))]
     # vLLM sizes its KV cache by what the GPU's memory lost while it loaded its model. Of two
@@ -351,7 +341,7 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
     """Return the default vLLM flags of every process.
 
     model: as the user typed it.
-    workers: number of decode and prefill workers."""
+    workers: number of workers."""
     flags: list[str] = list(DEMO_FLAGS) if model == DEMO else []
     if not gpus:
         return flags + list(CPU_FLAGS[DEMO if model == DEMO else "other"])
@@ -363,7 +353,7 @@ def engine_flags(model: str, *, gpus: int, workers: int) -> list[str]:
 
 def role_flags(role: str, arguments: Sequence[str], *, gpus: int) -> list[str]:
     """Return the flags that a worker of this role puts before those it was given."""
-    if role != "prefill" or gpus:
+    if role == "decode" or gpus:
         return []
     if any(flag_name(group[0]) in _DECIDE_STEPS for group in group_flags(arguments)):
         return []
@@ -399,7 +389,7 @@ class Place:
 
 
 def placements(options: UpOptions) -> list[Place]:
-    """Return where each worker runs: first the decode workers, then the prefill workers."""
+    """Return where each worker runs, in the order of ROLES."""
     ranks, gpus, cores = _ranks(options), accelerator.gpu_count(), usable_cores()
     ends = accumulate(ranks)
     if gpus:

@@ -1,4 +1,4 @@
-"""`pullfill decode | prefill | frontend`: one process that joins a cluster.
+"""`pullfill worker | decode | prefill | frontend`: one process that joins a cluster.
 
 vLLM reads the environment and the cores when it is imported. So they are set here first. Then the
 role's own `run` is imported and called.
@@ -29,6 +29,10 @@ from pullfill.options import (
 )
 
 
+def worker(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
+    return run_worker("worker", options, cluster, vllm_args)
+
+
 def decode(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
     return run_worker("decode", options, cluster, vllm_args)
 
@@ -40,7 +44,7 @@ def prefill(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence
 def run_worker(
     role: str, options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]
 ) -> int:
-    """Run a decode or prefill worker until it has drained. Return its exit code."""
+    """Run a worker until it has drained. Return its exit code."""
     options = replace(options, host=_address_of(options))
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
     warn_if_exposed(role, options.host, ref.security)
@@ -114,7 +118,7 @@ def _warn_if_unreachable(role: str, host: str, ref: ClusterRef) -> None:
     servers = [split_url(url, 0)[0] for url in split_urls(ref.etcd_url)]
     if _is_loopback(host) and not any(map(_is_loopback, servers)):
         _warn(
-            f"this {role} worker is at {host}, which only this machine reaches, but etcd is at "
+            f"this worker is at {host}, which only this machine reaches, but etcd is at "
             f"{servers[0]}: workers and frontends elsewhere cannot use it. Give this machine's "
             "address with --host"
         )
@@ -135,7 +139,7 @@ def warn_if_exposed(role: str, host: str, security: Security) -> None:
     else:
         open_to_all = security.cluster.key_file is None
         what, key = "connect to its KV port", "[cluster] key_file"
-        if role == "decode":
+        if role != "prefill":
             what = "claim jobs, read and write KV and run requests"
     if open_to_all and not _is_loopback(host):
         _warn(

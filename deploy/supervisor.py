@@ -514,8 +514,7 @@ class Supervisor:
         await self._wait_ready(ref, specs)
         # Only now: until then they start sooner on any core.
         self._children.place_frontends(options)
-        if options.prefill:
-            await self._wait_checked(ref, specs)
+        await self._wait_checked(ref, specs)
 
     async def _wait_ready(self, ref: ClusterRef, specs: Sequence[ProcessSpec]) -> None:
         """Wait until all are ready: workers and frontends are when etcd says so.
@@ -556,7 +555,7 @@ class Supervisor:
     async def _serves(self, spec: ProcessSpec, url: str) -> bool:
         """Whether it can serve. url: where it answers itself."""
         # Stock vLLM servers may come later, by heartbeats for example.
-        if spec.role != "frontend" or not self._options.decode:
+        if spec.role != "frontend" or not self._options.decodes:
             return True
         return not await asyncio.to_thread(members.why_not_ready, url)
 
@@ -606,9 +605,13 @@ class Supervisor:
             await asyncio.sleep(POLL_S / 2)
 
     async def _wait_checked(self, ref: ClusterRef, specs: list[ProcessSpec]) -> None:
-        """Wait for the self-checks of the decode workers. If they take too long, say so."""
-        # Until a self-check is over, the decode worker prefills every prompt itself.
-        waiting = {str(spec.instance_id): spec.name for spec in specs if spec.role == "decode"}
+        """Wait for the self-checks of the workers that decode. If they take too long, say so."""
+        # Until a self-check is over, such a worker prefills every prompt itself.
+        prefills = self._options.worker + self._options.prefill
+        others = {"decode": prefills, "worker": prefills - 1}
+        waiting = {str(spec.instance_id): spec.name for spec in specs if others.get(spec.role, 0)}
+        if not waiting:
+            return
         with suppress(RegistryUnavailable, TimeoutError):
             async with asyncio.timeout(self._self_checks_s), members.etcd_of(ref) as etcd:
                 while waiting:

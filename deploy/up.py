@@ -121,7 +121,7 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
         )
     else:
         click.echo("ready (no frontend)")
-    if options.frontends and not options.decode:
+    if options.frontends and not options.decodes:
         for why in members.why_not_ready(options.frontend_url, within_s=5.0):
             click.echo(f"  but not yet: {why}")
     where = "" if state.path == StateDir().path else f" --state-dir {quote(str(state.path))}"

@@ -97,18 +97,63 @@ class PrefillRole(Role[PrefillContext]):
         engine: Engine[PrefillContext],
         queue: Settings[QueueSettings],
         parts: AsyncExitStack,
-    ) -> None:
-        """Only the KV memory lives as long as the engine. The rest is made by each `open`."""
+    ) -> Service:
+        """Make the memory, what pulls jobs, and what runs them, in this order."""
         copies.when_broken(engine.fail)
         self._hello = self.open_memory(engine)
-        self._engine, self._queue = engine, queue
-        self._tasks = PrefillEngine(
+        self._engine, options = engine, self._options
+        config, context = engine.view.config, engine.context
+        consumer = await JetStreamConsumer.connect(
+            self._cluster.nats_url,
+            Names(self._cluster.namespace, engine.compat.hash()),
+            settings=queue.current,
+            wait_s=options.connect_timeout_s,
+            connect_options=self._cluster.security.nats.options(),
+        )
+        parts.push_async_callback(consumer.close)
+        parts.callback(queue.subscribe(consumer.configure))
+
+        tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
+        tasks = PrefillEngine(
             engine.loop,
-            engine.context,
+            context,
             block_size=engine.compat.block_size,
             compat_hash=engine.compat.hash(),
-            limit=features.limits(engine.view.config.model_config),
+            limit=features.limits(config.model_config),
         )
+        budget = Budget(tokens, context.scheduler.concurrency)
+        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
+        blocks = -(-tokens // config.cache_config.block_size)
+        kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
+        credits = Credits(options.kv_credits or max(256 << 20, kv_bytes), on_room=wake)
+
+        transports: list[PeerTransport] = []
+        absent: dict[str, str] = {}
+        if memories := context.memories:
+            transports = peer_transports(options.transports, memories, self._key, options.host)
+            absent = why_absent(options.transports, memories[0])
+        reach = partial(
+            open_transfer_worker, memories=memories, directory=self._directory,
+            compat=engine.compat, transports=transports, absent=absent, credits=credits,
+            copiers=self.copiers,
+        )  # fmt: skip
+        links = DecodeLinks(
+            self._directory, self._hello, engine.compat, reach, self._key,
+            load=context.scheduler.load, kept=self._kept,
+        )  # fmt: skip
+        parts.push_async_callback(links.close)
+
+        read_grants = ReadGrants(context.owner.fences if context.owner else None)
+        puller = Puller(
+            consumer, links, tasks, budget, credits, read_grants,
+            max_prompt_tokens=self._hello.max_prompt_tokens, take_back=self._own,
+        )  # fmt: skip
+        parts.push_async_callback(puller.close)
+        if self._beside is not None:
+            yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
+            parts.push_async_callback(end, yields)
+        healths = [consumer.health, self._etcd.health]
+        return PrefillService(engine, puller, healths, self._hello)
 
     def _own(self, delivery: Delivery) -> bool:
         return self._beside is not None and self._beside.take_back(delivery.body)
@@ -146,55 +191,6 @@ class PrefillRole(Role[PrefillContext]):
             # is sampled.
             max_prompt_tokens=int(config.model_config.max_model_len) - 1,
         )
-
-    async def open(self, parts: AsyncExitStack) -> Service:
-        """Build what pulls and runs jobs. Closing `parts` ends it, and the memory stays open."""
-        options, engine, queue = self._options, self._engine, self._queue
-        config, context = engine.view.config, engine.context
-        consumer = await JetStreamConsumer.connect(
-            self._cluster.nats_url,
-            Names(self._cluster.namespace, engine.compat.hash()),
-            settings=queue.current,
-            wait_s=options.connect_timeout_s,
-            connect_options=self._cluster.security.nats.options(),
-        )
-        parts.push_async_callback(consumer.close)
-        parts.callback(queue.subscribe(consumer.configure))
-
-        tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
-        budget = Budget(tokens, context.scheduler.concurrency)
-        wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
-        blocks = -(-tokens // config.cache_config.block_size)
-        kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
-        credits = Credits(options.kv_credits or max(256 << 20, kv_bytes), on_room=wake)
-
-        transports: list[PeerTransport] = []
-        absent: dict[str, str] = {}
-        if memories := context.memories:
-            transports = peer_transports(options.transports, memories, self._key, options.host)
-            absent = why_absent(options.transports, memories[0])
-        reach = partial(
-            open_transfer_worker, memories=memories, directory=self._directory,
-            compat=engine.compat, transports=transports, absent=absent, credits=credits,
-            copiers=self.copiers,
-        )  # fmt: skip
-        links = DecodeLinks(
-            self._directory, self._hello, engine.compat, reach, self._key,
-            load=context.scheduler.load, kept=self._kept,
-        )  # fmt: skip
-        parts.push_async_callback(links.close)
-
-        read_grants = ReadGrants(context.owner.fences if context.owner else None)
-        puller = Puller(
-            consumer, links, self._tasks, budget, credits, read_grants,
-            max_prompt_tokens=self._hello.max_prompt_tokens, take_back=self._own,
-        )  # fmt: skip
-        parts.push_async_callback(puller.close)
-        if self._beside is not None:
-            yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
-            parts.push_async_callback(end, yields)
-        healths = [consumer.health, self._etcd.health]
-        return PrefillService(engine, puller, healths, self._hello)
 
 
 class PrefillService(Service):

@@ -52,7 +52,7 @@ class Flag:
     # Bounds of a number.
     least: float | None = None
     most: float | None = None
-    # The only role that has the flag. Empty: all that have the class.
+    # The side that has the flag. Empty: both, and all that have the class.
     role: str = ""
     # `pullfill up` has the flag too, for the processes that it starts.
     up: bool = False
@@ -70,6 +70,10 @@ class Flag:
     default: Any = None
     # The type of the value on the command line.
     type: Any = None
+
+    def fits(self, role: str) -> bool:
+        """Whether a process of this role has the flag. `worker` has both sides."""
+        return self.role in ("", role) or role == "worker"
 
 
 def flag(default: T, help: str, **how: Any) -> T:
@@ -98,7 +102,7 @@ def arguments(options: Any, role: str = "") -> Iterator[str]:
     """Yield the flags that make these options for the role. Defaults are left out."""
     for one in declared(type(options)):
         value = getattr(options, one.field)
-        if value == one.default or one.role not in ("", role):
+        if value == one.default or not one.fits(role):
             continue
         if isinstance(value, bool):
             yes, _, no = one.name.partition("/")
@@ -260,7 +264,7 @@ class RoleOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions(RoleOptions):
-    """Options of a decode or prefill worker besides vLLM's own flags."""
+    """Options of a worker besides vLLM's own flags."""
 
     cores: tuple[int, ...] = flag(
         (),
@@ -280,12 +284,6 @@ class WorkerOptions(RoleOptions):
         least=1,
         up=True,
     )
-    elastic: bool = flag(
-        False,
-        "Let `pullfill role` change the role of a worker without loading the model again",
-        name="--elastic/--no-elastic",
-        up=True,
-    )
     transports: frozenset[str] | None = flag(
         None,
         f"Transports that may move KV: {', '.join(TRANSPORTS)}"
@@ -296,11 +294,16 @@ class WorkerOptions(RoleOptions):
         parse=parse_transports,
         text=lambda names: ",".join(sorted(names)),
     )
-    kv_port: int = flag(0, "Port for KV over tcp; 0: any", **PORT)
+    kv_port: int = flag(
+        0,
+        "Port for KV over tcp; 0: any. With both sides: the decode side's. The prefill side takes "
+        "the next one",
+        **PORT,
+    )
     advertise_kv: str | None = flag(
         None,
-        "Tell others this address for KV instead of the one it listens at. With --elastic the "
-        "prefill side takes the next port, as with --kv-port",
+        "Tell others this address for KV instead of the one it listens at. With both sides as "
+        "--kv-port",
         metavar="tcp://H:P",
         parse=lambda text: check_address("--advertise-kv", text),
     )
@@ -451,13 +454,37 @@ class FrontendOptions(RoleOptions):
 # --------------------------------------------------------------------------- pullfill up
 
 
+# Not given: the number depends on another flag.
+USUAL = -1
+
+
+def _one_side(side: str) -> int:
+    return flag(
+        USUAL,
+        f"Workers that only {side}  [default: 1; with --workers: 0]",
+        metavar="N",
+        least=0,
+        given=int | None,
+        parse=lambda given: USUAL if given is None else given,
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class UpOptions:
-    """The command line of `up`."""
+    """The command line of `up`.
+
+    worker, decode, prefill: number of workers, by the command that starts one."""
 
     model: str = flag("demo", "Checkpoint directory, hub name, or demo", metavar="PATH|demo")
-    decode: int = flag(1, "Decode workers", metavar="N", least=0)
-    prefill: int = flag(1, "Prefill workers", metavar="N", least=0)
+    worker: int = flag(
+        0,
+        "Workers that decode and prefill. Those of --decode and --prefill come on top",
+        name="--workers",
+        metavar="N",
+        least=0,
+    )
+    decode: int = _one_side("decode")
+    prefill: int = _one_side("prefill")
     frontends: int = flag(1, "HTTP frontends", metavar="N", least=0)
     host: str = flag("127.0.0.1", "Where frontends listen", metavar="H")
     port: int = flag(
@@ -482,6 +509,16 @@ class UpOptions:
     vllm_args: list[str] = field(default_factory=list)
     # vLLM flags by role. They come after the flags for all roles.
     role_args: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        usual = 0 if self.worker else 1
+        self.decode = usual if self.decode == USUAL else self.decode
+        self.prefill = usual if self.prefill == USUAL else self.prefill
+
+    @property
+    def decodes(self) -> bool:
+        """Whether some worker decodes."""
+        return bool(self.worker or self.decode)
 
     def drain_s(self, role: str) -> float:
         """Return how long a process of this role may take to leave."""

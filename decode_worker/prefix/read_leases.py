@@ -152,10 +152,6 @@ class ReadLeases:
         for asker in list(self._askers):
             asker.channel.abort()
 
-    def reopen(self) -> None:
-        """Give leases again, after a drain."""
-        self._closed = False
-
     async def drain(self) -> None:
         """Give no more leases, and wait for the end of those that are open: LEASE_S at most."""
         self._closed = True

@@ -30,11 +30,8 @@ from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     Compat,
     RegionDescriptor,
-    RoleOrder,
     WorkerRecord,
-    WorkerRole,
     decode,
-    encode,
 )
 
 # --------------------------------------------------------------------------- once
@@ -86,18 +83,6 @@ async def revoke_worker(
             await client.revoke_lease(worker.lease_id)
             return worker.record
     return None
-
-
-async def order_role(
-    client: EtcdClient, namespace: str, instance_id: str, role: WorkerRole
-) -> bool:
-    """Order an elastic worker to change its role. False: it is not registered."""
-    with suppress(LeaseNotFound):
-        if (worker := await _find(client, namespace, instance_id)) is not None:
-            key, order = keys.role_order(namespace, instance_id), encode(RoleOrder(role=role))
-            await client.put(key, order, worker.lease_id)
-            return True
-    return False
 
 
 async def refuse_if_incompatible(

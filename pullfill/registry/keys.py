@@ -67,11 +67,6 @@ def self_check(namespace: str, pair: str) -> str:
     return f"{self_checks_prefix(namespace)}{_checked(pair, 'pair of workers')}"
 
 
-def role_order(namespace: str, instance_id: str) -> str:
-    """Key of the order to an elastic worker to change its role."""
-    return f"{namespace_prefix(namespace)}roles/{_checked(instance_id, 'instance id')}"
-
-
 def config(namespace: str, root: str) -> str:
     """Key of the settings `root`: "router" or "queue"."""
     return f"{namespace_prefix(namespace)}config/{root}"

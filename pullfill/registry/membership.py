@@ -202,6 +202,7 @@ class Membership:
     lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
     checking: whether the record says `checking` in place of `ready`. `refresh` follows a change.
+    revoked: set when somebody has revoked our lease. Two sides of one worker share it.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Membership:
         *,
         clock: Clock = BOOT_CLOCK,
         checking: Callable[[], bool] = lambda: False,
+        revoked: asyncio.Event | None = None,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -228,7 +230,7 @@ class Membership:
         self.incarnation = ""
         self._stale = asyncio.Event()
         self._writing = asyncio.Lock()
-        self.revoked = asyncio.Event()
+        self.revoked = revoked or asyncio.Event()
 
     async def join(self, wait_s: float = 0.0) -> None:
         """Register. While etcd does not answer, try again for `wait_s`.

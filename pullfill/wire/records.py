@@ -1,4 +1,4 @@
-"""What is kept in etcd or shown to people: settings, worker records, explain records, orders.
+"""What is kept in etcd or shown to people: settings, worker records, explain records.
 
 Part of the wire (docs/wire.md); imported through `pullfill.wire`.
 """
@@ -338,28 +338,6 @@ class ServerStatus(Message, frozen=True, kw_only=True):
     up: bool
     since_s: Finite
     error: str | None = None
-
-
-class WorkerRole(enum.StrEnum):
-    """What an elastic worker can be."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
-    BOTH = "both"
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The roles under which such a worker is registered."""
-        return frozenset({"decode", "prefill"} if self is WorkerRole.BOTH else {str(self)})
-
-
-class RoleOrder(Message, frozen=True, kw_only=True):
-    """`roles/{instance_id}`: what this elastic worker must be from now on.
-
-    The key hangs on the worker's lease of that moment, so it goes while the worker changes."""
-
-    v: Version = WIRE_VERSION
-    role: WorkerRole
 
 
 class SelfCheck(Message, frozen=True, kw_only=True):

@@ -1,9 +1,8 @@
-"""`pullfill decode`, `pullfill prefill`: one worker process, from flags to exit code.
+"""`pullfill worker`, `decode`, `prefill`: one worker process, from flags to exit code.
 
 It has an engine that our own loop steps (engine/host.py), its KV memory, and a decode side, a
-prefill side, or both. A role is which sides serve. `pullfill decode` and `pullfill prefill` have
-one side. With `--elastic` a worker has both, and orders in etcd say which of them serve
-(switch.py). The rooms of the sides say how each is made (sides.py), and worker.py how they serve.
+prefill side, or, as `pullfill worker`, both. The rooms of the sides say how each is made
+(sides.py), and worker.py how they serve.
 """
 
 from __future__ import annotations
@@ -35,17 +34,23 @@ ROLES = {
     "decode": ("pullfill.decode_worker.side", "DecodeRole"),
     "prefill": ("pullfill.prefill_worker.side", "PrefillRole"),
 }
+# The sides of a worker, by the command that starts it.
+SIDES = {"decode": ("decode",), "prefill": ("prefill",), "worker": ("decode", "prefill")}
+
+logger = log.get("worker")
 
 
 def run(
-    first: str, cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]
+    kind: str, cluster: ClusterRef, options: WorkerOptions, vllm_args: Sequence[str]
 ) -> NoReturn:
-    """Run one worker that begins as `first`, until told to leave. Does not return: it ends the
-    process, so that no thread of a library can hold it.
+    """Run one worker until told to leave. Does not return: it ends the process, so that no thread
+    of a library can hold it.
+
+    kind: a key of SIDES.
 
     Exit codes: 0: drained. 1: failed. 2: wrong flags or an incompatible peer
     (`errors.exit_code`)."""
-    log.setup(first, as_json=options.log_format is LogFormat.JSON)
+    log.setup(kind, as_json=options.log_format is LogFormat.JSON)
     allow_open_files()
     environment.begin_imports()
     eager = "--enforce-eager" in vllm_args
@@ -53,13 +58,10 @@ def run(
     environment.prepare(model=options.model, eager=eager, ranks=ranks)
 
     async def serve() -> int:
-        names = [first]
-        if options.elastic:
-            names = list(ROLES)
-        name = options.instance_id or new_instance_id("worker" if options.elastic else first)
+        name = options.instance_id or new_instance_id(kind)
         roles: list[Any] = []
-        for number, role in enumerate(names):
-            module, kind = ROLES[role]
+        for number, side in enumerate(SIDES[kind]):
+            module, role = ROLES[side]
             own = replace(
                 options,
                 instance_id=name,
@@ -67,23 +69,23 @@ def run(
                 advertise_kv=advertised(options.advertise_kv, number),
             )
             # The prefill side gets the decode side beside it.
-            roles.append(getattr(import_module(module), kind)(cluster, own, *roles))
-        process = WorkerProcess(roles, first, name, cluster, options, list(vllm_args))
+            roles.append(getattr(import_module(module), role)(cluster, own, *roles))
+        process = WorkerProcess(kind, roles, name, cluster, options, list(vllm_args))
         return await process.serve()
 
-    asyncio.run(_serve(first, serve))
+    asyncio.run(_serve(serve))
     raise AssertionError("unreachable")
 
 
 def kv_port_of(options: WorkerOptions, number: int) -> int:
     """Return where a side listens for KV. Of two sides the second one takes the next port.
 
-    Raises ConfigError: a worker that changes its role hours later could not open that port."""
+    Raises ConfigError."""
     port = options.kv_port and options.kv_port + number
     taken = options.control_port, options.data_port, options.http_port, 1 << 16
     if number and port and port in taken:
         raise ConfigError(
-            f"--elastic with --kv-port {options.kv_port} also needs port {port}, but another flag "
+            f"a worker with --kv-port {options.kv_port} also needs port {port}, but another flag "
             "names it, or it is too high: choose another --kv-port"
         )
     return port
@@ -94,10 +96,10 @@ def advertised(address: str | None, number: int) -> str | None:
     if address is None or not number:
         return address
     host, _, port = address.rpartition(":")
-    return check_address("--advertise-kv with --elastic", f"{host}:{int(port) + number}")
+    return check_address("--advertise-kv of the prefill side", f"{host}:{int(port) + number}")
 
 
-async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+async def _serve(serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     """Serve, and end the process from inside the loop."""
     # Closing the loop would wait for whatever its threads still do.
     try:
@@ -107,7 +109,7 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
         log.complain(exc)
         code = exit_code(exc)
     except Exception:
-        log.get(f"{role}_worker").exception("%s worker failed", role)
+        logger.exception("the worker failed")
         code = 1
     tracing.close()
     leave(code)
@@ -116,25 +118,24 @@ async def _serve(role: str, serve: Callable[[], Coroutine[Any, Any, int]]) -> No
 class WorkerProcess:
     """One worker, on the process's asyncio loop. The engine has its own thread.
 
-    roles, first: see `Worker`."""
+    kind: a key of SIDES. roles: see `Worker`."""
 
     def __init__(
         self,
+        kind: str,
         roles: Sequence[Role[Any]],
-        first: str,
         instance_id: str,
         cluster: ClusterRef,
         options: WorkerOptions,
         vllm_args: list[str],
     ) -> None:
         self._roles = roles
-        self._first = next(role for role in roles if role.name == first)
+        self._kind = kind
         self._options = options
         self._vllm_args = vllm_args
         self._instance_id = instance_id
-        self._log = log.get(f"{first}_worker")
         self._stop = Stop()
-        self._worker = Worker(roles, first, instance_id, cluster, options)
+        self._worker = Worker(roles, instance_id, cluster, options)
 
     async def serve(self) -> int:
         """Build everything, serve, leave. Returns the exit code."""
@@ -155,7 +156,7 @@ class WorkerProcess:
         """Finish the work, or let others do the rest. Returns the exit code."""
         if self._worker.revoked.is_set():
             self._stop.ask("lease revoked")
-        services = await self._worker.settle()
+        services = self._worker.services
         if not life.dead.is_set():
             await self._worker.stop_taking()
             finished = await self._stop.race(
@@ -164,28 +165,28 @@ class WorkerProcess:
             if not finished and not life.dead.is_set():
                 await _all(service.give_up() for service in services)
         if life.dead.is_set():
-            self._log.error("the engine has ended (%r): exiting", life.failure)
+            logger.error("the engine has ended (%r): exiting", life.failure)
             await _all(service.engine_gone(life.hangs) for service in services)
             return 1 if life.hangs else STEP_FAILED
-        self._log.info("drained")
+        logger.info("drained")
         return 0
 
     # ------------------------------------------------------------------ engine thread
 
     def _load(self) -> EngineHost:
         environment.bound_compute_threads()
-        name, role = self._instance_id, self._first
+        name = self._instance_id
         # One engine has one KV memory. The second side has a fence file of its own: so a new
         # incarnation of the one side does not void what the other side has granted.
         files = [RegionFiles(name + end) for end in ("", "-r")[: len(self._roles)]]
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
-            kv_role="kv_both" if len(self._roles) > 1 else role.kv_role,
+            kv_role="kv_both" if len(self._roles) > 1 else self._roles[0].kv_role,
             engine_id=name,
             extra={"instance_id": name, "directory": str(files[0].directory)},
         )
-        tracing.begin(self._config.observability_config.otlp_traces_endpoint, role.name, name)
+        tracing.begin(self._config.observability_config.otlp_traces_endpoint, self._kind, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
         for one in self._roles:
             one.adjust(self._config)

@@ -69,7 +69,7 @@ class Service(Protocol):
         """Further entries of /status?jobs and /status?request=ID: see `Report`."""
 
     def refresh_metrics(self) -> None:
-        """Set the gauges that nothing else sets. Also while the side rests."""
+        """Set the gauges that nothing else sets."""
 
     def engine_stuck(self, stuck: bool) -> None:
         """Note that the engine takes no steps, or takes steps again."""
@@ -92,7 +92,7 @@ class Service(Protocol):
 class Role(ABC, Generic[C]):
     """How one side of a worker is made.
 
-        watch ─▶ make_context ─▶ make_half ─▶ build ─▶ open ─▶ close (─▶ open …)
+        watch ─▶ make_context ─▶ make_half ─▶ build
 
     name: `decode` or `prefill`.
     log_stats: as of EngineHost.
@@ -125,17 +125,8 @@ class Role(ABC, Generic[C]):
     @abstractmethod
     async def build(
         self, engine: Engine[C], queue: Settings[QueueSettings], parts: AsyncExitStack
-    ) -> None:
-        """Make what lives as long as the engine. What it opens, it pushes onto `parts`."""
-
-    @abstractmethod
-    async def open(self, parts: AsyncExitStack) -> Service:
-        """Make the side ready to be registered. What it opens, it pushes onto `parts`."""
-
-    async def close(self) -> None:
-        """Let no peer use the side any more, until `open`. `parts` of that are closed then.
-
-        Also after an `open` that failed. Idempotent."""
+    ) -> Service:
+        """Make the side, ready to be registered. What it opens, it pushes onto `parts`."""
 
 
 class Neighbour(Protocol):

@@ -56,7 +56,7 @@ logger = log.get("worker.stock")
 
 # Flags of `pullfill decode` and `pullfill prefill` that are about what vLLM owns here. The others
 # are settings.
-_VLLMS = frozenset({"model", "instance_id", "drain_timeout_s", "log_format", "cores", "elastic"})
+_VLLMS = frozenset({"model", "instance_id", "drain_timeout_s", "log_format", "cores"})
 # How long vLLM's end waits for the worker's. vLLM kills the process after a few seconds more.
 _CLOSE_S = 3.0
 _NO_NAME = re.compile(r"[^a-z0-9_-]")
@@ -202,7 +202,7 @@ class StockCore:
         module, role_class = kind.role_class
         role: Role[Any] = getattr(import_module(module), role_class)(cluster, options)
         role.adjust(config)
-        self._worker = Worker([role], role.name, name, cluster, options, stays=True)
+        self._worker = Worker([role], name, cluster, options, stays=True)
         self._config = config
         # vLLM kills this process after its `shutdown_timeout`.
         drain_s = config.shutdown_timeout
@@ -287,19 +287,18 @@ class StockCore:
                 raise
             self._serves.set_result(None)
             await until(self._worker.revoked, life.ending, life.dead)
-            services = await self._worker.settle()
             if not life.dead.is_set():
                 revoked = self._worker.revoked.is_set()
                 logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
                 await self._worker.stop_taking()
                 # Prefill workers may still write what was granted before. vLLM owns the process.
                 await until(life.ending, life.dead)
-                await self._finish(services)
+                await self._finish(self._worker.services)
             await life.dead.wait()
             if life.hangs:
                 logger.error("the engine has ended (%r): exiting", life.failure)
                 exit_within(EXIT_S, 1)
-            for service in services:
+            for service in self._worker.services:
                 await service.engine_gone(life.hangs)
 
     async def _finish(self, services: Sequence[Service]) -> None:

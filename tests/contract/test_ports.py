@@ -282,12 +282,11 @@ class ProbeRole(Role[WorkerContext]):
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
 
-    async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> None:
+    async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> Any:
         self._dead = engine.dead
         ProbeRole.loops = [asyncio.get_running_loop()]
         self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
 
-    async def open(self, parts: AsyncExitStack) -> Any:
         async def nothing(*_: Any, **__: Any) -> None: ...
 
         async def finished() -> None:
@@ -605,7 +604,7 @@ async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
 @asynccontextmanager
 async def decode_role(
     adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
-) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[None]]]]:
+) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[Any]]]]:
     """A decode role, its engine, and what builds its side around an engine."""
     options = WorkerOptions(model=str(model), instance_id=NAME)
     role = DecodeRole(ClusterRef(ns, etcd.url, nats.url), options)
@@ -625,12 +624,8 @@ async def decode_role(
 async def test_a_decode_side_serves(
     model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
 ) -> None:
-    async with (
-        decode_role(own_loop, model_path, ns, etcd, nats, client) as (role, made, build),
-        AsyncExitStack() as parts,
-    ):
-        await build(made.engine)
-        service = await role.open(parts)
+    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
+        service = await build(made.engine)
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert len(output.new_token_ids) == 1
         record, descriptors = service.describe(
@@ -646,7 +641,6 @@ async def test_a_decode_side_serves(
         assert (load["requests"], load["open_jobs"]) == (0, 0)
         await service.stop_taking()
         await service.finished()
-        await role.close()
 
 
 async def test_ranks_are_asked_on_the_engine_thread_alone(

@@ -75,13 +75,14 @@ async def test_a_worker_that_is_both_does_not_connect_to_itself() -> None:
         assert not links.knows("prefill-1")
 
 
-async def test_a_dismissed_link_ends_and_the_next_record_makes_a_new_one() -> None:
+async def test_a_link_that_breaks_without_a_record_ends_and_the_next_record_makes_one() -> None:
     async with following() as (links, directory, decode):
         record = decode.record()
         directory.put(record)
         await soon(lambda: links.connected == ["decode-1"])
         directory.remove("decode-1")
-        decode.server.dismiss()
+        for peer in decode.server.peers.values():
+            peer.channel.close()
         await soon(lambda: not decode.server.peers and not links.links)
         directory.put(replace(record, incarnation="i1"))
         await soon(lambda: links.connected == ["decode-1"])

@@ -289,8 +289,6 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.asker.end(served)).fetch == "fetched"
     await draining
     assert (await pair.ask(seed=3))[1].fetch == "busy"
-    pair.holder.leases.reopen()
-    assert (await pair.ask(seed=3, cached=False))[1].fetch == "fetched"
 
 
 async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
@@ -507,7 +505,6 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     assert not leased & pair.holder.pool.free
     async with asyncio.timeout(read_leases.LEASE_S / 2):
         await pair.holder.leases.drain()  # does not wait for it
-    pair.holder.leases.reopen()
     go.set()
     assert (await pair.asker.end(served)).fetch == "expired"
     await soon(lambda: not pair.holder.leases.open)

@@ -13,18 +13,15 @@ from msgspec import to_builtins
 from pullfill.errors import ConfigError, IncompatibleError, PeerUnavailable, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import Directory, live_workers, order_role, revoke_worker
+from pullfill.registry.directory import Directory, live_workers, revoke_worker
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import (
     WIRE_VERSION,
-    RoleOrder,
     RouterConfig,
     RouterPolicy,
     WorkerRecord,
-    WorkerRole,
     WorkerState,
-    decode,
     encode,
 )
 from tests.support.etcd import EtcdServer, free_ports
@@ -442,14 +439,3 @@ async def test_a_worker_that_is_both_has_one_memory(client: EtcdClient, ns: str)
     await soon(lambda: all(directory.workers(role) for role in ("decode", "prefill")))
     assert (await directory.descriptor("worker-1", 0)).incarnation == "i2"
     await directory.close()
-
-
-async def test_an_order_hangs_on_the_lease_of_a_worker(client: EtcdClient, ns: str) -> None:
-    assert not await order_role(client, ns, "worker-1", WorkerRole.PREFILL)
-    worker = member(client, ns, "worker-1", changes={"role": "decode"})
-    await worker.join()
-    assert await order_role(client, ns, "worker-1", WorkerRole.PREFILL)
-    found = await client.get(keys.role_order(ns, "worker-1"))
-    assert decode(found.value, RoleOrder).role.names == {"prefill"}
-    await worker.leave()
-    assert await client.get(keys.role_order(ns, "worker-1")) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.engine import release
-from tests.support.cluster import BLOCK, Cluster, pullfill
+from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
     Answer,
@@ -137,13 +137,10 @@ def test_workers_with_both_sides_offload(
     tmp_path_factory: pytest.TempPathFactory, model_path: Path, oracle: Oracle
 ) -> None:
     """Each of them prefills for the other. One engine has one tier for both of its sides."""
-    flags = ["--elastic", "--max-model-len=2048", "--kv-offloading-size=0.0625"]
+    flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]
     directory = tmp_path_factory.mktemp("both")
     with Cluster(directory, model_path, kv_mib=4, lease_ttl_s=10) as cluster:
-        cluster.start(("decode", *flags), ("decode", *flags), "frontend")
-        for worker in cluster.of("decode"):
-            done = pullfill(cluster, "role", worker.instance_id, "both", "--wait")
-            assert done.returncode == 0, done.stderr
+        cluster.start(("worker", *flags), ("worker", *flags), "frontend")
         cluster.set_router(policy="conditional", max_local_prefill_length=256,
                            max_remote_kv_fraction=1.0, max_queue_wait_s=3600,
                            itl_ms=10_000)  # fmt: skip

@@ -290,7 +290,7 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
         ({"kv_port": 70000}, "out of 0 to 65535"),
         ({"kv_port": "many"}, "kv_port is 'many'"),
         ({"transports": "avian"}, "no transport is called 'avian'"),
-        ({"elastic": True}, "has no setting 'elastic'"),
+        ({"cores": "1"}, "has no setting 'cores'"),
         ({"concurrency": 1}, "has no setting 'concurrency'"),
         ({"namespace": "A B"}, "namespace 'A B' is not usable"),
     ):

@@ -395,9 +395,13 @@ class Cluster:
                     worker.engine = next(mine, 0)
             known = {w["pid"]: w for w in rows}
             for worker in workers:
+                sides = [w["role"] for w in rows if w["pid"] == worker.pid]
+                if worker.role == "worker" and len(sides) < 2:
+                    return False
                 if worker.role == "frontend":
                     ready = web.get(f"{self.frontend_url}/ready").json()
-                    if ready.get("decode", 0) < sum(w.role == "decode" for w in workers):
+                    decodes = [w for w in workers if w.role in ("decode", "worker")]
+                    if ready.get("decode", 0) < len(decodes):
                         return False
                 elif not self._up(known.get(worker.pid, {})):
                     return False

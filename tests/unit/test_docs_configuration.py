@@ -10,7 +10,7 @@ import prometheus_client
 
 from pullfill import wire
 from pullfill.frontend import counters as frontend_metrics
-from pullfill.options import FrontendOptions, UpOptions, WorkerOptions, declared
+from pullfill.options import USUAL, FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.queue.streams import DEFAULTS
 from pullfill.runtime import metrics
 from tests.support.docs import (
@@ -27,9 +27,11 @@ from tests.support.metrics import EVERYWHERE
 # ------------------------------------------------------------------ the command line
 
 PROCESSES = {
-    "all": ("up", "decode", "prefill", "frontend"),
-    "workers": ("decode", "prefill"),
-    **{command: (command,) for command in ("up", "decode", "prefill", "frontend")},
+    "all": ("up", "worker", "decode", "prefill", "frontend"),
+    "workers": ("worker", "decode", "prefill"),
+    "decode": ("worker", "decode"),
+    "prefill": ("worker", "prefill"),
+    **{command: (command,) for command in ("up", "frontend")},
 }
 """What the table of flags calls the commands that start processes."""
 
@@ -63,7 +65,7 @@ def test_defaults_of_flags() -> None:
     real: dict[str, str] = {}
     for kind in (UpOptions, FrontendOptions, WorkerOptions):
         for one in declared(kind):
-            if not one.hidden and one.default not in (None, "", ()):
+            if not one.hidden and one.default not in (None, "", (), USUAL):
                 text = f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
                 real[one.name.partition("/")[0]] = {"True": "on", "False": "off"}.get(text, text)
     assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real

@@ -76,7 +76,7 @@ def test_workers_that_are_cut_off_are_named(
 
 def test_a_worker_that_is_both_has_a_row_for_each_role_and_all_its_troubles_in_each() -> None:
     checks = [{"prefill_instance": "p", "result": "failed", "advice": "wrong KV"}]
-    both = said(AWAY, load={"elastic": "both", "self_checks": checks, "prefill_workers": []})
+    both = said(AWAY, load={"self_checks": checks, "prefill_workers": []})
     reports = [(record("w-1", role=role), both) for role in ("decode", "prefill")]
     rows = cluster_of(reports, ETCD).workers
     assert [(row.instance_id, row.role) for row in rows] == [

@@ -18,7 +18,7 @@ OLD = msgspec.json.decode((RECORDS / f"wire-{WIRE_VERSION}.json").read_bytes())
 """What the first builds of this version say, and how they read."""
 KINDS = {kind.__name__: kind for kind in STRUCTS}
 # Nobody changes the role of a worker any more, so no build of today says or reads these.
-WITHDRAWN = {"RoleMove"}
+WITHDRAWN = {"RoleMove", "RoleOrder"}
 OF_OLD = sorted(OLD["messages"].keys() - WITHDRAWN)
 # No build reads them any more. The first explained in words what `prefix_block_size` says. Without
 # the second a prompt waits for its claim as long as others. The third was of a choice that is gone.

@@ -135,19 +135,6 @@ def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.core.added == ["a"]
 
 
-def test_a_worker_that_changes_its_role_ends_all_connections_and_then_takes_new_ones(
-    rig: Rig,
-) -> None:
-    """A frontend that stayed would remember the drain."""
-    rig.request_server.start_drain()
-    rig.request_server.dismiss(draining=True)
-    assert [rig.peer.recv_multipart()[0] for _ in range(2)] == [front_wire.DRAIN, front_wire.GONE]
-    rig.request_server.dismiss(draining=False)
-    rig.hello()
-    rig.add("a")
-    assert rig.core.added == ["a"]
-
-
 def test_a_forced_drain_gives_up_every_request_and_says_so(rig: Rig) -> None:
     rig.add("a", 10)
     rig.add("b", 10)

@@ -14,9 +14,7 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import accelerator, plan
 from pullfill.errors import ConfigError
 from pullfill.options import WorkerOptions
-from pullfill.wire import KvMode
 
-ELASTIC = WorkerOptions(elastic=True)
 REF = ClusterRef("blue", "http://127.0.0.1:2", "nats://127.0.0.1:1", Path("/state"))
 
 
@@ -36,7 +34,7 @@ def test_the_demo_leaves_room_for_the_others_of_its_gpu() -> None:
     ("role", "given", "gpus", "small"),
     [("prefill", "--dtype", 0, True), ("prefill", "--max_num_batched_tokens=64", 0, False),
      ("prefill", "--no-enable-chunked-prefill", 0, False), ("prefill", "--dtype", 1, False),
-     ("decode", "--dtype", 0, False)],
+     ("decode", "--dtype", 0, False), ("worker", "--dtype", 0, True)],
 )  # fmt: skip
 def test_prefill_workers_take_small_steps_unless_told(
     role: str, given: str, gpus: int, small: bool
@@ -96,12 +94,9 @@ class TestCheck:
             ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
             ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
             (
-                {"workers": ELASTIC, "role_args": {"prefill": ["--max-num-seqs=2"]}},
-                "--prefill-args is a flag of one role",
+                {"worker": 2, "role_args": {"prefill": ["--max-num-seqs=2"]}},
+                "--prefill-args is for workers that only prefill",
             ),
-            ({"workers": replace(ELASTIC, kv_mode=KvMode.PULL)}, "--kv-mode is a flag of one role"),
-            ({"workers": replace(ELASTIC, reserve_seats=True)}, "--reserve-seats is a flag of one"),
-            ({"workers": replace(ELASTIC, concurrency=1)}, "--concurrency is a flag of one role"),
         ],
     )
     def test_refusals(self, changes: dict[str, object], message: str) -> None:
@@ -185,6 +180,8 @@ def test_where_workers_run(
         (0, 4, {}, {0, 1}),
         (0, 2, {"pin": False}, set()),
         (2, 2, {}, set()),
+        (0, 2, {"worker": 2}, {0, 1}),
+        (0, 3, {"worker": 1, "prefill": 2}, {0}),
     ],
 )
 def test_frontends_get_free_cores_or_those_that_decode(
@@ -196,6 +193,27 @@ def test_frontends_get_free_cores_or_those_that_decode(
 ) -> None:
     here(monkeypatch, gpus=gpus, cores=cores)
     assert plan.frontend_cores(plan.UpOptions(**{"model": "org/m", **given})) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, ["decode-0", "prefill-0"]),
+        ({"worker": 2}, ["worker-0", "worker-1"]),
+        ({"worker": 1, "decode": 1}, ["worker-0", "decode-0"]),
+        ({"worker": 1, "prefill": 1}, ["worker-0", "prefill-0"]),
+        ({"decode": 2}, ["decode-0", "decode-1", "prefill-0"]),
+    ],
+)
+def test_workers_with_both_sides_take_the_place_of_the_others(
+    given: dict[str, int], names: list[str]
+) -> None:
+    options = plan.UpOptions(frontends=0, workers=WorkerOptions(concurrency=3), **given)  # type: ignore[arg-type]
+    specs = plan.worker_specs(replace(options), REF)
+    assert [spec.name for spec in specs] == names
+    for spec in specs:
+        assert spec.argv[4] == spec.role == str(spec.instance_id).partition("-")[0]
+        assert ("--concurrency" in spec.argv) == (spec.role != "decode"), "of a side that it has"
 
 
 # ------------------------------------------------------------------ several ranks

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.engine import features
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.side import PrefillRole
 from pullfill.transfer.gpu import copies
-from tests.support.workers import compat
 
 
 async def test_its_engine_is_told_when_gpu_copies_have_failed(
@@ -24,17 +22,15 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
 
     told: list[str] = []
     role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
-    monkeypatch.setattr(role, "open_memory", print)
+
+    def enough(_: Any) -> None:
+        raise StopAsyncIteration
+
+    monkeypatch.setattr(role, "open_memory", enough)
     monkeypatch.setattr(copies, "_watchers", [])
-    monkeypatch.setattr(features, "limits", print)
-    context = SimpleNamespace(
-        scheduler=SimpleNamespace(tasks={}), adapters=None, groups=SimpleNamespace(layers=())
-    )
-    view = SimpleNamespace(config=SimpleNamespace(model_config=None))
-    engine: Any = SimpleNamespace(
-        fail=told.append, loop=None, context=context, compat=compat(), view=view
-    )
-    await role.build(engine, None, AsyncExitStack())  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(fail=told.append)
+    with pytest.raises(StopAsyncIteration):
+        await role.build(engine, None, AsyncExitStack())  # type: ignore[arg-type]
     for tell in copies._watchers:
         tell("copies on a GPU have failed")
     assert told == ["copies on a GPU have failed"]

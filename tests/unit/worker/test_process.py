@@ -33,7 +33,7 @@ def test_the_second_side_tells_the_next_port() -> None:
     assert advertised("tcp://h:7000", 0) == "tcp://h:7000"
     assert advertised("tcp://h:7000", 1) == "tcp://h:7001"
     assert advertised(None, 1) is None
-    with pytest.raises(ConfigError, match="--advertise-kv with --elastic"):
+    with pytest.raises(ConfigError, match="--advertise-kv of the prefill side"):
         advertised("tcp://h:65535", 1)
 
 
@@ -44,8 +44,8 @@ def test_a_decode_worker_is_not_ready_before_it_gets_requests(role: str, ready: 
     service: Any = SimpleNamespace(checking=lambda: why, reasons=list, told=dict)
     side: Any = SimpleNamespace(name=role, service=service)
     options = WorkerOptions(model="m")
-    worker: Any = Worker([side], role, "w-1", ClusterRef("n", "e", "q"), options)
-    worker._switch = SimpleNamespace(services=[service], sides=[side], told="", roles=role)
+    worker: Any = Worker([], "w-1", ClusterRef("n", "e", "q"), options)
+    worker._sides.append(side)
     worker._guard = SimpleNamespace(detail=dict)
     said, detail = worker._ready()
     assert (said, detail["state"], detail["reasons"]) == (ready, WorkerState.CHECKING, [why])
@@ -69,7 +69,7 @@ async def test_a_worker_that_ends_shows_where_if_asked(
     monkeypatch.setenv(log.DEBUG_ENV, debug)
     monkeypatch.setattr(process, "leave", codes.append)
     monkeypatch.setattr(process.check, "require_version", lambda: "")
-    await process._serve("decode", serve)
+    await process._serve(serve)
     told = capsys.readouterr().err
     assert codes == [code]
     assert told.endswith("error: no good\n")
