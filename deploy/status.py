@@ -138,7 +138,9 @@ def workers_table(rows: Sequence[WorkerRow]) -> Table:
 
 def load_lines(rows: Sequence[WorkerRow]) -> Iterator[Text]:
     """Yield for each worker what else is not 0 in its load."""
-    for row in rows:
+    for row in {
+        row.instance_id: row for row in rows
+    }.values():  # the rows of both sides say the same
         more = [
             f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in [("restarts", row.restarts), *row.load.items()]
@@ -178,9 +180,9 @@ def state_lines(cluster: Cluster) -> Iterator[Text]:
         f"{queue.in_flight} in flight, oldest {queue.oldest_age_s:.1f} s "
         f"(counted {queue.age_s:.1f} s ago)"
     ))  # fmt: skip
-    for row in cluster.workers:
-        for trouble in row.troubles:
-            yield Text(f"{row.instance_id}: {trouble}", style="yellow")
+    troubles = [f"{row.instance_id}: {why}" for row in cluster.workers for why in row.troubles]
+    for told in dict.fromkeys(troubles):
+        yield Text(told, style="yellow")
 
 
 # --------------------------------------------------------------------------- this machine

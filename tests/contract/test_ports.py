@@ -36,6 +36,7 @@ from pullfill.errors import BadMessage, ConfigError, NotNow
 from pullfill.options import WorkerOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
+from pullfill.registry.membership import Membership
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
@@ -363,7 +364,7 @@ async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
     async def slow(self: Any) -> None:
         await asyncio.sleep(1.0)
 
-    monkeypatch.setattr(ProbeRole, "close", slow)
+    monkeypatch.setattr(Membership, "leave", slow)
     monkeypatch.setattr(stock, "_CLOSE_S", 0.1)
     adapter = partial(stock_core, etcd, ns)
     async with probed(adapter, model_path) as (made, _):

@@ -101,7 +101,7 @@ def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
         "decode-40f1a16d", "decode", "ready", "25", "%", "3", "12", "10.0.0.12", "4194304",
     ]  # fmt: skip
     assert second.startswith("decode-42f1a16d decode draining")
-    (line,) = load_lines(shown)
+    (line,) = load_lines([*shown, msgspec.structs.replace(shown[0], role="prefill")])
     assert line.plain == "decode-40f1a16d: restarts=2 steps_s=0.123"
     # Stock vLLM names its engine by a UUID.
     long = msgspec.structs.replace(shown[0], instance_id=f"decode-{UUID(int=0)}")
