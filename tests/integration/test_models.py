@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import pytest
 from pullfill.engine import release
 from pullfill.engine.kv import NO_ATTENTION
 from tests.integration.test_joining import last_error
-from tests.support.cluster import Cluster, Worker
+from tests.support.cluster import STOCK, Cluster, Worker
 from tests.support.drafts import FEW, NGRAM, SPECULATE
 from tests.support.lora import lora_adapter
 from tests.support.oracle import Oracle
@@ -187,6 +188,8 @@ def serving(
     model = ZOO[name]
     path = model.checkpoint()
     common = (f"--block-size={model.block_size}", f"--dtype={model.dtype}", *model.flags, *flags)
+    if STOCK and (ops := model.plain.get("compilation_config")):
+        common += (f"--compilation-config={json.dumps(ops)}",)  # vLLM's kernels: decision 13
     # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
     plain = {"block_size": model.block_size, "dtype": model.dtype, **model.plain}
     with (

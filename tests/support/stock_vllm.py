@@ -24,8 +24,10 @@ SEQS = 4
 """`--max-num-seqs` of each server."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCHDYNAMO_DISABLE": "1",  # as in our own workers: they run with --enforce-eager
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
     "VLLM_LOGGING_LEVEL": "WARNING",
