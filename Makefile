@@ -65,9 +65,11 @@ flaky: install ## Repeat tests, count what failed: make flaky N=10 [ARGS="tests/
 	for i in $$(seq $(N)); do $(BIN)/pytest -q $(or $(ARGS),--forks $(WORKERS) -m "not long"); done \
 	| grep -E "^(FAILED|ERROR)|[0-9] passed" | sed -E "s/ - .*| in [0-9.]+s.*//" | sort | uniq -c
 
-chaos: install ## Fault tests, also with stock vLLM, and all long tests: models, LoRA, packaging, chart, more fuzzing
+chaos: install ## Fault tests and models, also with stock vLLM, and all long tests: LoRA, packaging, chart, more fuzzing
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
-	STOCK="decode prefill" $(BIN)/pytest tests/chaos/test_*_fault*.py tests/chaos/test_*_outage.py $(PYTEST_ARGS)
+	STOCK="decode prefill" $(BIN)/pytest tests/chaos/test_{handoff_faults,worker_faults,server_faults,migration,outages}.py $(PYTEST_ARGS)
+	STOCK="decode prefill" $(BIN)/pytest tests/integration/test_models.py $(PYTEST_ARGS) \
+	-k "(Llama and not fp8 or Qwen3-MoE or DeepSeek or Gemma) and not ranks"
 	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)
 	FUZZ=1000 $(BIN)/pytest -q --forks 2 tests/unit tests/contract tests/integration -k "fuzz or any_order_of_events or many_connects or hypothesis"
 

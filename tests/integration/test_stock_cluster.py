@@ -1,30 +1,39 @@
-"""A frontend of ours in front of workers that are all stock `vllm serve` with one flag.
+"""A frontend of ours in front of workers that are stock `vllm serve` with one flag: all of them, or
+some beside workers of our own.
 
-`make chaos` also runs the fault tests with such workers."""
+`make chaos` also runs the fault tests, and models of the zoo, with such workers."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import openai
 import pytest
 
 from tests.support.answers import ask_for
-from tests.support.cluster import Cluster, until
+from tests.support.checked import LOST, MANY, checked
+from tests.support.cluster import Cluster, StockWorker, until
+from tests.support.load import Load
 from tests.support.oracle import Oracle
-from tests.support.prompts import ask_all, assert_right, random_prompt, truth
+from tests.support.outages import Asked, undisturbed
+from tests.support.prompts import ask, ask_all, assert_right, random_prompt, truth
 
 pytestmark = pytest.mark.engine
 
 STEPS = 6
 LENGTHS = [1, 31, 32, 33, 65, 200, 512, 513, 1023, 1999]
+BOTH = frozenset({"decode", "prefill"})
 
 
 @pytest.fixture(scope="module")
 def stock_cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    both = frozenset({"decode", "prefill"})
-    with Cluster(tmp_path_factory.mktemp("cluster"), model_path, stock=both) as cluster:
+    with Cluster(tmp_path_factory.mktemp("cluster"), model_path, stock=BOTH) as cluster:
         yield cluster.start(policy="always_remote", max_queue_wait_s=3600)
 
 
@@ -71,16 +80,119 @@ def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
 def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     stock_cluster: Cluster, oracle: Oracle
 ) -> None:
+    """Who speaks to vLLM's own server is told."""
     (dying,) = stock_cluster.of("decode")
+    assert isinstance(dying, StockWorker)
+    url = f"http://127.0.0.1:{dying.port}/v1"
+    direct = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     survivor = stock_cluster.add("decode")
     prompts, steps = [random_prompt(300 + number, seed=92) for number in range(2)], 200
     dying.arm("engine.step=sleep:0.02")
     answers = [ask_for(stock_cluster, prompt, steps) for prompt in prompts]  # one for each worker
-    until(lambda: all(answer.tokens for answer in answers), 20, "they are under way")
-    dying.signal(signal.SIGKILL)
-    assert all(answer.done.wait(60) for answer in answers)
+    told = ask_for(SimpleNamespace(client=lambda: direct), random_prompt(40, seed=94), 2000)
+    until(lambda: all(one.tokens for one in (*answers, told)), 20, "they are under way")
+    os.kill(dying.pid, signal.SIGKILL)  # the engine, and not its server
+    assert all(one.done.wait(60) for one in (*answers, told))
+    direct.close()
+    assert "EngineCore" in told.error
     assert [answer.error for answer in answers] == ["", ""]
     assert [answer.tokens for answer in answers] == [t for t, _ in truth(oracle, prompts, steps)]
-    told = [stock_cluster.explain(answer.request_id) for answer in answers]
-    assert sorted(one["migrated_from"] for one in told) == [[], [dying.instance_id]]
-    assert {one["decode_instance"] for one in told} == {survivor.instance_id}
+    paths = [stock_cluster.explain(answer.request_id) for answer in answers]
+    assert sorted(one["migrated_from"] for one in paths) == [[], [dying.instance_id]]
+    assert {one["decode_instance"] for one in paths} == {survivor.instance_id}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.8, "top_p": 1.0, "seed": 7}],
+    ids=["greedy", "seeded"],
+)
+def test_200_prompts_and_all_above_the_threshold_are_remote(
+    stock_cluster: Cluster, oracle: Oracle, sampling: dict[str, Any]
+) -> None:
+    threshold, rng = 128, range(40, 240)
+    stock_cluster.set_router(policy="conditional", max_local_prefill_length=threshold)
+    client = stock_cluster.client()
+
+    def one(prompt: list[int]) -> Any:
+        return ask(stock_cluster, prompt, STEPS, client, **sampling)
+
+    def loaded() -> float:
+        """What ledgers say: remote prefills whose KV has come."""
+        return stock_cluster.counter("pullfill_handoff_stage_seconds_count", stage="commit")
+
+    for part in range(0, 200, 20):
+
+        def asked(turn: int, part: int = part) -> Asked:
+            nonlocal before
+            before = loaded()
+            prompts = [
+                random_prompt(n, seed=1000 * turn + 95 + len(sampling))
+                for n in rng[part : part + 20]
+            ]
+            with ThreadPoolExecutor(8) as pool:
+                return prompts, list(pool.map(one, prompts))
+
+        before = 0.0
+        prompts, answers = undisturbed(stock_cluster, asked)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            # Alone, the aggregated engine computes each prompt in one step.
+            ((tokens, _),) = truth(oracle, [prompt], STEPS, **sampling)
+            assert answer.tokens == tokens, len(prompt)
+        assert loaded() - before == sum(len(prompt) > threshold for prompt in prompts)
+    stock_cluster.assert_clean()
+
+
+TWO_RANKS = ("--tensor-parallel-size=2",)
+
+
+def served(load: Load) -> set[str]:
+    """The workers that requests went to."""
+    return load.decode_instances() | load.prefill_instances()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fleet", "dying"),
+    [
+        pytest.param(
+            [("stock", "decode"), ("own", "decode"), ("own", "prefill")], [0, 1, 2], id="1P2D"
+        ),
+        pytest.param(
+            [("own", "decode"), ("stock", "prefill"), ("own", "prefill")], [1, 2], id="2P1D"
+        ),
+        pytest.param(
+            [("stock", "decode", *TWO_RANKS), ("own", "decode"), ("stock", "prefill")],
+            [0, 1, 2],
+            id="1P2D, two ranks",
+        ),
+    ],
+)
+def test_no_worker_of_a_mixed_fleet_takes_requests_with_it(
+    fleet: list[Sequence[str]], dying: list[int], model_path: Path, tmp_path: Path, oracle: Oracle
+) -> None:
+    """Each is killed under load, and comes back. dying: who, of the fleet."""
+    bounds = {"fallbacks": {LOST: (0, MANY)}, "stale": {"claim": (0, MANY)}}
+    with Cluster(tmp_path, model_path, lease_ttl_s=10) as cluster:
+
+        def launch(kind: str, *process: str) -> Any:
+            cluster.stock = BOTH if kind == "stock" else frozenset()
+            return cluster.launch(*process)
+
+        cluster.start_servers()
+        running = [launch(*one) for one in [*fleet, ("own", "frontend")]]
+        cluster.wait_ready(*running)
+        cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
+        with (
+            checked(cluster, oracle, **bounds) as check,
+            check.load(threads=4, max_tokens=40, seed=96_000) as load,
+        ):
+            for index in dying:
+                victim = running[index]
+                until(lambda name=victim.instance_id: name in served(load), 60, "it has its share")
+                victim.kill()
+                load.more(6)
+                running[index] = launch(*fleet[index])
+                cluster.wait_ready(running[index])
+            load.more(6)
