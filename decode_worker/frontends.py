@@ -21,7 +21,6 @@ from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.engine.kv_events import KvEvents
-from pullfill.engine.view import View
 from pullfill.errors import NotNow
 from pullfill.runtime import log
 from pullfill.worker.engine_loop import EngineLoop
@@ -42,7 +41,8 @@ class Frontends:
         self,
         loop: EngineLoop,
         server: RequestServer,
-        view: View,
+        # Returns the load, given whether this worker drains.
+        load: Callable[[bool], LoadReport],
         # Has the engine's loop take a turn after so many seconds.
         wake_after: Callable[[float], object],
         blocks: BlockEvents,
@@ -52,7 +52,7 @@ class Frontends:
     ) -> None:
         self._loop = loop
         self._server = server
-        self._view = view
+        self._load = load
         self._wake_after = wake_after
         self._blocks = blocks
         self._events = events
@@ -86,7 +86,7 @@ class Frontends:
                 self._wake_after(self._tell_at - now)
             return
         self._woken, self._tell_at = False, now + LOAD_S
-        report = self._view.load(self._server.draining)
+        report = self._load(self._server.draining)
         if report != self._told:
             self._told = report
             self._server.tell(front_wire.LOAD, wire.encode(report))

@@ -1,14 +1,19 @@
-"""A decode worker's load: what /status and `pullfill plan` show."""
+"""A decode worker's load: what frontends are told, and /status and `pullfill plan` show."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import msgspec
 
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
 from pullfill.decode_worker.step_meter import StepMeter
+from pullfill.engine.front_wire import LoadReport
+from pullfill.engine.view import View
 from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
 from pullfill.worker.sides import Engine
@@ -65,6 +70,24 @@ def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
         for entry in entries
         if not entry.settled
     ]
+
+
+def report_of(
+    view: View, meter: StepMeter, requests: int, itl_s: float, draining: bool
+) -> LoadReport:
+    """Return what frontends are told. Engine thread.
+
+    requests: number of those of frontends, whether they generate yet or not.
+    itl_s: the target of the time between two tokens."""
+    base = meter.model.rates.base
+    count = max(requests, meter.model.streams)  # clients of vLLM's own server have streams, too
+    one, two = base(count + 1), base(count + 2)
+    # Rounded, because a report is sent only if it has changed. Up, because 0 is not measured.
+    return msgspec.structs.replace(
+        view.load(draining),
+        pressure=math.ceil(100 * one / itl_s) / 100,
+        pressure_each=round(max(0.0, two - one) / itl_s, 3),
+    )
 
 
 def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter) -> Demand:

@@ -24,7 +24,7 @@ from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.load import demand_of, jobs_of, load_of, show_demand
+from pullfill.decode_worker.load import demand_of, jobs_of, load_of, report_of, show_demand
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
@@ -139,17 +139,22 @@ async def build(
     # The frontends' socket.
     blocks = await turns.call(partial(BlockEvents, loop, view, events))
     tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
+    meter = StepMeter(context, view.chunks)
+
+    def load(draining: bool) -> front_wire.LoadReport:
+        itl_s = router.current.itl_ms / 1e3
+        return report_of(view, meter, server.active_requests, itl_s, draining)
+
     server = RequestServer(
         turns,
         traces,
-        welcome=partial(_welcome, engine, events, tasks),
+        welcome=partial(_welcome, engine, events, tasks, load),
         models=[engine.served_name, options.model],
         key=key,
         follow=blocks.follow,
     )
 
     # The prefill workers' connections, and what they say about jobs.
-    meter = StepMeter(context, view.chunks)
     trials, checks = checks_for(context, config, engine.compat, turns, kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
@@ -166,7 +171,7 @@ async def build(
     computes = rounding_digest(config)
     leases = ReadLeases(context, turns, view, compat=engine.compat, computes=computes)
     wake_after = partial(_wake_after, loop, wake_engine)
-    frontends = Frontends(turns, server, view, wake_after, blocks, events, ledger, leases)
+    frontends = Frontends(turns, server, load, wake_after, blocks, events, ledger, leases)
     reach = reach_for(told.memories, options, key)
     control = ControlServer(
         handoff,
@@ -480,7 +485,11 @@ def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay
 
 
 def _welcome(
-    engine: Engine[WorkerContext], events: KvEvents, tasks: list[str], draining: bool
+    engine: Engine[WorkerContext],
+    events: KvEvents,
+    tasks: list[str],
+    load: Callable[[bool], front_wire.LoadReport],
+    draining: bool,
 ) -> front_wire.DecodeWelcome:
     config = engine.view.config
     return front_wire.DecodeWelcome(
@@ -490,6 +499,6 @@ def _welcome(
         num_gpu_blocks=config.cache_config.num_gpu_blocks or 0,
         block_size=config.cache_config.block_size,
         supported_tasks=tasks,
-        load=engine.view.load(draining),
+        load=load(draining),
         prefix_block_size=events.block_size,
     )

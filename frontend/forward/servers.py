@@ -31,7 +31,7 @@ import msgspec
 
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward.sources import ROLES, StockEntry
-from pullfill.frontend.routing.choice import Placer, Prompt, Share
+from pullfill.frontend.routing.choice import BY_PREFIX, Placer, Prompt, Share
 from pullfill.prefix import chain
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
@@ -286,7 +286,7 @@ class Servers:
         if not by_url:
             return None
         placer, policy, now = self._placers[role], self._policy(), _now()
-        if policy is not DecodePolicy.KV:
+        if policy not in BY_PREFIX:
             prompt = Prompt(prompt.tokens, BLOCK)
         view, choice = placer.choose(policy, prompt, by_url, now)
         share = placer.send(view, choice.matched_tokens, prompt, now)

@@ -18,7 +18,7 @@ from pullfill.engine import migration
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.routing.choice import KNOWN, Placer, Prompt
+from pullfill.frontend.routing.choice import BY_PREFIX, KNOWN, Placer, Prompt
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.wire import DecodePolicy, PrefixHolder
@@ -115,8 +115,13 @@ class Balancer:
     def report(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load."""
         if (load := worker.load) is not None:
-            queued, active = load.uncached_tokens_queued, load.active_blocks
-            self._placer.report(worker.instance_id, queued, active, load.free_blocks)
+            view = self._placer.report(
+                worker.instance_id,
+                load.uncached_tokens_queued,
+                load.active_blocks,
+                load.free_blocks,
+            )
+            view.pressure, view.pressure_each = load.pressure, load.pressure_each
 
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""
@@ -133,8 +138,8 @@ class Balancer:
         self._block = next(filter(None, sizes), 0)
 
     def _prompt(self, flight: Flight) -> Prompt:
-        """What the policy is to know of the prompt: only `kv` needs its hashes."""
-        if self._policy() is DecodePolicy.KV:
+        """What the policy is to know of the prompt: some need its hashes."""
+        if self._policy() in BY_PREFIX:
             return self._hashed(flight)
         return Prompt(_length(flight), self._block)
 

@@ -30,6 +30,16 @@ from pullfill.wire import DecodeChoice, DecodePolicy
 #   (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
 # - Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
 #   turns new prompts away from a worker that has had more than its share.
+# `pack` fills workers with streams one after the other, in the order of their ids, which is the
+# same for all frontends. Workers that have no streams have time for prompts: with workers of both
+# sides that makes decode workers and prefill workers while the load is light. A worker gets a
+# request if a step without prompts then takes at most PACKED of the target of the time between
+# tokens. Of such workers, one that holds a prefix of the prompt comes first, as with `kv`, but
+# without recent work, of which the first ones always have more. If no worker has room, the one with
+# the least load gets the request.
+PACKED = 0.75
+# Policies that look for workers which hold a prefix of the prompt.
+BY_PREFIX = frozenset({DecodePolicy.KV, DecodePolicy.PACK})
 # Weight of a token that has to be computed for this prompt, against one that is queued.
 ALPHA = 8.0
 # Weight of a token of recent work beyond the mean.
@@ -65,6 +75,7 @@ class WorkerView:
     own_blocks: KV blocks of this frontend's requests.
     free_blocks: KV blocks that a request may take. None: unknown.
     work: recent work that this frontend sent, in tokens.
+    pressure, pressure_each: see `LoadReport`. sent: requests of this frontend since that report.
     """
 
     instance_id: str
@@ -74,6 +85,17 @@ class WorkerView:
     own_blocks: float = 0.0
     free_blocks: float | None = None
     work: float = 0.0
+    pressure: float = 0.0
+    pressure_each: float = 0.0
+    sent: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `pack` sends it another request. One that has measured nothing gets one."""
+        if not self.pressure:
+            load = self.others_tokens + self.own_tokens + self.others_blocks + self.own_blocks
+            return not (load or self.sent)
+        return self.pressure + self.sent * self.pressure_each <= PACKED
 
 
 @dataclass(slots=True, eq=False)
@@ -148,14 +170,15 @@ class Placer:
         queued_tokens: float,
         active_blocks: float,
         free_blocks: float | None,
-    ) -> None:
+    ) -> WorkerView:
         """Take a worker's report. It joins if it is new."""
         view = self.join(instance_id)
         # A report covers the requests of this frontend, too. What it says beyond them is taken for
         # the load of other frontends until the next report.
         view.others_tokens = max(0.0, queued_tokens - view.own_tokens)
         view.others_blocks = max(0.0, active_blocks - view.own_blocks)
-        view.free_blocks = free_blocks
+        view.free_blocks, view.sent = free_blocks, 0
+        return view
 
     def drop(self, instance_id: str) -> None:
         """Forget a worker. Shares of its requests may still be ended."""
@@ -184,6 +207,8 @@ class Placer:
             balance     another one holds more, and costs more
             no_prefix   none holds enough of the prompt to count: the least cost
             only        there is no other
+            packed      `pack`: the first that has room
+            full        `pack`: none has room: the least load
             load, turn, random      the other policies
             together    another choice of the answer is there (`balancer`)"""
         among = {name: self.join(name) for name in sorted(names)}
@@ -208,6 +233,8 @@ class Placer:
             (view, score), reason = _cheapest(prompt, blocks, views), "load"
         elif len(views) == 1:
             view, reason = views[0], "only"
+        elif policy is DecodePolicy.PACK:
+            view, score, reason = self._packed(prompt, blocks, views, stored, more)
         else:
             view, score, reason = self._by_prefix(prompt, blocks, views, stored, more)
         return view, DecodeChoice(
@@ -217,6 +244,26 @@ class Placer:
             reason=reason,
         )
 
+    def _packed(
+        self,
+        prompt: Prompt,
+        blocks: Mapping[str, int],
+        views: Sequence[WorkerView],
+        stored: int,
+        more: int,
+    ) -> tuple[WorkerView, float | None, str]:
+        """The policy `pack`. See `_by_prefix`."""
+        fits = [view for view in views if view.has_room]
+        if not fits:
+            return *_cheapest(prompt, blocks, views), "full"
+        view, score, reason = self._by_prefix(prompt, blocks, fits, stored, more, lag=0.0)
+        if reason == "no_prefix":
+            return fits[0], None, "packed"
+        if reason == "prefix":  # of those that hold as much, the first
+            held = blocks[view.instance_id]
+            view = next(one for one in fits if blocks.get(one.instance_id) == held)
+        return view, score, reason
+
     def _by_prefix(
         self,
         prompt: Prompt,
@@ -224,17 +271,18 @@ class Placer:
         views: Sequence[WorkerView],
         stored: int,
         more: int,
+        lag: float = LAG,
     ) -> tuple[WorkerView, float, str]:
         """The policy `kv`. blocks: stored or predicted. stored: the most that one has stored."""
         # From so many leading blocks on a prefix counts.
         least = max(1.0, HIT_SHARE * prompt.tokens / prompt.block) if prompt.block else math.inf
-        longest = max(blocks.values(), default=0)
+        longest = max((blocks.get(view.instance_id, 0) for view in views), default=0)
         if longest < least:
-            return *_cheapest(prompt, blocks, views), "no_prefix"
+            return *_cheapest(prompt, blocks, views, lag=lag), "no_prefix"
         # Prompts that come in one burst shall stay together: their blocks are only predicted.
         holders = list(blocks.values()).count(longest) + more
         worth = self._worth(prompt.hashes[longest - 1], holders) if stored == longest else 1.0
-        view, score = _cheapest(prompt, blocks, views, least, worth)
+        view, score = _cheapest(prompt, blocks, views, least, worth, lag)
         return view, score, "prefix" if blocks.get(view.instance_id) == longest else "balance"
 
     def _worth(self, end: int, holders: int) -> float:
@@ -257,6 +305,7 @@ class Placer:
             self._predicted.add(view.instance_id, prompt.hashes, now)
         uncached = max(0, prompt.tokens - matched_tokens)
         blocks = -(-prompt.tokens // prompt.block) if prompt.block else 0
+        view.sent += 1
         view.own_tokens += uncached
         view.own_blocks += blocks
         view.work += uncached
@@ -276,23 +325,25 @@ def _cheapest(
     views: Sequence[WorkerView],
     least: float = math.inf,
     worth: float = 1.0,
+    lag: float = LAG,
 ) -> tuple[WorkerView, float]:
     """The worker where the prompt costs least, and what it costs there.
 
-    least: leading blocks from which on they count. worth: what each of them counts."""
+    least: leading blocks from which on they count. worth: what each of them counts.
+    lag: weight of recent work."""
     block, tokens = prompt.block, prompt.tokens
     weight, all_of_it, saves = block / BLOCK_TOKENS, ALPHA * tokens, ALPHA * block * worth
     mean = sum([view.work for view in views]) / len(views)
     costs = []
     for view in views:
         has = held.get(view.instance_id, 0)
-        lag = max(-LAG_TOKENS, min(LAG_TOKENS, view.work - mean))
+        excess = max(-LAG_TOKENS, min(LAG_TOKENS, view.work - mean))
         cost = (
             view.others_tokens
             + view.own_tokens
             + (view.others_blocks + view.own_blocks) * weight
             + all_of_it
-            + LAG * lag
+            + lag * excess
         )
         if has >= least:
             cost -= saves * has

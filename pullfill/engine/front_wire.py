@@ -27,6 +27,7 @@ from pullfill.wire import (
     WIRE_VERSION,
     Count,
     ExplainRecord,
+    Finite,
     Id,
     Message,
     PrefixHolder,
@@ -107,7 +108,9 @@ class LoadReport(Message, frozen=True, kw_only=True):
     uncached_tokens_queued: tokens that are to be computed before these requests can go on to
     generate. Of a request that waits, the tokens that were not in the prefix cache when the request
     came. Tokens that a prefill worker computes do not count.
-    active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included."""
+    active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included.
+    pressure: how long a step without prompts takes with one request more, as a share of
+    `router.itl_ms`. 0: not measured yet. pressure_each: how much each further one adds."""
 
     running: Count
     waiting: Count
@@ -115,6 +118,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     active_blocks: Count
     free_blocks: Count
     draining: bool = False
+    pressure: Finite = 0.0
+    pressure_each: Finite = 0.0
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ class DecodePolicy(enum.StrEnum):
     RANDOM = "random"
     LEAST_LOADED = "least_loaded"
     KV = "kv"
+    PACK = "pack"
 
 
 class RouterConfig(Message, frozen=True, kw_only=True):

@@ -89,6 +89,31 @@ def test_a_worker_that_is_killed_takes_no_request_with_it(
     both.assert_clean()
 
 
+def test_packed_streams_make_a_decode_worker_and_a_prefill_worker(
+    both: Cluster, other: Worker, oracle: Oracle
+) -> None:
+    """Both can do both. Steps are short beside the target, so one of them has room for all."""
+    first, second = sorted([other.instance_id, both.of("worker")[0].instance_id])
+    both.set_router(decode_policy="pack")
+    with Load(both, seed=3400) as load:
+        load.more(12)  # until then steps may be unmeasured
+        packed = load.more(12)
+    load.check(oracle)
+    told = load.told()[packed:]
+    assert {(one["decode_instance"], one["decode_choice"]["reason"]) for one in told} == {
+        (first, "packed")
+    }
+    prefilled = {one["prefill_instance"] for one in told}
+    assert second in prefilled
+    assert prefilled <= {second, None}, "the first may take its own job back"
+    both.set_router(itl_ms=0.01)  # no worker has room
+    with Load(both, seed=3500) as load:
+        until(lambda: load.decode_instances() == {first, second}, 60, "both decode")
+    load.check(oracle)
+    both.set_router(decode_policy="kv", itl_ms=10_000)
+    assert other.stop() == 0
+
+
 @pytest.mark.long
 def test_a_worker_with_two_ranks_does_both(both: Cluster, oracle: Oracle) -> None:
     """The main process copies for all ranks, for both sides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from pullfill import wire
 from pullfill.decode_worker.frontends import Frontends
-from pullfill.decode_worker.load import jobs_of
+from pullfill.decode_worker.load import jobs_of, report_of
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from tests.support import said
@@ -31,7 +32,7 @@ class Rig:
         me: Any = self
         unused: Any = None
         self.frontends = Frontends(
-            unused, me, me, self.wakes.append, unused, unused, unused, unused
+            unused, me, self.load, self.wakes.append, unused, unused, unused, unused
         )
         self.now = 1000.0
         self.look()
@@ -53,6 +54,20 @@ class Rig:
 @pytest.fixture
 def rig() -> Rig:
     return Rig()
+
+
+@pytest.mark.parametrize(
+    ("streams", "requests", "first_s", "pressure"),
+    [(0, 0, 0.0101, 0.23), (4, 7, 0.010, 0.36), (7, 4, 0.010, 0.36), (0, 0, -0.000999, 0.01)],
+)
+def test_the_pressure_is_that_of_a_step_with_one_request_more(
+    rig: Rig, streams: int, requests: int, first_s: float, pressure: float
+) -> None:
+    rates = SimpleNamespace(base=lambda count: first_s + 0.001 * count)
+    meter: Any = SimpleNamespace(model=SimpleNamespace(rates=rates, streams=streams))
+    view: Any = rig
+    told = report_of(view, meter, requests, 0.050, draining=True)
+    assert (told.pressure, told.pressure_each, told.draining) == (pressure, 0.02, True)
 
 
 def test_a_change_is_sent_at_once_after_a_pause(rig: Rig) -> None:

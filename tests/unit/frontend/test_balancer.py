@@ -106,6 +106,17 @@ async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     assert (told.score, counted()) == (ALPHA * 5, before + 1)
 
 
+async def test_a_worker_that_has_no_room_by_its_report_is_passed_over(rig: Rig) -> None:
+    rig.policy = DecodePolicy.PACK
+    for worker, pressure in zip(rig.workers, (0.9, 0.7, 0.1), strict=True):
+        worker.load = front_wire.LoadReport(
+            running=9, waiting=0, uncached_tokens_queued=0, active_blocks=9, free_blocks=9,
+            pressure=pressure, pressure_each=0.04,
+        )  # fmt: skip
+        rig.balancer.report(worker)
+    assert [rig.worker_of(request(f"r{n}", PROMPT[n:])) for n in range(4)] == ["b", "b", "c", "c"]
+
+
 @pytest.mark.parametrize(
     "other", [{"cache_salt": "s"}, {"lora_request": SimpleNamespace(lora_name="l")}]
 )

@@ -137,6 +137,85 @@ def test_siblings_of_a_burst_stay_together() -> None:
     assert rig.choose(now=61.0)[1].matched_tokens == 0, "predictions are forgotten"
 
 
+class Packed(Rig):
+    """Three workers that have measured their steps. Each stream more takes 2 % of the target."""
+
+    def __init__(self, **pressures: float) -> None:
+        super().__init__("a", "b", "c")
+        for name in self.names:
+            self.report(name, pressures.get(name, 0.1))
+
+    def report(self, name: str, pressure: float) -> None:
+        view = self.placer.report(name, 0.0, 0.0, None)
+        view.pressure, view.pressure_each = pressure, 0.02
+
+    def told(self, **held: int) -> tuple[str, str]:
+        """Send a prompt that goes on. Returns where, and why."""
+        view, told = self.choose(policy=DecodePolicy.PACK, **held)
+        self.placer.send(view, told.matched_tokens, prompt(1600), 0.0)
+        return view.instance_id, told.reason
+
+
+@pytest.mark.parametrize(
+    ("pressures", "where"),
+    [
+        ({}, ("a", "packed")),
+        ({"a": 0.75}, ("a", "packed")),
+        ({"a": 0.76}, ("b", "packed")),
+        ({"a": 0.8, "b": 2.0}, ("c", "packed")),
+    ],
+)
+def test_pack_fills_the_first_worker_that_has_room(
+    pressures: dict[str, float], where: tuple[str, str]
+) -> None:
+    rig = Packed(**pressures)
+    rig.view("a").work = 1e6
+    assert rig.told() == where
+
+
+def test_pack_counts_what_it_has_sent_since_the_last_report() -> None:
+    rig = Packed(a=0.72)
+    assert [rig.told()[0] for _ in range(4)] == ["a", "a", "b", "b"]
+    rig.report("a", 0.74)
+    assert [rig.told()[0] for _ in range(2)] == ["a", "b"]
+
+
+def test_pack_takes_the_least_load_when_no_worker_has_room() -> None:
+    rig = Packed(a=0.8, b=0.9, c=0.8)
+    rig.view("a").others_tokens = rig.view("b").others_tokens = 50.0
+    assert rig.told() == ("c", "full")
+
+
+@pytest.mark.parametrize(
+    ("pressures", "held", "where"),
+    [
+        ({}, {"c": 90}, ("c", "prefix")),
+        ({}, {"b": 90, "c": 90}, ("b", "prefix")),
+        ({}, {"b": 50, "c": 90}, ("c", "prefix")),
+        ({}, {"c": 9}, ("a", "packed")),  # too short
+        ({"c": 0.8}, {"c": 90}, ("a", "packed")),
+        ({"c": 0.8}, {"b": 50, "c": 90}, ("b", "prefix")),
+        ({"a": 0.8, "b": 0.8, "c": 0.8}, {"c": 90}, ("a", "full")),
+    ],
+)
+def test_pack_goes_where_the_prefix_is_if_there_is_room(
+    pressures: dict[str, float], held: dict[str, int], where: tuple[str, str]
+) -> None:
+    assert Packed(**pressures).told(**held) == where
+
+
+def test_pack_leaves_a_prefix_at_which_more_waits_than_it_saves() -> None:
+    rig = Packed()
+    rig.view("c").others_tokens = ALPHA * 1440 + 10
+    assert rig.told(c=90) == ("a", "balance")
+
+
+def test_pack_gives_a_worker_that_has_measured_nothing_one_request() -> None:
+    rig = Packed(a=0.0, b=0.0, c=0.8)
+    told = [rig.told() for _ in range(3)]
+    assert told == [("a", "packed"), ("b", "packed"), ("c", "full")]
+
+
 def test_one_worker_needs_no_choice_and_without_hashes_the_load_decides() -> None:
     assert Rig("a").choose()[1].reason == "only"
     rig, plain = Rig("a", "b"), Prompt(100)
