@@ -188,7 +188,7 @@ def serving(
     model = ZOO[name]
     path = model.checkpoint()
     common = (f"--block-size={model.block_size}", f"--dtype={model.dtype}", *model.flags, *flags)
-    if STOCK and model is ZOO["DeepSeek-V3"]:  # what our own workers do by themselves: decision 13
+    if STOCK and model is ZOO["DeepSeek-V3"]:  # our own workers do it: engine/args.py
         ops = json.dumps(model.plain["compilation_config"])
         common += (f"--compilation-config={ops}", "--max-num-batched-tokens=4096")
     # Ranks that compute a long prompt leave their main process no time for the usual 2 s.
