@@ -194,6 +194,8 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
 @pytest.mark.long
 @pytest.mark.essential
 def test_row_21_second_sigterm_forces(paired: Cluster, oracle: Oracle) -> None:
+    if "decode" in paired.stock:
+        pytest.skip("vLLM hears the first SIGTERM only, and ends within --shutdown-timeout")
     victim = paired.add("decode")
     with checked(paired, oracle):
         victim.arm(SLOW)

@@ -238,12 +238,13 @@ def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
         prompts, steps = [random_prompt(300 + n, seed=58) for n in range(6)], 200
         answers = [ask_for(cluster, prompt, steps) for prompt in prompts]
         until(lambda: all(one.tokens for one in answers), 60, "they are under way")
-        os.kill(ranks[min(ranks)].pid, signal.SIGKILL)
+        dying = min(ranks)
+        os.kill(ranks[dying].pid, signal.SIGKILL)
         assert all(one.done.wait(60) for one in answers)
         assert [one.error for one in answers] == [""] * len(answers)
         assert [one.tokens for one in answers] == [t for t, _ in truth(oracle, prompts, steps)]
         left = [cluster.explain(one.request_id)["migrated_from"] for one in answers]
-        assert {name for names in left for name in names} == ranks.keys(), "both had some"
+        assert dying in {name for names in left for name in names}  # the other one may finish its
         until(lambda: not server.alive, 30, "the server ends")
         until(lambda: not ranks.keys() & cluster.records("decode").keys(), 20, "their leases end")
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -193,6 +194,13 @@ class StockWorker(Worker):
             return _state_of(self.pid) != "Z"
         return False
 
+    @property
+    def serves(self) -> bool:
+        """Whether its server is up, too. Until then SIGTERM ends it at once."""
+        with contextlib.suppress(httpx.HTTPError):
+            return web.get(f"http://127.0.0.1:{self.port}/health").status_code == 200
+        return False
+
     def counter(self, name: str) -> float:
         """Sum of a metric of vLLM's server."""
         text = web.get(f"http://127.0.0.1:{self.port}/metrics").text
@@ -225,6 +233,7 @@ def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> li
     places = {"--etcd", "--nats", "--namespace", "--state-dir", "--security"}
     settings: dict[str, str] = {}
     rest: list[str] = []
+    drain_s = 20.0
     words = iter(flags)
     for word in words:
         flag, _, value = word.partition("=")
@@ -233,6 +242,8 @@ def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> li
         elif (key := flag.strip("-").replace("-", "_")) in able or flag in places:
             on = key in able and able[key].type is bool
             settings[key] = value or ("true" if on else next(words))
+        elif flag == "--drain-timeout":
+            drain_s = float(value)
         elif flag in known:
             pytest.skip(f"a worker in stock vLLM has no {flag}")
         else:
@@ -245,7 +256,7 @@ def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> li
         "kv_connector_extra_config": settings,
     }
     return [
-        *rest, "--host=127.0.0.1", f"--port={port}", "--shutdown-timeout=20",
+        *rest, "--host=127.0.0.1", f"--port={port}", f"--shutdown-timeout={math.ceil(drain_s)}",
         f"--kv-transfer-config={json.dumps(transfer)}",
         # Our own workers add it on a CPU: docs/decisions.md, 13.
         "--worker-cls=pullfill.engine.cpu_worker.SeededCPUWorker",
@@ -412,6 +423,8 @@ class Cluster:
                     if ready.get("decode", 0) < len(decodes):
                         return False
                 elif not self._up(known.get(worker.pid, {})):
+                    return False
+                elif isinstance(worker, StockWorker) and not worker.serves:
                     return False
                 else:
                     worker.instance_id = known[worker.pid]["instance_id"]
