@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ from msgspec.structs import replace
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
 from pullfill.decode_worker.rules import BY_OUTAGE, Decision, Situation, expected
+from pullfill.engine import request_limits
 from pullfill.engine.requests import end_of, names_of
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, Explained
+from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, RECENT, Explained
 from pullfill.wire import MAX_TEXT, ExplainRecord, PredictedMs, StageTimings, Timings
 
 _AFTER_OUTAGE = frozenset(Outcome) - {
@@ -287,7 +289,17 @@ class RequestTraces:
         # Clients choose the ids, and vLLM's server takes any length.
         if record is not None and len(request.request_id) <= MAX_TEXT:
             state, came = end_of(request), request.arrival_time
-            self._kept.append(Explained.of(record, state=state, arrived_at=came))
+            self._kept.append(Explained.of(
+                record, state=state, arrived_at=came,
+                answer_ms=1e3 * max(0.0, time.time() - came),
+                answer_tokens=request.num_output_tokens,
+                targets_ms=request_limits.targets_of(request.sampling_params),
+                error="its engine ended it with an error" if state == "failed" else None,
+            ))  # fmt: skip
+
+    def ended(self) -> list[Explained]:
+        """Return the RECENT that were kept last, the oldest first. Any thread."""
+        return list(self._kept)[-RECENT:]
 
     def find(self, name: str, running: Iterable[Any]) -> Explained | None:
         """Return the newest call with this id, and those before it. None: none is known.

@@ -297,6 +297,8 @@ class DecodeSide(Service):
         if name := query.get("request"):
             found = self.context.traces.find(name, self.engine.view.requests())
             told["request"] = msgspec.to_builtins(found)
+        if "ended" in query:
+            told["ended"] = msgspec.to_builtins(self.context.traces.ended())
         return told
 
     def refresh_metrics(self) -> None:

@@ -49,6 +49,11 @@ COMMANDS = {
         "Watch workers, requests and latencies in the terminal, until Ctrl-C.\n\n"
         "Shows what a frontend shows at /pullfill/ui, to administrators only.",
     ),
+    "page": (
+        "top.page",
+        "Serve the live page where no frontend runs: workers, the queue, and requests.\n\n"
+        "Answers administrators only, as a frontend's /pullfill/ui does.",
+    ),
     "plan": (
         "planner.show",
         "Say how many workers are right, and why.",

@@ -1,11 +1,12 @@
 """`pullfill top`: the live page of a frontend, in a terminal. It reads the events of the page.
 
-If no frontend answers, it shows what the workers tell: not the requests, which only a frontend
-knows. If they do not answer either, what was seen stays on the screen.
+If no frontend answers, it shows what the workers tell, as `pullfill page` does. If etcd does not
+answer either, what was seen stays on the screen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
@@ -20,12 +21,13 @@ from rich.text import Text
 
 from pullfill.config import ClusterRef
 from pullfill.deploy.members import OneUrl, frontend_urls, local_urls
-from pullfill.deploy.status import from_registry, workers_table
+from pullfill.deploy.status import workers_table
 from pullfill.deploy.view import plain
-from pullfill.errors import ConfigError, UnavailableError
+from pullfill.engine import check
+from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
-from pullfill.options import Flag
-from pullfill.snapshot import Cluster, Flow, LiveSnapshot, Now, Stage
+from pullfill.options import PORT, Flag
+from pullfill.snapshot import Flow, LiveSnapshot, Stage
 
 PATH = "/pullfill/ui/events"
 # A frontend sends something every 5 s: with many workers, comments between the snapshots.
@@ -67,6 +69,18 @@ def top(
     return 0
 
 
+async def page(
+    ref: ClusterRef,
+    host: Annotated[str, Flag("Address to listen at", metavar="H")] = "127.0.0.1",
+    port: Annotated[int, Flag("Port to listen at; 0 lets the system pick one", **PORT)] = 0,
+) -> None:
+    """Serve the live page until the user ends it. Raises UnavailableError if etcd does not."""
+    check.require_version()  # it brings the HTTP server
+    from pullfill.frontend.live import alone
+
+    await alone.serve(ref, host, port, wait_s=5.0)
+
+
 def _snapshots(
     ref: ClusterRef, url: str | None, again_s: float = 1.0
 ) -> Generator[tuple[LiveSnapshot, str], None, None]:
@@ -92,22 +106,21 @@ def _snapshots(
         try:
             if url:
                 raise UnavailableError(f"no frontend answers ({why}): try `pullfill doctor`")
-            last = _of_workers(ref)
+            last = asyncio.run(_of_workers(ref))
             yield last, why
-        except UnavailableError:
+        except PullfillError:
             if last is None:
                 raise
         time.sleep(again_s)
 
 
-def _of_workers(ref: ClusterRef) -> LiveSnapshot:
-    """Return the cluster without requests. Raises UnavailableError if etcd does not answer."""
-    told = msgspec.convert(from_registry(ref), Cluster)
-    model = next((row.model for row in told.workers), "no worker")
-    now = Now(backlog_s=told.backlog_s)
-    return LiveSnapshot(
-        **msgspec.structs.asdict(told), at=time.time(), frontend="", model=model, now=now
-    )
+async def _of_workers(ref: ClusterRef) -> LiveSnapshot:
+    """Return what the workers tell. Raises UnavailableError if etcd does not answer."""
+    check.require_version()
+    from pullfill.frontend.live import alone
+
+    async with alone.view_of(ref, wait_s=1.0) as live:
+        return await live.look()
 
 
 def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[LiveSnapshot, None, None]:
@@ -206,9 +219,6 @@ def _figures(snapshot: LiveSnapshot) -> Table:
         jobs, tokens = snapshot.queue.depth_jobs, snapshot.queue.depth_tokens
         queue = f"{seconds(now.backlog_s)} of work ({jobs} jobs, {tokens:,} tokens)"
     table = Table.grid(padding=(0, 2, 0, 0))
-    if not snapshot.frontend:
-        table.add_row("queue", queue)
-        return table
     table.add_row("TTFT p50/p95", pair(now.ttft_ms), "tokens/s", f"{now.tokens_per_s:,.0f}")
     table.add_row("ITL p50/p95", pair(now.itl_ms), "requests/s", f"{now.done_per_s:.1f}")
     table.add_row(

@@ -6,7 +6,7 @@
     routing/                              which worker gets a request
     request_log                           one record per request, for explain, spans and the page
     cluster_view, counters                what workers report; the frontend's own metrics
-    live/                                 the live page
+    live/                                 the live page, also without a frontend
     forward/                              stock vLLM servers in the place of pullfill's workers
 
 The parts that touch vLLM are `pullfill.engine.front_app` and `pullfill.engine.front_client`.

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from urllib.parse import quote
 
 import aiohttp
@@ -24,7 +25,7 @@ from pullfill.net.this_host import open_files
 from pullfill.registry.directory import Directory
 from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.lifecycle import end
-from pullfill.snapshot import Cluster, Report, Reports, cluster_of, read_report
+from pullfill.snapshot import Cluster, Explained, Report, Reports, cluster_of, read_report
 from pullfill.wire import WorkerRecord
 
 MAX_BODY = 8 << 20
@@ -46,7 +47,7 @@ class ClusterView:
 
     etcd: the health of etcd, as this process sees it.
     namespace: the cluster's.
-    own_id: the instance id of this frontend.
+    own_id: the instance id of this frontend. Empty: this process is none.
     fetch_s: how long a worker has to answer. ready_s: how much of it /ready waits for.
     again_s: /ready asks again after so long, and uses an answer for fresh_s.
     most_asked: workers that /ready asks in a second, at most. Reading their answers holds up token
@@ -91,7 +92,7 @@ class ClusterView:
     async def reports(self, *, jobs: bool = False) -> list[tuple[WorkerRecord, Report | None]]:
         """Return the record and the report of every worker. None: it does not answer.
 
-        jobs: with the open jobs (`Report.jobs`, `held`)."""
+        jobs: with the open jobs (`Report.jobs`, `held`). Not at a frontend: with `ended`, too."""
         reports = await self._look(jobs)
         # A worker that joined after the others were asked is left out: it is not lost.
         return [(r, reports[r.instance_id]) for r in self.records() if r.instance_id in reports]
@@ -154,6 +155,13 @@ class ClusterView:
                 task.cancel()
         return None
 
+    async def record_kept(self, request_id: str) -> Explained | None:
+        """Return what decode workers know of a request that no frontend has sent: the newest."""
+        query = f"?request={quote(request_id, safe='')}"
+        asked = [self._report(r, query) for r in self.records() if r.role == "decode"]
+        found = [told.request for told in await asyncio.gather(*asked) if told and told.request]
+        return max(found, key=attrgetter("arrived_at"), default=None)
+
     def _look(self, jobs: bool = False) -> asyncio.Task[dict[str, Report | None]]:
         """Return a task that fetches all reports. Calls during a fetch share it."""
         for kind in (True, jobs):
@@ -170,8 +178,12 @@ class ClusterView:
         return dict(zip(records, found, strict=True))
 
     async def _ask(self, record: WorkerRecord, jobs: bool) -> Report | None:
-        path = "/status?jobs" if jobs else "/status"
-        body = await self._fetch(record.http + path) if record.http else None
+        # Frontends have the requests that they have sent, and show no others.
+        query = "" if not jobs else "?jobs" if self.own_id else "?jobs&ended"
+        return await self._report(record, query)
+
+    async def _report(self, record: WorkerRecord, query: str) -> Report | None:
+        body = await self._fetch(f"{record.http}/status{query}") if record.http else None
         report = read_report(body or b"")
         self._last[record.instance_id] = report or self._last.get(record.instance_id)
         return report

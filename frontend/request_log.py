@@ -70,12 +70,12 @@ class RequestRecord:
 
     key: see `key_of`.
     arrived, submitted, over_at: `time.monotonic` of its arrival, of `Dispatcher.submit`, and of its
-    end. arrived_at, failed_at: seconds since 1970.
+    end. arrived_at: seconds since 1970.
     spans: its own span, and the client's above it. None: it is not traced.
     sent: its dispatches to decode workers, in order.
     migrated_tokens: number of tokens that were out when it left the last worker but one.
     decode_choice: how its last decode worker was chosen.
-    answer_ms: from its arrival to the end of its answer. None: it has not ended, or was cancelled.
+    answer_ms: from its arrival to its end. None: it has not ended, or was cancelled.
     targets_ms: what it names for TTFT and ITL. None: nothing.
     told: its worker's record. None: it has not come.
     serial: number of its record in the order of their coming.
@@ -100,7 +100,6 @@ class RequestRecord:
     serial: int = 0
     over_at: float | None = None
     error: str = ""
-    failed_at: float | None = None
 
     @property
     def worker(self) -> str:
@@ -128,18 +127,14 @@ class RequestRecord:
         self.answer_ms = (time.monotonic() - self.arrived) * 1000.0
         self.targets_ms = request_limits.targets_of(params)
 
-    def explain_record(self) -> ExplainRecord:
-        """Return its worker's record, or what this frontend knows of it."""
-        return self.told or ExplainRecord(
+    def explained(self) -> Explained:
+        """Combine what its worker and this frontend know."""
+        record = self.told or ExplainRecord(
             request_id=self.key,
             path="unknown" if self.sent else "none",
             prompt_tokens=self.prompt_tokens,
             decode_instance=self.worker,
         )
-
-    def explained(self) -> Explained:
-        """Combine what its worker and this frontend know."""
-        record = self.explain_record()
         # A request that waits for another worker has left the last one too.
         waits = self.over_at is None and bool(self.sent) and self.sent[-1].left_at > 0
         left = self.sent if waits else self.sent[:-1]
@@ -150,6 +145,10 @@ class RequestRecord:
             ),
             request_id=self.key,
             error=self.error or None,
+            arrived_at=self.arrived_at,
+            answer_ms=self.answer_ms,
+            answer_tokens=self.answer_tokens,
+            targets_ms=self.targets_ms,
             migrated_from=tuple(sent.worker for sent in left),
             migrated_tokens=self.migrated_tokens,
             decode_choice=self.decode_choice,
@@ -398,7 +397,7 @@ class RequestLog:
         record.over_at, record.error = time.monotonic(), error[:MAX_ERROR]
         record.answer_tokens = made
         if error:
-            record.failed_at = time.time()
+            record.answer_ms = (record.over_at - record.arrived) * 1000.0
             self._tell(record)
         _send_spans(record, error or ("aborted" if record.answer_ms is None else ""))
 

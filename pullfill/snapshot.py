@@ -5,7 +5,7 @@
                                                         └─ with its requests: `LiveSnapshot`
 
 A frontend makes a `LiveSnapshot` a second while somebody looks, and nothing otherwise.
-`/pullfill/ui/events` sends them.
+`/pullfill/ui/events` sends them. `pullfill page` and `top` make them without a frontend.
 
 Times named `at` are seconds since 1970 by the frontend's clock. Other times are seconds (`_s`) or
 milliseconds (`_ms`). None: unknown, or not measured.
@@ -113,6 +113,8 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     who asks for them (`/status?jobs`).
     request: what a decode worker knows of a request that no frontend of ours has sent
     (`/status?request=ID`). None: nothing, or nobody has asked.
+    ended: such requests that have ended last, RECENT at most, the oldest first
+    (`/status?ended`).
     pod: name of its Kubernetes pod. Empty: it runs in none.
     stays: its process is stock vLLM, which goes on when the worker has drained.
     at: when the answer came, by the clock of this process."""
@@ -123,6 +125,7 @@ class Report(msgspec.Struct, kw_only=True, frozen=True):
     jobs: tuple[OpenJob, ...] = ()
     held: tuple[HeldJob, ...] = ()
     request: Explained | None = None
+    ended: tuple[Explained, ...] = ()
     pod: str = ""
     stays: bool = False
     at: float = msgspec.field(default_factory=SYSTEM_CLOCK.monotonic)
@@ -246,7 +249,11 @@ class Explained(ExplainRecord, frozen=True, kw_only=True):
     state: `running`, `answered`, `failed`, or `cancelled` by its client. Empty: not known.
     status: of HTTP. 0: no answer has begun, or a worker tells this.
     error: what the client was told.
-    arrived_at: when it came. 0 in `parts`.
+    arrived_at: when it came.
+    answer_ms: from its arrival to its end. None: it has not ended, or a client of a frontend has
+    cancelled it.
+    answer_tokens: of its answer.
+    targets_ms: what it names for TTFT and ITL. None: nothing.
     parts: its other prompts, choices or beams. more_parts: number of those that are not kept.
     same_id: earlier requests that had the same id, the newest first. They have no `parts`."""
 
@@ -254,6 +261,9 @@ class Explained(ExplainRecord, frozen=True, kw_only=True):
     status: int = 0
     error: str | None = None
     arrived_at: float = 0.0
+    answer_ms: float | None = None
+    answer_tokens: int = 0
+    targets_ms: tuple[float | None, float | None] = (None, None)
     parts: tuple[Explained, ...] = ()
     more_parts: int = 0
     same_id: tuple[Explained, ...] = ()
@@ -360,6 +370,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LiveSnapshot(Cluster, frozen=True, kw_only=True, omit_defaults=True):
     """The cluster, and the requests of the frontend that tells.
 
+    frontend: empty: the workers tell. Then the requests are those that no frontend has sent.
     targets_ms: time to first token and between tokens, of requests that name none.
     flows: requests under way. hidden: how many more there are.
     ended: the requests that have ended last, oldest first."""

@@ -43,10 +43,10 @@ from pullfill.frontend import counters
 from pullfill.frontend.admission import unless_deaf
 from pullfill.frontend.cluster_view import ClusterView
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.live.rows import ended_of, flows_of, minute_of
+from pullfill.frontend.live.rows import ended_at, ended_of, flows_of, minute_of
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
-from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot
+from pullfill.snapshot import FAILED, RECENT, Ended, LiveSnapshot, Reports
 
 # Each viewer gets something this often, at least. `pullfill top` gives up after 10 s.
 QUIET_S = 5.0
@@ -85,7 +85,9 @@ class LiveView:
 
     Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
 
-    frontend: instance id of this frontend.
+    frontend: instance id of this frontend. Empty: this process is none (alone.py). Then requests
+    are those that no frontend has sent, as workers tell.
+    model: empty: that of the workers.
     targets_ms: returns the targets of requests that name none.
     flights: returns the requests under way.
     made: returns how many tokens each decode worker has sent so far.
@@ -109,6 +111,8 @@ class LiveView:
     _closed: bool = False
     _broken: bool = False  # the last look has failed
     _serial: int = 0
+    # When the last request ended that a decode worker has told. See `Report.ended`.
+    _kept_until: dict[str, float] = field(default_factory=dict)
     # The last requests that ended, and those that were answered within the last minute.
     _ended: Sequence[Ended] = ()
     _minute: Sequence[Ended] = ()
@@ -170,32 +174,41 @@ class LiveView:
 
     async def _look(self) -> None:
         """Make one snapshot and give it to all viewers."""
+        self._body = msgspec.json.encode(await self.look())  # once for all viewers
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def look(self) -> LiveSnapshot:
+        """Make one snapshot."""
         reports = await self.view.reports(jobs=True)
-        await self._take_ended()
+        await self._take_ended(reports)
         now, flights, rates = time.time(), list(self.flights()), self._rates()
-        cluster = self.view.cluster(reports, rates)
+        cluster = self.view.cluster(reports, rates if self.frontend else None)
+        tokens_per_s, in_flight = sum(rates.values()), len(flights)
+        if not self.frontend:
+            # Nobody counts the tokens of streams, but those of answers that are over.
+            tokens_per_s = sum(row.made for row in self._minute) / 60.0
+            decode = [row for row in cluster.workers if row.role == "decode"]
+            in_flight = sum((row.running or 0) + (row.waiting or 0) for row in decode)
         flows, hidden = flows_of(flights, reports, time.monotonic())
-        snapshot = LiveSnapshot(
+        return LiveSnapshot(
             at=now,
             frontend=self.frontend,
-            model=self.model,
+            model=self.model or next((row.model for row in cluster.workers), "no worker"),
             frontends=max(1, self.frontends()),
             targets_ms=self.targets_ms(),
             **msgspec.structs.asdict(cluster),
             now=msgspec.structs.replace(
                 minute_of(self._minute),
-                tokens_per_s=sum(rates.values()),
+                tokens_per_s=tokens_per_s,
                 backlog_s=cluster.backlog_s,
-                in_flight=len(flights),
+                in_flight=in_flight,
                 failed=int(next(iter(counters.FAILED.collect())).samples[0].value),
             ),
             flows=flows,
             hidden=hidden,
             ended=tuple(self._ended),
         )
-        self._body = msgspec.json.encode(snapshot)  # once for all viewers
-        self._next.set()
-        self._next = asyncio.Event()
 
     def _rates(self) -> dict[str, float]:
         """Return tokens per second since the last look, by worker."""
@@ -208,14 +221,14 @@ class LiveView:
         new = {name: max(0, count - before.get(name, 0)) for name, count in made.items()}
         return {name: count / seconds for name, count in new.items()}
 
-    async def _take_ended(self) -> None:
+    async def _take_ended(self, reports: Reports) -> None:
         """Take the requests that have ended since the last look."""
         targets, oldest, rows = self.targets_ms(), time.time() - 60.0, list[Ended]()
         found = list(self.requests.since(self._serial))  # the newest first
         # Before the first pause: a request that goes on elsewhere gets a new serial.
         serial = found[0].serial if found else self._serial
         for number, record in enumerate(found, 1):
-            row = ended_of(record, targets)
+            row = ended_of(record.explained(), targets)
             if len(rows) >= RECENT and row.at is not None and row.at < oldest:
                 break
             rows.append(row)
@@ -224,6 +237,11 @@ class LiveView:
         # After the last pause: if the last viewer goes meanwhile, the next one gets all of them.
         self._serial = serial
         rows.reverse()
+        kept = (one for _, report in reports if report for one in report.ended)
+        for told in sorted(kept, key=ended_at):  # a worker tells its last ones each time
+            if ended_at(told) > self._kept_until.get(told.decode_instance, 0.0):
+                self._kept_until[told.decode_instance] = ended_at(told)
+                rows.append(ended_of(told, targets))
         self._ended = [*self._ended, *rows][-RECENT:]
         self._minute = [
             row

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.request_log import RequestRecord
 from pullfill.snapshot import (
     FAILED,
     FLOWS,
     Ended,
+    Explained,
     Flow,
     HeldJob,
     Now,
@@ -32,39 +32,44 @@ _QUEUED = frozenset({"queued", "quarantined"})
 _READING = "reading"
 
 
-def ended_of(request: RequestRecord, targets_ms: tuple[float, float]) -> Ended:
+def ended_of(record: Explained, targets_ms: tuple[float, float]) -> Ended:
     """Return the row of a request that is over.
 
     targets_ms: of requests that name none, for TTFT and ITL."""
-    record = request.explain_record()
-    total, first, made = request.answer_ms, request.first_token_ms, request.answer_tokens
+    timings, ended, made = record.timings_ms, record.answer_ms, record.answer_tokens
+    cancelled = ended is None or record.state == "cancelled"
+    total, first = None if record.error or cancelled else ended, timings.first_token
     itl = (total - first) / (made - 1) if total and first is not None and made > 1 else None
     ttft_target, itl_target = (
         own if isinstance(own, int | float) else default
-        for own, default in zip(request.targets_ms, targets_ms, strict=True)
+        for own, default in zip(record.targets_ms, targets_ms, strict=True)
     )
     good = None
     if total is not None:
         good = (first or 0.0) <= ttft_target and (itl or 0.0) <= itl_target
-    timings = record.timings_ms
     stages = {name: ms for name in _STAGES if (ms := getattr(timings, name)) is not None}
     return Ended(
-        id=request.key,
-        at=request.failed_at if total is None else request.arrived_at + total / 1e3,
-        path=FAILED if request.error else record.path,
-        reason=request.error[:_MAX_ERROR] or record.reason,
+        id=record.request_id,
+        at=None if cancelled else ended_at(record),
+        path=FAILED if record.error else record.path,
+        reason=(record.error or "")[:_MAX_ERROR] or record.reason,
         prompt=record.prompt_tokens,
         made=made,
         ttft_ms=first,
         itl_ms=itl,
         total_ms=total,
-        good=False if request.error else good,
+        good=False if record.error else good,
         predicted_ms=predicted_of(record),
         fallback=record.fallback,
         decode=record.decode_instance,
         prefill=record.prefill_instance or "",
         stages=stages,
     )
+
+
+def ended_at(record: Explained) -> float:
+    """Return when a request that is over ended, in seconds since 1970."""
+    return record.arrived_at + (record.answer_ms or 0.0) / 1e3
 
 
 def minute_of(ended: Sequence[Ended]) -> Now:

@@ -89,7 +89,8 @@ class Page {
     if (snapshot === null || this.pressed) return;
     document.title = `pullfill: ${snapshot.model}`;
     const others = (snapshot.frontends ?? 1) > 1 ? ` (one of ${snapshot.frontends} frontends)` : "";
-    byId("model").textContent = `${snapshot.model} at ${snapshot.frontend}${others}`;
+    const teller = snapshot.frontend ? `at ${snapshot.frontend}${others}` : "as its workers tell";
+    byId("model").textContent = `${snapshot.model} ${teller}`;
     const away = outages(snapshot);
     const servers = away.length ? away.map((why) => h("span", { class: "bad" }, `▲ ${why} `)) : [h("span", { class: "muted" }, "NATS and etcd answer")];
     byId("servers").replaceChildren(...servers);
@@ -99,7 +100,8 @@ class Page {
     byId("decisions").replaceChildren(...tables.decisions(ended));
     keepFocus(byId("ended"), tables.ended(ended, (id) => this.detail.request(id)));
     const hidden = snapshot.hidden ? ` ${snapshot.hidden} more requests under way are not shown.` : "";
-    byId("foot").textContent = `Requests are those of this frontend; workers and jobs those of the cluster.${hidden}`;
+    const whose = snapshot.frontend ? "of this frontend" : "that no frontend has sent";
+    byId("foot").textContent = `Requests are those ${whose}; workers and jobs those of the cluster.${hidden}`;
     this.detail.refresh();
   }
 }

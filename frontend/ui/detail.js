@@ -44,7 +44,7 @@ export class Detail {
     this.update = () => {
       const flow = (this.page.snapshot?.flows ?? []).find((one) => one.id === id);
       if (flow !== undefined) {
-        body.replaceChildren(underWay(flow));
+        body.replaceChildren(underWay(flow, this.page.snapshot.frontend));
       } else if (!asked) {
         asked = true;
         this.ask(id, body);
@@ -60,7 +60,7 @@ export class Detail {
       if (answer.ok) body.replaceChildren(...record(await answer.json(), row, body.clientWidth));
       else body.replaceChildren(h("p", { class: "warn" }, await why(answer)));
     } catch (error) {
-      body.replaceChildren(h("p", { class: "bad" }, `The frontend does not answer: ${error.message}`));
+      body.replaceChildren(h("p", { class: "bad" }, `No answer: ${error.message}`));
     }
   }
 
@@ -84,11 +84,11 @@ async function why(answer) {
     const { error } = await answer.json();
     return error.message ?? String(error);
   } catch {
-    return `The frontend answers ${answer.status}.`;
+    return `The answer is ${answer.status}.`;
   }
 }
 
-function underWay(flow) {
+function underWay(flow, frontend) {
   return facts([
     ["stage", `${STAGES[flow.stage]}, for ${seconds(flow.stage_s)}`],
     ["since it came", seconds(flow.age_s)],
@@ -99,7 +99,7 @@ function underWay(flow) {
     ["prefill", flow.prefill_s === undefined ? null : seconds(flow.prefill_s)],
     ["attempt", flow.attempt || null],
     ["decode worker", flow.decode], ["prefill worker", flow.prefill],
-    ["frontend", flow.own === false ? "another one" : null],
+    ["frontend", flow.own === false && frontend ? "another one" : null],
   ]);
 }
 

@@ -17,7 +17,7 @@ export function figures(snapshot) {
     [count(now.tokens_per_s ?? 0), "tokens/s", "of answers"],
     [done > 0 ? percent((now.good_per_s ?? 0) / done) : "–", "goodput", "requests within both targets, last minute"],
     [count(done), "requests/s", "that ended, last minute"],
-    [String(now.in_flight ?? 0), "under way", "requests of this frontend"],
+    [String(now.in_flight ?? 0), "under way", snapshot.frontend ? "requests of this frontend" : "requests at decode workers"],
     [seconds(now.backlog_s), "queue", queue ? `${queue.depth_jobs} jobs, ${count(queue.depth_tokens)} tokens` : "unknown"],
   ];
   if (now.failed) parts.push([count(now.failed), "failed", "since the frontend started"]);

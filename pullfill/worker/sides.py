@@ -66,7 +66,7 @@ class Service(Protocol):
         """Further entries of /status."""
 
     def more(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Further entries of /status?jobs and /status?request=ID: see `Report`."""
+        """Further entries of /status?jobs, ?ended and ?request=ID: see `Report`."""
 
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""

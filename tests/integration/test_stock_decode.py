@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -24,7 +25,7 @@ from pullfill.transfer.shm.files import shm_dir
 from pullfill.wire import KvMode, WorkerRecord
 from tests.support import web
 from tests.support.answers import ask_for
-from tests.support.cluster import FLAGS, Cluster, pullfill, until
+from tests.support.cluster import FLAGS, Cluster, command, pullfill, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, assert_right, random_prompt, truth
 from tests.support.stock_vllm import StockVllm
@@ -171,6 +172,29 @@ def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: O
     )  # fmt: skip
     for stage in ("queue", "prefill", "kv_write", "commit", "first_token"):
         assert told["timings_ms"][stage] is not None, stage
+
+
+@pytest.mark.essential
+def test_a_page_without_a_frontend_shows_its_requests(stock: Stock) -> None:
+    cluster = stock.cluster
+    with subprocess.Popen(command(cluster, "page"), stdout=subprocess.PIPE, text=True) as page:
+        try:
+            assert page.stdout is not None
+            (url,) = re.findall(r"http\S+/pullfill/ui", page.stdout.readline())
+            answer = stock.ask(random_prompt(900, seed=58))
+            through = ask(cluster, random_prompt(900, seed=59), STEPS)
+            with httpx.stream("GET", f"{url}/events", trust_env=False, timeout=20.0) as events:
+                told = (line[6:] for line in events.iter_lines() if line.startswith("data: "))
+                shown = (json.loads(line).get("ended", []) for line in told)
+                row = next(row for rows in shown for row in rows if answer.request_id in row["id"])
+                again = next(shown)
+        finally:
+            page.terminate()
+    assert [one["id"] for one in again].count(row["id"]) == 1
+    assert not any(through.request_id in one["id"] for one in again), "a frontend's page has it"
+    assert (row["path"], row["prompt"], row["made"]) == ("remote", 900, STEPS)
+    assert row["total_ms"] > row["ttft_ms"] > row["stages"]["prefill"] > 0
+    assert row["decode"] == stock.instance_id
 
 
 @pytest.mark.long

@@ -43,6 +43,7 @@ ALLOWED = {room: allowed for room, (_, allowed) in ROOMS.items()}
 ENTRY_POINTS = {
     "pullfill.worker.process",
     "pullfill.frontend.main",
+    "pullfill.frontend.live.alone",
     "pullfill.demo.recipe",
     "pullfill.engine.check",
     "pullfill.queue.nats_connection",

@@ -38,7 +38,7 @@ class Rig:
     def send(self, request_id: str, *, remote: bool = False, stop: tuple[str, ...] = ()) -> None:
         self.inside[request_id] = SimpleNamespace(
             request_id=request_id, arrival_time=self.now, num_prompt_tokens=100,
-            sampling_params=SimpleNamespace(stop=stop),
+            sampling_params=SimpleNamespace(stop=stop), num_output_tokens=4,
         )  # fmt: skip
         if remote:
             decision = Decision(True, "long_prompt")
@@ -131,3 +131,18 @@ def test_the_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve("cmpl-c-0-0000000a")
     assert [name for name in "abc" if rig.find(name)] == ["b", "c"]
     assert rig.find("x" * 9000) is None, "clients choose the ids"
+
+
+def test_the_last_that_ended_are_told_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "RECENT", 2)
+    monkeypatch.setattr(request_trace.time, "time", lambda: 4.5)
+    rig = Rig()
+    rig.theirs.add("cmpl-b-0-0000000a")
+    for name in "abc":
+        rig.serve(f"cmpl-{name}-0-0000000a")
+    rig.serve("cmpl-d-0-0000000a", reason="error")
+    rig.send("cmpl-e-0-0000000a", remote=True)
+    one, two = rig.traces.ended()
+    assert (one.request_id, one.answer_ms, one.answer_tokens) == ("cmpl-c-0-0000000a", 1500.0, 4)
+    assert (two.request_id, two.state, one.error) == ("cmpl-d-0-0000000a", "failed", None)
+    assert two.error == "its engine ended it with an error"

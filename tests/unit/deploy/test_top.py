@@ -17,7 +17,7 @@ from pullfill.deploy.state import StateDir
 from pullfill.deploy.top import screen
 from pullfill.errors import ConfigError
 from pullfill.net.security import FrontendSecurity, Security
-from pullfill.snapshot import Cluster, Flow, LiveSnapshot, Stage, WorkerRow
+from pullfill.snapshot import Flow, LiveSnapshot, Stage, WorkerRow
 from pullfill.wire import QueueStatus, ServerStatus
 from tests.support.live_script import DECODE, PREFILL, ScriptedLive, serving
 
@@ -90,14 +90,17 @@ def test_without_a_frontend_it_shows_what_the_workers_tell(
 ) -> None:
     row = WorkerRow(instance_id="decode-1", role="decode", state="ready", model="m", running=3)
     queue = QueueStatus(depth_jobs=2, depth_tokens=900)
-    told = msgspec.to_builtins(Cluster(workers=(row,), queue=queue))
+    told = LiveSnapshot(at=1.0, frontend="", model="m", workers=(row,), queue=queue)
+
+    async def tell(_: ClusterRef) -> LiveSnapshot:
+        return told
+
     monkeypatch.setattr(command, "frontend_urls", lambda _: ())
-    monkeypatch.setattr(command, "from_registry", lambda _: told)
+    monkeypatch.setattr(command, "_of_workers", tell)
     assert command.top(ref(tmp_path), once=True) == 0
     said = capsys.readouterr().out
     for part in ("m as workers tell", "no frontend is known", "2 jobs, 900 tokens", "decode-1"):
         assert part in said
-    assert "TTFT" not in said, "only a frontend knows it"
 
 
 # ------------------------------------------------------------------ the screen

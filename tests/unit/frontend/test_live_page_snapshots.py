@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
-from pullfill.snapshot import FAILED, RECENT, Cluster, LiveSnapshot, Report, cluster_of
+from pullfill.snapshot import FAILED, RECENT, Cluster, Explained, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
 from tests.support.workers import record
 
@@ -24,19 +24,19 @@ class View:
         self.asked = 0
         self.fails = False
         self.etcd: Any = self
-        self._reports = [(record("d", role="decode"), Report(load={"running": 1}))]
+        self.told = [(record("d", role="decode"), Report(load={"running": 1}))]
 
     def status(self) -> ServerStatus:
         return ServerStatus(up=True, since_s=1.0)
 
     def records(self) -> list[Any]:
-        return [worker for worker, _ in self._reports]
+        return [worker for worker, _ in self.told]
 
     async def reports(self, *, jobs: bool) -> Any:
         self.asked += jobs
         if self.fails:
             raise RuntimeError("a report that cannot be read")
-        return self._reports
+        return self.told
 
     def cluster(self, reports: Any, rates: Any) -> Cluster:
         return cluster_of(reports, self.status(), 0.0, rates)
@@ -51,12 +51,13 @@ def live_of(
     view: View,
     requests: RequestLog | None = None,
     made: Any = dict,
+    frontend: str = "f",
     **times: float,
 ) -> LiveView:
     seen: Any = view
     return LiveView(
         seen, requests or RequestLog(), tuple, lambda: (1000.0, 50.0), made,
-        frontend="f", model="m", **({"period_s": 0.01} | times),
+        frontend=frontend, model="m" if frontend else "", **({"period_s": 0.01} | times),
     )  # fmt: skip
 
 
@@ -135,6 +136,45 @@ async def test_tokens_are_those_that_came_between_two_looks(view: View) -> None:
     await stream.aclose()
 
 
+async def test_without_a_frontend_what_workers_have_kept_is_shown_once(view: View) -> None:
+    now, live = time.time(), live_of(view, frontend="")
+
+    def kept(worker: str, ago_s: float, **told: Any) -> Explained:
+        known = {"arrived_at": now - ago_s, "answer_ms": 500.0, "answer_tokens": 60} | told
+        return Explained(
+            request_id=f"{worker} {ago_s:g}", path="local", reason="short", prompt_tokens=5,
+            decode_instance=worker, **known,
+        )  # fmt: skip
+
+    def told(*of: list[Explained]) -> None:
+        view.told = [
+            (record(ended[0].decode_instance, role="decode", model="llama"),
+             Report(load={"running": 2, "waiting": 1}, ended=tuple(ended)))
+            for ended in of
+        ]  # fmt: skip
+
+    idle, busy = [kept("idle", 90), kept("idle", 20)], [kept("busy", 30), kept("busy", 10)]
+    told(idle, busy)
+    first = await live.look()
+    ids = ["idle 90", "busy 30", "idle 20", "busy 10"]
+    assert [row.id for row in first.ended] == ids
+    assert (first.frontend, first.model, first.now.in_flight) == ("", "llama", 6)
+    assert (first.now.done_per_s, first.now.tokens_per_s) == (3 / 60, 3.0)
+    assert {row.tokens_per_s for row in first.workers} == {None}, "nobody counts"
+    # A worker tells its last ones each time, and has forgotten one.
+    gone = kept("busy", 5, state="cancelled")
+    told(idle, [busy[1], gone, kept("busy", 3, error="broken")])
+    second = await live.look()
+    assert [row.id for row in second.ended] == [*ids, "busy 5", "busy 3"]
+    assert [row.path for row in second.ended[4:]] == ["local", FAILED]
+    assert second.ended[4].at is None
+    assert second.now.done_per_s == 3 / 60
+    told(idle, [kept("busy", 0.2 - n / 1000) for n in range(RECENT)])
+    assert await live.look()
+    told(idle)
+    assert "idle 20" not in {row.id for row in (await live.look()).ended}
+
+
 async def test_viewers_share_the_work_and_a_slow_one_gets_the_newest(view: View) -> None:
     live = live_of(view)
     slow: Any = live.watch()
@@ -183,7 +223,7 @@ async def test_streams_go_on_while_the_past_is_read_and_nothing_of_it_is_lost(vi
         finish(requests, f"r{number}")
     live = live_of(view, requests)
     for left in (True, False):
-        reading = asyncio.create_task(live._take_ended())
+        reading = asyncio.create_task(live._take_ended(()))
         await asyncio.sleep(0)
         assert not reading.done()
         if left:

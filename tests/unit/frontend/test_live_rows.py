@@ -9,7 +9,7 @@ import msgspec
 
 from pullfill.frontend.live.rows import ended_of, flows_of, minute_of, predicted_of
 from pullfill.frontend.request_log import RequestRecord
-from pullfill.snapshot import FAILED, Flow, HeldJob, Now, OpenJob, Report, Stage
+from pullfill.snapshot import FAILED, Explained, Flow, HeldJob, Now, OpenJob, Report, Stage
 from pullfill.wire import ExplainRecord, PredictedMs, Timings
 from tests.support.workers import record as worker_record
 
@@ -27,9 +27,9 @@ RECORD = ExplainRecord(
 TARGETS = (100.0, 10.0)
 
 
-def request(record: ExplainRecord = RECORD, **fields: Any) -> RequestRecord:
+def request(record: ExplainRecord = RECORD, **fields: Any) -> Explained:
     known = {"first_token_ms": 50.0, "arrived_at": 7.0, "answer_ms": 130.0, "answer_tokens": 11}
-    return RequestRecord("cmpl-1", told=record, **(known | fields))
+    return RequestRecord("cmpl-1", told=record, **(known | fields)).explained()
 
 
 def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages() -> None:
@@ -40,6 +40,8 @@ def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages(
     assert (row.decode, row.prefill) == ("d", "p")
     cancelled = ended_of(request(answer_ms=None), TARGETS)
     assert (cancelled.at, cancelled.itl_ms, cancelled.good) == (None, None, None)
+    told = Explained.of(RECORD, state="cancelled", arrived_at=7.0, answer_ms=130.0)
+    assert ended_of(told, TARGETS).at is None, "a worker tells when, too"
 
 
 def test_goodput_is_by_the_requests_own_targets_if_it_names_some() -> None:
@@ -55,8 +57,9 @@ def test_goodput_is_by_the_requests_own_targets_if_it_names_some() -> None:
 
 
 def test_a_failed_request_says_why() -> None:
-    row = ended_of(request(answer_ms=None, error="no worker", failed_at=9.0), TARGETS)
+    row = ended_of(request(answer_ms=2000.0, error="no worker"), TARGETS)
     assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
+    assert row.total_ms is None
 
 
 def test_the_figures_are_the_median_and_the_95th_percentile() -> None:
