@@ -158,11 +158,8 @@ def why_bad_targets(extra: dict[str, Any]) -> str:
 
 
 def targets_of(params: Any) -> tuple[float | None, float | None]:
-    """Return the targets of a request for TTFT and ITL. None: it names none that can be used.
+    """Return the targets of a request for TTFT and ITL. None: it names none.
 
     params: vLLM's SamplingParams. None: there are none."""
     extra = getattr(params, "extra_args", None) or {}
-    # Frontends refuse such a request. vLLM's own server takes any value.
-    if why_bad_targets(extra):
-        return None, None
     return extra.get("ttft_ms"), extra.get("itl_ms")

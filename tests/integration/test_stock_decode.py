@@ -289,14 +289,6 @@ def test_a_prefill_worker_that_dies_costs_no_request(stock: Stock, oracle: Oracl
     assert_right(oracle, prompts, answers, STEPS, 1e-5)
 
 
-def test_a_target_that_is_no_number_stops_no_engine(stock: Stock, oracle: Oracle) -> None:
-    """Frontends refuse it. vLLM's own server does not."""
-    prompts, odd = [random_prompt(700, seed=73), random_prompt(700, seed=74)], {"ttft_ms": "soon"}
-    answers = [ask(stock.cluster, prompts[0], STEPS, stock.client, vllm_xargs=odd)]
-    answers.append(stock.ask(prompts[1]))
-    assert_right(oracle, prompts, answers, STEPS, 1e-5)
-
-
 def test_a_client_that_leaves_holds_no_block(stock: Stock, oracle: Oracle) -> None:
     (prefill,) = stock.cluster.of("prefill")
     prefill.signal(signal.SIGSTOP)
