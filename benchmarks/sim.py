@@ -196,7 +196,7 @@ def decision_us() -> float:
             continue
         model.admitted(name, costs, number < 8 or (number < 16 and cheapest is Choice.REMOTE))
         if number >= 16:
-            model.stepped(model.scheduled({name: tokens}, tokens), 0.1)
+            model.stepped(model.scheduled({name: tokens}, tokens, 0), 0.1)
     return statistics.median(took[48:]) * 1e6
 
 

@@ -21,6 +21,7 @@ from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.view import PrefillChunks
 from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.worker.step_rule import Prompt
 
 MAX_RUNNING = 32
 PULL_TOKENS = 4096
@@ -230,12 +231,15 @@ class DecodeEngine:
     def _step(self) -> None:
         world, running = self._world, self._vllm.running
         if self._config.policy is RouterPolicy.COST:
-            self._chunks.limit(*self.model.chunk())
+            self._plan()
         tokens = self._schedule()
         if not tokens:
             self._stepping = False
             return
-        plan = self.model.scheduled({r.name: n for r, n in tokens}, sum(n for _, n in tokens))
+        kv_tokens = sum(r.computed for r in running)
+        plan = self.model.scheduled(
+            {r.name: n for r, n in tokens}, sum(n for _, n in tokens), kv_tokens
+        )
         prompts = [(r.computed, n) for r, n in tokens if r.computed + n < r.prompt or n > 1]
         speed = self._speed_at(world.now)
         seconds = world.noisy(speed.step(len(tokens) - len(prompts), prompts), speed.jitter)
@@ -257,6 +261,29 @@ class DecodeEngine:
             self._step()
 
         world.at(world.now + seconds, done)
+
+    def _plan(self) -> None:
+        """As step_meter.py does it, with requests of this simulation."""
+        vllm, chunks = self._vllm, self._chunks
+        prompts = []
+        for r in [*vllm.running, *self._waiting]:
+            at = r.computed or r.hit
+            if r.prompt - at > 1:
+                prompts.append(Prompt(r.name, at, r.prompt - at, r.at + r.ttft_s, r.at))
+        streams = sum(r.prompt - r.computed <= 1 for r in vllm.running) + len(self._loaded)
+        plan = self.model.plan(prompts, (), max(1, chunks.step_tokens - streams))
+        place = {name: number for number, name in enumerate(plan.order)}
+        vllm.running.sort(key=lambda r: place.get(r.name, -1))
+        fresh = {
+            r.name for r in self._waiting
+            if not self.model.decided(r.name) and r.at + r.ttft_s > self._world.now
+        }  # fmt: skip
+        self._waiting = deque(
+            sorted(self._waiting, key=lambda r: -1 if r.name in fresh else place.get(r.name, -1))
+        )
+        config = vllm.scheduler_config
+        config.long_prefill_token_threshold = max(plan.tokens.values(), default=0)
+        vllm.max_num_scheduled_tokens = min(chunks.step_tokens, streams + plan.total + 1)
 
     def _schedule(self) -> list[tuple[Request, int]]:
         vllm, found = self._vllm, list[tuple[Request, int]]()
@@ -297,7 +324,6 @@ class DecodeEngine:
             request.hit,
             new,
             world.now - request.at,
-            chunks=self._config.policy is RouterPolicy.COST,
         )
         now = Situation(
             request.prompt,

@@ -15,30 +15,23 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.report import percentile
 from benchmarks.sim_engine import PULL_TOKENS, WAY_S, World
-from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
-from pullfill.engine.view import PrefillChunks
-from pullfill.worker import step_rule
-from pullfill.worker.step_cost import Errors, StepCost, StepFit
-from pullfill.worker.step_rule import Prompt, Streams
+from pullfill.decode_worker.cost import PROBE_TOKENS, Choice, CostModel, Queue, Targets
+from pullfill.worker.step_cost import StepCost
+from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
-CLAIM_S = 0.1
-"""By the step rule a worker decides anew about a job that nobody has claimed for so long."""
 SHARE_S = 10.0
 """Over which time a worker measures what share of it prompts took."""
 IDLE, GAIN, PRESSURE = 0.8, 1.1, 0.75
 """Of `Cluster.few`: what share of its time a worker without streams can spend on prompts; how many
 times as fast tokens must be for more workers to get streams; and how long steps without prompts may
 be there, as a share of the target."""
-LEAST_S = 0.02
-"""Shorter steps do not tell how well long ones are predicted."""
 QUIET_S, THRESHOLD = 0.5, 512
 """Of the rules of today: workers with both sides pull after so long without a request, and
 `router.max_local_prefill_length`."""
@@ -121,7 +114,6 @@ class Request:
     home: Engine | None = None
     job_of: Request | None = None
     remote: bool | None = None
-    decided: float = 0.0
 
     @property
     def due(self) -> float:
@@ -157,7 +149,7 @@ class Request:
 class Load:
     """What a worker tells others, at most TELL_S old.
 
-    requests: of clients, those that wait included. targets: as of `Streams`.
+    requests: of clients, those that wait included.
     backlog: own and pulled prompt tokens that are not computed.
     share: of its time that prompts took lately."""
 
@@ -166,7 +158,6 @@ class Load:
     kv: int = 0
     requests: int = 0
     backlog: int = 0
-    targets: dict[float, int] = field(default_factory=dict)
     share: float = 0.0
 
 
@@ -174,17 +165,13 @@ class Load:
 class Options:
     """How one system is run.
 
-    rule: `plain` (vLLM), `conditional` and `cost` (of today), or `step` (the step rule).
+    rule: `plain` (vLLM), `conditional` or `cost`.
     place: `turn`, `spread` (the least loaded), `pack` (the first that has room for one more
     stream) or `few`. See `Cluster.place`.
-    busy: whether workers that have streams pull, too, by the step rule.
-    known: whether the step rule knows the true cost of steps. Else it learns it.
-    itl_s: what the rules of today take for the streams' target."""
+    itl_s: what the rules take for the streams' target."""
 
     rule: str
     place: str = "turn"
-    busy: bool = False
-    known: bool = False
     step_tokens: int = 1024
     seats: int = 64
     itl_s: float = 0.05
@@ -213,40 +200,55 @@ class Rule:
         return 0
 
 
-class Today(Rule):
-    """The rules `conditional` and `cost`, and pulling only without requests."""
+class Product(Rule):
+    """The rules `conditional` and `cost`, by the production code. Pulling only without requests."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        options = engine.options
-        self.cost = options.rule == "cost"
-        self.vllm = SimpleNamespace(
-            scheduler_config=SimpleNamespace(
-                long_prefill_token_threshold=0, enable_chunked_prefill=True
-            ),
-            max_num_scheduled_tokens=options.step_tokens,
-            num_spec_tokens=0,
-            running=engine.running,
-        )
-        self.chunks = PrefillChunks(SimpleNamespace(scheduler=self.vllm))
-        self.model = CostModel(options.step_tokens, clock=engine.world)
+        self.plans = engine.options.rule == "cost" and engine.sides != "prefill"
+        self.model = CostModel(engine.options.step_tokens, clock=engine.world)
         self.step: Any = None
 
+    @property
+    def cost(self) -> StepCost:
+        return self.model.cost
+
     def plan(self) -> tuple[int, int]:
-        self.vllm.running = self.engine.running
-        if self.cost and self.engine.sides != "prefill":
-            self.chunks.limit(*self.model.chunk())
-        return (
-            self.vllm.scheduler_config.long_prefill_token_threshold,
-            self.vllm.max_num_scheduled_tokens,
-        )
+        """As step_meter.py does it."""
+        engine, most = self.engine, self.engine.options.step_tokens
+        if not self.plans:
+            return 0, most
+        own: list[Prompt] = []
+        jobs: list[Prompt] = []
+        streams = 0
+        for r in [*engine.running, *engine.waiting]:
+            if r.left <= 1 and r.job_of is None:
+                streams += 1  # or its KV has come
+            elif r.left > 0:
+                known = own if r.job_of is None else jobs
+                known.append(Prompt(r.name, r.computed, r.left, r.due, r.at))
+        plan = self.model.plan(own, jobs, max(1, most - streams))
+        now = engine.world.now
+        fresh = {
+            r.name for r in engine.waiting
+            if r.job_of is None and r.remote is None and r.due > now
+        }  # fmt: skip
+        place = {name: n for n, name in enumerate(plan.order)}
+        place |= dict.fromkeys(fresh, -1)
+        # First come those whose KV has come, which have no place.
+        engine.running.sort(key=lambda r: place.get(r.name, -2))
+        engine.waiting = deque(sorted(engine.waiting, key=lambda r: place.get(r.name, -2)))
+        return max(plan.tokens.values(), default=0), min(most, streams + plan.total + 1)
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None:
         tokens = {r.name: n for r, n in parts}
-        self.step = self.model.scheduled(tokens, sum(tokens.values()))
+        kv = sum(r.computed for r, _ in parts if r.made)
+        self.step = self.model.scheduled(tokens, sum(tokens.values()), kv)
 
     def stepped(self, seconds: float) -> None:
-        self.model.stepped(self.step, seconds)
+        for name, outcome in self.model.stepped(self.step, seconds):
+            if outcome.error is not None:
+                self.engine.cluster.errors.append((name, outcome.error))
 
     def finished(self, request: Request) -> None:
         self.model.finished(request.name)
@@ -262,15 +264,14 @@ class Today(Rule):
         tokens = sum(r.left for r in queue) + sum(one.job_tokens() for one in pullers)
         new = request.prompt - request.hit
         costs = self.model.predict(
-            Queue(len(pullers), jobs, tokens),
-            Targets(request.ttft_s, engine.options.itl_s),
-            request.hit, new, world.now - request.at, chunks=self.cost,
+            Queue(len(pullers), jobs, tokens), Targets(request.ttft_s, engine.options.itl_s),
+            request.hit, new, world.now - request.at,
         )  # fmt: skip
         if not pullers or new <= 1:
             remote = False
-        elif not self.cost:
+        elif engine.options.rule == "conditional":
             remote = new > THRESHOLD
-        elif costs.probe and new >= 64:
+        elif costs.probe and new >= PROBE_TOKENS:
             remote = True
         elif Choice.REMOTE in costs.options:
             remote = costs.cheapest() is Choice.REMOTE
@@ -291,117 +292,6 @@ class Today(Rule):
         return PULL_TOKENS - self.engine.backlog() if self.pulls() else 0
 
 
-class StepRule(Rule):
-    """The step rule (pullfill/worker/step_rule.py), and what follows from it elsewhere."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.fit, self.errors = StepFit(), Errors()
-        self._turn = 0
-        self._parts: list[tuple[int, int]] = []
-        self._count = self._kv = 0
-
-    @property
-    def cost(self) -> StepCost:
-        return self.engine.machine.cost() if self.engine.options.known else self.fit.cost
-
-    def streams(self) -> Streams:
-        targets: dict[float, int] = {}
-        count = kv = 0
-        for r in self.engine.running:
-            if r.made:
-                count += 1
-                kv += r.computed
-                if not r.spoiled:
-                    targets[r.itl_s] = targets.get(r.itl_s, 0) + 1
-        return Streams(count, kv, targets)
-
-    def prompts(self) -> list[Prompt]:
-        engine = self.engine
-        return [
-            Prompt(r.name, r.computed, r.left, r.due, r.at)
-            for r in [*engine.running, *engine.waiting]
-            if not r.made and r.left > 0
-        ]
-
-    def plan(self) -> tuple[int, int]:
-        engine = self.engine
-        self._turn += 1
-        streams = self.streams()
-        plan = step_rule.plan(
-            streams, self.prompts(), self.cost, self.errors,
-            now=engine.world.now, step_tokens=engine.options.step_tokens, turn=self._turn,
-        )  # fmt: skip
-        place = {name: number for number, name in enumerate(plan.order)}
-        engine.running.sort(key=lambda r: -1 if r.made else place[r.name])
-        # A prompt whose KV has come has nothing left but its last token.
-        engine.waiting = deque(sorted(engine.waiting, key=lambda r: place[r.name]))
-        return max(plan.tokens.values(), default=0), streams.count + plan.total
-
-    def scheduled(self, parts: list[tuple[Request, int]]) -> None:
-        self._parts = [(r.computed, n) for r, n in parts if not r.made]
-        self._count = len(parts) - len(self._parts)
-        self._kv = sum(r.computed for r, _ in parts if r.made)
-
-    def stepped(self, seconds: float) -> None:
-        cost = self.cost
-        if self._count and self._parts:
-            work = sum(cost.work(*part) for part in self._parts)
-            predicted = cost.base(self._count, self._kv) + work
-            if predicted > LEAST_S:
-                self.errors.stepped(predicted, seconds)
-        self.fit.stepped(self._count, self._kv, self._parts, seconds)
-
-    def remote(self, request: Request) -> bool:
-        engine = self.engine
-        cluster, now = engine.cluster, engine.world.now
-        new = request.prompt - request.hit
-        others = [o for o in cluster.engines if o is not engine and o.sides != "decode"]
-        if engine.sides == "prefill" or new <= step_rule.LEAST_TOKENS or not others:
-            return False
-        cost, step_tokens = self.cost, engine.options.step_tokens
-
-        def more(streams: Streams, ahead: list[Prompt], handoff_s: float) -> float:
-            """What the prompt costs behind these."""
-            one = Prompt("", request.hit, new, request.due - handoff_s, request.at)
-            with_it, without = (
-                step_rule.price(
-                    streams, prompts, cost, self.errors, now=now, step_tokens=step_tokens
-                )
-                for prompts in ([*ahead, one], ahead)
-            )
-            return with_it - without + step_rule.LATER * handoff_s / request.ttft_s
-
-        here = more(self.streams(), self.prompts(), 0.0)
-        handoff_s = 2 * WAY_S + cost.base(len(engine.running), 0)
-        waits = sum(r.left for r in cluster.queue if r is not request) / len(others)
-        best = math.inf
-        for other in others:
-            load = cluster.told(other)
-            if load.streams and not engine.options.busy:
-                continue
-            # Of others' prompts only the sum is known. They count as due just before this one.
-            ahead = int(load.backlog + waits)
-            parts = min(8, -(-ahead // 600))
-            due = request.due - handoff_s - 1e-3
-            prompts = [Prompt("", 0, ahead // parts, due, request.at) for _ in range(parts)]
-            streams = Streams(load.streams, load.kv, load.targets)
-            best = min(best, more(streams, prompts, handoff_s))
-        return best < here
-
-    def wants(self) -> int:
-        engine = self.engine
-        if engine.sides == "decode":
-            return 0
-        streams = self.streams()
-        if not streams.count:
-            return PULL_TOKENS - engine.backlog()
-        if not engine.options.busy:
-            return 0
-        room_s = engine.options.itl_s / 2 - self.cost.base(streams.count, 0)
-        return 2 * max(step_rule.LEAST_TOKENS, self.cost.fill(0, room_s)) - engine.backlog()
-
-
 class Engine:
     """One worker: its engine, its prefix cache, and its sides (`decode`, `prefill` or `both`).
 
@@ -419,8 +309,7 @@ class Engine:
         self._prefill_s = self._added = 0.0
         self._stepping = False
         self.load = Load()
-        kinds: dict[str, Callable[[Engine], Any]] = {"plain": Rule, "step": StepRule}
-        self.rule = kinds.get(self.options.rule, Today)(self)
+        self.rule: Any = Rule(self) if self.options.rule == "plain" else Product(self)
 
     # ------------------------------------------------------------------ load
 
@@ -458,15 +347,11 @@ class Engine:
         self.own += 1
         request.home = self
         request.hit = request.computed = self.hit(request)
-        # Today vLLM's scheduler asks, in a step whose tokens are allowed already.
-        if not isinstance(self.rule, Today) and self._goes(request):
-            return
         self.waiting.append(request)
         self._wake()
 
     def _goes(self, request: Request) -> bool:
         """Decide where the prompt of a request is computed."""
-        request.decided = self.world.now
         request.remote = self.cluster.pulls and self.rule.remote(request)
         if request.remote:
             self.cluster.put(request)
@@ -581,6 +466,7 @@ class Cluster:
     ) -> None:
         self.world, self.options = world, options
         self.queue: deque[Request] = deque()
+        self.errors: list[tuple[str, float]] = []
         self.engines: list[Engine] = []
         self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
         self.decode = [one for one in self.engines if one.sides != "prefill"]
@@ -592,7 +478,7 @@ class Cluster:
 
     def told(self, engine: Engine) -> Load:
         """The load of a worker as others know it."""
-        now, rule = self.world.now, engine.rule
+        now = self.world.now
         if now - engine.load.at >= TELL_S:
             streams = [r for r in engine.running if r.made]
             engine.load = Load(
@@ -601,7 +487,6 @@ class Cluster:
                 sum(r.computed for r in streams),
                 engine.own,
                 engine.backlog(),
-                dict(rule.streams().targets) if isinstance(rule, StepRule) else {},
                 engine.prefill_share(),
             )
             self._sent[engine.number] = []
@@ -643,7 +528,7 @@ class Cluster:
     @property
     def _cost(self) -> StepCost:
         rule = self.decode[0].rule
-        return rule.cost if isinstance(rule, StepRule) else self.decode[0].machine.cost()
+        return self.decode[0].machine.cost() if type(rule) is Rule else rule.cost
 
     def _few(self) -> int:
         """How many workers get streams: the fewest with which tokens are about as fast as can be.
@@ -690,7 +575,7 @@ class Cluster:
     def _given_up(self) -> bool:
         """By the rules of today, a job goes back when the last worker stops pulling."""
         rules = [one.rule for one in self.engines]
-        if not isinstance(rules[0], Today) or any(rule.pulls() for rule in rules):
+        if not isinstance(rules[0], Product) or any(rule.pulls() for rule in rules):
             return False
         request = self.queue.popleft()
         assert request.home is not None
@@ -701,14 +586,6 @@ class Cluster:
     def pull(self, engine: Engine) -> None:
         """Called before each step of a worker."""
         self.offer()
-        if not isinstance(engine.rule, StepRule):
-            return
-        for request in [r for r in self.queue if r.home is engine]:
-            if self.world.now - request.decided > CLAIM_S:
-                request.decided = self.world.now
-                if not engine.rule.remote(request):
-                    self.queue.remove(request)
-                    engine.take(request)
 
     def commit(self, request: Request) -> None:
         home = request.home

@@ -88,6 +88,7 @@ class OpenedJob:
     urgency: Urgency = Urgency.NORMAL
     features: Sequence[Any] = ()  # vLLM's multimodal inputs of the prompt
     trace: str = ""  # as in `PrefillJob`
+    due_s: float = 0.0  # as in `PrefillJob`
     to: str = ""  # see `Decision`
 
 
@@ -198,6 +199,7 @@ class Handoff:
                 features=brings,
                 priority=job.priority * len(Urgency) + job.urgency,
                 timeout_s=job.timeout_s,
+                due_s=job.due_s,
                 trace=job.trace,
             )
         )

@@ -79,7 +79,7 @@ def report_of(
 
     requests: number of those of frontends, whether they generate yet or not.
     itl_s: the target of the time between two tokens."""
-    base = meter.model.rates.base
+    base = meter.model.base
     count = max(requests, meter.model.streams)  # clients of vLLM's own server have streams, too
     one, two = base(count + 1), base(count + 2)
     # Rounded, because a report is sent only if it has changed. Up, because 0 is not measured.

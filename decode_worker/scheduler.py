@@ -11,6 +11,7 @@ BlockPool. engine/check.py checks at start-up that they have the attributes that
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -328,6 +329,7 @@ class DecodeScheduler:
         tokens = hit_tokens + external_tokens
         config = situation.config
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
+        ttft_ms, _ = request_limits.targets_of(request.sampling_params)
         hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
         kept_from = self._blocks.kept_from(tokens)
         read_from, prefix = self._blocks.read(request, tables, hit_tokens, kept_from)
@@ -350,11 +352,8 @@ class DecodeScheduler:
             trace=self._traces.header(request.request_id),
             to=to,
             timeout_s=timeout_s,
-            urgency=urgency_of(
-                request_limits.targets_of(request.sampling_params)[0],
-                config.tight_ttft_ms,
-                config.loose_ttft_ms,
-            ),
+            due_s=request.arrival_time + (ttft_ms or config.ttft_ms) / 1e3 - time.time(),
+            urgency=urgency_of(ttft_ms, config.tight_ttft_ms, config.loose_ttft_ms),
         )
         self._waiting[job.request_id] = job.job_id
         self._ledger.open(

@@ -139,7 +139,7 @@ async def build(
     # The frontends' socket.
     blocks = await turns.call(partial(BlockEvents, loop, view, events))
     tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
-    meter = StepMeter(context, view.chunks)
+    meter = StepMeter(context, view)
 
     def load(draining: bool) -> front_wire.LoadReport:
         itl_s = router.current.itl_ms / 1e3

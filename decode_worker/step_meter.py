@@ -1,4 +1,4 @@
-"""Measures the steps of this engine, and sizes the chunks of the next one.
+"""Measures the steps of this engine, and plans the next one.
 
 vLLM's calls on one side, the policy `cost` (cost.py) on the other. Engine thread. What was
 learned here also serves when the policy is changed, so steps are measured under each policy.
@@ -12,53 +12,102 @@ from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Step, Targets, span
+from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Step, Targets
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
-from pullfill.engine.view import PrefillChunks
+from pullfill.engine.requests import OWN_CLIENT
+from pullfill.engine.view import View
 from pullfill.errors import Outcome
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
+from pullfill.worker.step_rule import Prompt
 
 # The length of prompt that tells an engine's rate.
 _RATE_TOKENS = 1024
+# One of so many steps without prompts counts the KV of its streams: it changes slowly.
+_KV_EVERY = 16
 
 
 class StepMeter:
     """See the module."""
 
-    def __init__(
-        self, context: DecodeContext, chunks: PrefillChunks, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, context: DecodeContext, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         self._context = context
-        self._chunks = chunks
+        self._view = view
+        self._chunks = chunks = view.chunks
         self._clock = clock
         self.model = CostModel(chunks.step_tokens, stream_tokens=chunks.each, clock=clock)
         self.demand = DemandMeter(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
         self._on = False
+        self._seen = 0
+        self._kv_tokens: int | None = None
+        # Of prompts that are not computed: when each is due, when it came, its target and its hit.
+        self._known: dict[str, tuple[float, float, int]] = {}
 
     # ------------------------------------------------------------------ one step
 
     def before_step(self) -> None:
-        """Called before each step or sleep: size the chunks of the next step."""
+        """Called before each step or sleep: plan the next step."""
         if not self._steps:
             self._began = self._clock.monotonic()
-        on = self._context.router_config().policy is RouterPolicy.COST
-        if on:
-            self._chunks.limit(*self.model.chunk())
+        on = self._context.router_config().policy is RouterPolicy.COST and self._chunks.able
+        self._kv_tokens = None
+        if on and not self._chunks.idle:
+            self._plan()
+        elif on:
+            self._chunks.full()
         elif self._on:
             self._chunks.release()
         self._on = on
+
+    def _plan(self) -> None:
+        chunks, model = self._chunks, self.model
+        streams, self._kv_tokens = chunks.streams()
+        taken = streams * chunks.each
+        known, self._known = self._known, {}
+        now, wall = self._clock.monotonic(), time.time()
+        own: list[Prompt] = []
+        jobs: list[Prompt] = []
+        fresh: list[str] = []
+        for request in chunks.prompts():
+            name, at = request.request_id, request.num_computed_tokens
+            if (found := known.get(name)) is None:
+                targets = self._targets(request, self._context.router_config())
+                arrival = now - max(0.0, wall - request.arrival_time)
+                found = arrival + targets.ttft_s, arrival, at or self._view.hit(request)
+            self._known[name] = found
+            due, arrival, hit = found
+            at = at or hit
+            if request.num_tokens - at <= self._context.blocks.block_size:
+                # Its KV has come, for example. It takes a step no time, and comes first.
+                taken += request.num_tokens - at
+                continue
+            job = request.client_index == OWN_CLIENT
+            prompt = Prompt(name, at, request.num_tokens - at, due, arrival)
+            (jobs if job else own).append(prompt)
+            if due > now and not (job or model.decided(name)):
+                fresh.append(name)
+        plan = model.plan(own, jobs, max(1, chunks.step_tokens - taken))
+        order = {name: place for place, name in enumerate(plan.order)}
+        # vLLM looks first at those that nobody has decided about, as they may go elsewhere. Late
+        # ones gain nothing by it.
+        order |= dict.fromkeys(fresh, -1)
+        chunks.take(order, max(plan.tokens.values(), default=0), taken + plan.total)
 
     def scheduled(self, output: Any) -> None:
         """Note what a step will compute. output: vLLM's SchedulerOutput."""
         if not self._steps and self._began <= self._ended:
             # Nobody has called `before_step` since the last one: stock vLLM does so within a step.
             self._began = self._clock.monotonic()
+        self._seen += 1
+        if self._kv_tokens is None and self._seen % _KV_EVERY == 0:
+            _, self._kv_tokens = self._chunks.streams()
         self._steps.append(
-            self.model.scheduled(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+            self.model.scheduled(
+                output.num_scheduled_tokens, output.total_num_scheduled_tokens, self._kv_tokens
+            )
         )
 
     def after_step(self, running: int) -> None:
@@ -76,8 +125,8 @@ class StepMeter:
                     request_id, outcome.first_token_ms, outcome.regret_ms
                 )
             if streams and step.streams:
-                prompts = step.computed[0] > 0 or not step.known
-                gap_s = self.model.rates.base(step.streams) if prompts else seconds
+                prompts = step.parts or not step.known
+                gap_s = self.model.base(step.streams) if prompts else seconds
                 # Not the streams' own targets: one request could ask for dozens of workers.
                 target_s = self._context.router_config().itl_ms / 1e3
                 self.demand.stepped(seconds, min(gap_s, seconds), target_s)
@@ -86,17 +135,19 @@ class StepMeter:
 
     def predict(self, request: Any, hit_tokens: int, queue: Queue, config: RouterConfig) -> Prefill:
         """Predict what the prefill of a request costs. request: vLLM's Request."""
-        ttft_ms, itl_ms = request_limits.targets_of(request.sampling_params)
-        # Targets are rounded, so that streams with about the same one are counted together.
-        itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         return self.model.predict(
             queue,
-            Targets((ttft_ms or config.ttft_ms) / 1e3, itl_s),
+            self._targets(request, config),
             hit_tokens,
             max(1, request.num_prompt_tokens - hit_tokens),
             max(0.0, time.time() - request.arrival_time),
-            chunks=self._chunks.able and config.policy is RouterPolicy.COST,
         )
+
+    def _targets(self, request: Any, config: RouterConfig) -> Targets:
+        ttft_ms, itl_ms = request_limits.targets_of(request.sampling_params)
+        # Targets are rounded, so that streams with about the same one are counted together.
+        itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
+        return Targets((ttft_ms or config.ttft_ms) / 1e3, itl_s)
 
     def admitted(self, request_id: str, now: Situation, decision: Decision) -> PredictedMs | None:
         """Note that vLLM has taken a request as it was decided. Returns what was predicted.
@@ -112,7 +163,7 @@ class StepMeter:
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""
-        return self.model.rates.work(span(start, tokens))
+        return self.model.cost.work(start, tokens) if self.model.measured else 0.0
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that a remote prefill has ended."""

@@ -72,6 +72,8 @@ class PrefillEngine:
             task.token_ids,
             cache_salt=task.job.cache_salt,
             priority=task.job.priority,
+            # How long the job has waited in the queue is not known here: clocks differ.
+            ttft_ms=max(1.0, task.job.due_s * 1e3) if task.job.due_s else None,
             arrival_time=time.time(),
             lora_request=lora_request,
             mm_features=task.features,

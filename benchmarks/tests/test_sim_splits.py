@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.sim_sides import Options
 from benchmarks.sim_splits import (
+    MEASURED,
     STEP,
-    TODAY,
     System,
     closed,
     conversations,
@@ -20,11 +20,11 @@ from benchmarks.sim_splits import (
 
 BOTH = System("both sides", STEP)
 SYSTEMS = [
-    *(system for system, *_ in TODAY),
+    *(system for system, *_ in MEASURED),
     *splits(2),
     *splits(4),
-    System("pack", Options("step", "pack", busy=True)),
-    System("known", Options("step", "spread", busy=True, known=True)),
+    System("pack", Options("cost", "pack")),
+    System("spread", Options("cost", "spread")),
 ]
 
 
@@ -48,10 +48,9 @@ def test_half_of_the_prompt_tokens_are_found_in_one_cache() -> None:
     assert 0.35 < found < 0.6
 
 
-@pytest.mark.parametrize("place", [0, 2, 3, 5])
-def test_the_rules_of_today_do_about_as_well_as_was_measured(place: int) -> None:
-    """The two policies that the step rule replaces, and two vLLM servers."""
-    system, *measured = TODAY[place]
+@pytest.mark.parametrize("place", [2, 3])
+def test_what_was_measured_comes_out_about_right(place: int) -> None:
+    system, *measured = MEASURED[place]
     for rate, was in zip((4.4, 8.8), measured, strict=True):
         good = statistics.mean(run(system, conversations(s, rate), s).good for s in (1, 2, 3, 4))
         assert good == pytest.approx(was, abs=0.13)
@@ -84,5 +83,6 @@ def test_streams_are_spread_when_prompts_are_few() -> None:
 def test_after_twice_the_load_all_is_well_again() -> None:
     both, plain = (recovery(one, 1) for one in (splits(2)[0], splits(2)[2]))
     assert both[0] < 38.0
-    assert both[1] < 2.5 * plain[1]
+    # Prompts that are late anyway come last. vLLM computes the first first, and all are late.
+    assert both[1] < 30.0
     assert both[2] > 0.95 * plain[2]

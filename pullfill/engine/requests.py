@@ -28,6 +28,7 @@ def own_request(
     cache_salt: str | None,
     arrival_time: float,
     priority: int = 0,
+    ttft_ms: float | None = None,
     logprobs: int | None = None,
     lora_request: Any = None,
     mm_features: Sequence[Any] = (),
@@ -36,14 +37,18 @@ def own_request(
 
     Sampling parameters of the user never come here.
 
+    ttft_ms: its target, as a client would name it (request_limits.py). None: the usual one.
     logprobs: how many of the most likely tokens get a log probability."""
     from vllm.v1.engine import EngineCoreRequest
 
+    params = copy.copy(_one_token(logprobs))
+    if ttft_ms is not None:
+        params.extra_args = {"ttft_ms": ttft_ms}
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=list(token_ids),
         mm_features=list(mm_features) or None,
-        sampling_params=copy.copy(_one_token(logprobs)),
+        sampling_params=params,
         pooling_params=None,
         arrival_time=arrival_time,
         lora_request=lora_request,

@@ -6,7 +6,9 @@ read, and two of its limits are changed between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import release, requests
@@ -135,13 +137,25 @@ LOOK = 64
 """Tokens of a step that no single prompt gets. While a step has tokens left, vLLM looks at waiting
 prompts, so those that can go to a prefill worker need not wait for a long one here."""
 _LEAST = 4 * LOOK
+_LAST = 1 << 30
+# Prompts that wait and that a plan looks at. Beside 1,000 of them it must take no milliseconds.
+_MOST = 128
+
+
+@cache
+def _loading() -> Any:
+    """vLLM's status of a request whose KV has not come. Cached: an import is slow for a step."""
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class PrefillChunks:
-    """How many prompt tokens the next step of vLLM's scheduler may compute. Between steps.
+    """Which prompts the next step of vLLM's scheduler computes, and how many tokens. Between steps.
 
-    vLLM reads two numbers when it schedules a step, and both may change between steps: the most
-    tokens of one prompt (`--long-prefill-token-threshold`), and the most tokens of the step.
+    vLLM takes its running requests in the order of a list, then waiting ones. It reads two numbers
+    when it schedules a step: the most tokens of one prompt (`--long-prefill-token-threshold`), and
+    the most tokens of the step. All of that may change between steps.
 
     core: vLLM's EngineCore.
     able: whether prompts may be computed in chunks at all.
@@ -156,32 +170,72 @@ class PrefillChunks:
         self.able = bool(self._config.enable_chunked_prefill)
         self.each = 1 + int(scheduler.num_spec_tokens)
 
-    def limit(self, tokens: int, prompts: int) -> None:
-        """Let the next step compute at most `tokens` tokens of prompts. 0: no such limit.
+    @property
+    def idle(self) -> bool:
+        """Whether vLLM has no prompt to compute."""
+        scheduler = self._scheduler
+        held = getattr(scheduler, release.this.held)
+        return not (scheduler.waiting or held or scheduler._inflight_prefills)
 
-        prompts: how many prompts are computed now. They share the tokens."""
-        if not self.able:
-            return
-        if tokens <= 0 or tokens >= self.step_tokens - LOOK:
-            most = self.step_tokens - LOOK if self.step_tokens >= _LEAST else 0
-            self._set(most, self.step_tokens)
-            return
-        # Running requests come first, in any order. So their prompts must leave a token for each
-        # stream among them, and some for prompts that begin.
-        running = len(self._scheduler.running) * self.each
-        begin = tokens // 5 if prompts else 0
-        self._set(
-            max(1, (tokens - begin) // max(1, prompts)),
-            min(self.step_tokens, running + max(self.each, tokens)),
+    def streams(self) -> tuple[int, int]:
+        """Return how many requests generate, and how many tokens are in their KV."""
+        count = kv_tokens = 0
+        for request in self._scheduler.running:
+            if request.num_tokens - request.num_computed_tokens <= self.each:
+                count += 1
+                kv_tokens += request.num_computed_tokens
+        return count, kv_tokens
+
+    def prompts(self) -> list[Any]:
+        """Return vLLM's requests whose prompts are not computed, those that run first.
+
+        Of those that wait and have no block, the first _MOST."""
+        scheduler = self._scheduler
+        running = [
+            request for request in scheduler.running
+            if request.num_tokens - request.num_computed_tokens > self.each
+        ]  # fmt: skip
+        loading, come = _loading(), scheduler.finished_recving_kv_req_ids
+        held = [
+            request for request in getattr(scheduler, release.this.held)
+            if request.status != loading or request.request_id in come
+        ]  # fmt: skip
+        return [*running, *held, *islice(scheduler.waiting, _MOST)]
+
+    def take(self, order: Mapping[str, int], each: int, total: int) -> None:
+        """Let the next step compute streams, then prompts in this order.
+
+        order: places of prompts.
+        each: most tokens of one prompt. total: of the step."""
+        self._scheduler.running.sort(
+            key=lambda request: (
+                order.get(request.request_id, _LAST)
+                if request.num_tokens - request.num_computed_tokens > self.each
+                else -1
+            )
         )
+        # With other policies vLLM's queue is a heap, in an order of its own.
+        if self._config.policy == "fcfs":
+            waiting = self._scheduler.waiting
+            ordered = sorted(waiting, key=lambda request: order.get(request.request_id, _LAST))
+            waiting.clear()
+            waiting.extend(ordered)
+        # One token more, so that vLLM looks at prompts that wait. Some of them go elsewhere.
+        self._set(max(1, each), min(self.step_tokens, total + 1))
 
     def leave_one(self) -> None:
         """Let no single prompt have the last token of a step, from now on. See LOOK."""
         self._threshold = min(self._threshold or self.step_tokens, self.step_tokens - 1)
         self.release()
 
+    def full(self) -> None:
+        """Let the next step compute what it can, and still look at prompts that wait. See LOOK."""
+        if self.able:
+            most = self.step_tokens - LOOK if self.step_tokens >= _LEAST else 0
+            self._set(most, self.step_tokens)
+
     def release(self) -> None:
-        """Set both numbers as they were before `limit`."""
+        """Set both numbers as they were at first."""
         self._scheduler.max_num_scheduled_tokens = self.step_tokens
         self._config.long_prefill_token_threshold = self._threshold
 

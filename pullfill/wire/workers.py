@@ -57,6 +57,8 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     priority: int = 0
     # How long from publish the decode worker waits before it serves locally.
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]
+    # In how many seconds from publish the first token of the request is late.
+    due_s: Annotated[float, Meta(ge=-1e9, le=1e9)] = 0.0
     # W3C `traceparent` of the remote prefill. Empty: it is not traced.
     trace: Text = ""
 

@@ -3,8 +3,8 @@
     streams first    each gets its token
     then prompts     own and pulled ones are one list, and share what the step has left
 
-How long the step may take is decided anew for each one. A few lengths are tried (SHARES, and a full
-step), and the cheapest is taken. The price is the number of requests that are expected to miss a
+How long the step may take is decided anew for each one. A few lengths are tried (SHARES), and the
+cheapest is taken. The price is the number of requests that are expected to miss a
 target: prompts whose first token would be late, and streams that may meet a step that takes longer
 than their target of the time between tokens. How often steps take so much longer than predicted was
 measured (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with
@@ -31,7 +31,8 @@ import msgspec
 
 from pullfill.worker.step_cost import Errors, StepCost
 
-# Step lengths that are tried, as shares of each target of the time between tokens.
+# Step lengths that are tried, as shares of each target of the time between tokens. Not a full step:
+# it spoils the streams that come after it, too, which no price tells.
 SHARES = (0.3, 0.5, 0.8)
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.
@@ -139,6 +140,38 @@ def price(
     return _cheapest(streams, by_due, cost, errors, now, step_tokens)[0]
 
 
+def quote(
+    one: Prompt,
+    streams: Streams,
+    prompts: Sequence[Prompt],
+    cost: StepCost,
+    errors: Errors,
+    *,
+    now: float,
+    step_tokens: int,
+) -> tuple[float, float]:
+    """Return what one more prompt costs here, by `price`, and the seconds to its first token."""
+    before = price(streams, prompts, cost, errors, now=now, step_tokens=step_tokens)
+    by_due = sorted(prompts, key=lambda prompt: prompt.due)[: LOOK - 1]
+    bisect.insort(by_due, one, key=lambda prompt: prompt.due)
+    after, limit, late = _cheapest(streams, by_due, cost, errors, now, step_tokens)
+    base = cost.base(streams.count, streams.kv_tokens)
+    works = [cost.work(prompt.at, prompt.left) for prompt in by_due]
+    if limit == math.inf:
+        room_s = _filled(by_due, cost, math.inf, step_tokens)[1]
+    else:
+        room_s = min(limit - base, sum(works))
+    room_s = max(room_s, 1e-9)
+    mine = next(number for number, prompt in enumerate(by_due) if prompt is one)
+    first = [
+        number for number, prompt in enumerate(by_due)
+        if (number < mine and number not in late)
+        or (mine in late and (number not in late or prompt.arrival < one.arrival))
+    ]  # fmt: skip
+    work = works[mine] + sum(works[number] for number in first if number != mine)
+    return after - before, max(work * (base + room_s) / room_s, base)
+
+
 def _cheapest(
     streams: Streams,
     by_due: Sequence[Prompt],
@@ -176,8 +209,7 @@ def _limits(streams: Streams, base: float, total: float) -> list[float]:
     tried = {share * target for target in streams.targets for share in SHARES}
     ordered = sorted(limit for limit in tried if limit >= 1.25 * base) or [1.5 * base]
     # From where on all prompts fit into one step, longer ones are the same.
-    enough = bisect.bisect_left(ordered, base + total)
-    return ordered[: enough + 1] if enough < len(ordered) else [*ordered, math.inf]
+    return ordered[: bisect.bisect_left(ordered, base + total) + 1]
 
 
 def _prompts_price(

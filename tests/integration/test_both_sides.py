@@ -60,7 +60,8 @@ def test_a_worker_that_is_both_decodes_and_prefills(
 ) -> None:
     """SIGTERM drains both sides under load, and fails no request."""
     first = both.of("worker")[0]
-    assert states(both, other) == {("decode", "ready"), ("prefill", "ready")}
+    ready = {("decode", "ready"), ("prefill", "ready")}
+    until(lambda: states(both, other) == ready, 20, "its self-checks have passed")
     for port in (KV_PORT, KV_PORT + 1):  # one for each side
         socket.create_connection(("127.0.0.1", port)).close()
     with Load(both, seed=3200) as load:

@@ -101,6 +101,7 @@ class FakeRequest:
     cache_salt: str | None = None
     prefill_stats: Any = None
     priority: int = 0
+    client_index: int = 0
     arrival_time: float = field(default_factory=time.time)
     sampling_params: Any = None
     kv_transfer_params: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ class Release(v0_31.Release):
     speculates_on_cpu = False
     offloads_kv = False
     seats = "max_num_running_reqs"
+    held = "skipped_waiting"
 
     prompt_logprobs = ("prompt_logprobs",)
 

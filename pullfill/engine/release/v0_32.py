@@ -11,11 +11,13 @@ class Release:
     prompt_logprobs: the SamplingParams that ask for log probabilities of the prompt.
     speculates_on_cpu: whether an engine on CPU survives its first draft.
     offloads_kv: whether vLLM's KV offloading beside our connector is tested.
-    seats: vLLM's name for the most requests that its scheduler lets run at once."""
+    seats: vLLM's name for the most requests that its scheduler lets run at once.
+    held: its name for the queue of requests that wait and have blocks."""
 
     speculates_on_cpu = True
     offloads_kv = True
     seats = "max_num_active_reqs"
+    held = "kv_holding_waiting"
 
     prompt_logprobs: tuple[str, ...] = (
         "prompt_logprobs",

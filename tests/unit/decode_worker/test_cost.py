@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.cost import (
-    ITL_SHARE,
-    MIN_CHUNK,
     PROBE_TOKENS,
     Choice,
     CostModel,
-    EngineRates,
     FirstToken,
     Queue,
     Targets,
     span,
 )
 from pullfill.decode_worker.rules import Decision, Situation, decide
-from pullfill.rate import FORGET_S, Rate
+from pullfill.rate import FORGET_S
 from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.worker.step_rule import Prompt
 from tests.support.fakes import FakeClock, FakeRequest
 
 CONFIG = RouterConfig(policy=RouterPolicy.COST)
 LOCAL_S, REMOTE_S, STEP_S = 0.0003, 0.0002, 0.008
 """Seconds of a prompt token here and at the prefill worker, and of a step."""
-NOTHING = (0.0, 0.0)
 STAY = {"queue_jobs": 1000}
 """A queue that is full keeps every prompt here."""
 
@@ -60,7 +56,7 @@ class Rig:
         return name, decision, costs.choice
 
     def step(self, seconds: float, **tokens: int) -> list[tuple[str, FirstToken]]:
-        step = self.model.scheduled(tokens, sum(tokens.values()))
+        step = self.model.scheduled(tokens, sum(tokens.values()), None)
         self.clock.advance(seconds)
         return self.model.stepped(step, seconds)
 
@@ -140,59 +136,35 @@ def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
     assert work(Queue(2, 1, 4000)) == own, "one of them is free"
 
 
-# ------------------------------------------------------------------ chunks
-
-
-@pytest.fixture
-def rates() -> EngineRates:
-    """8 ms for a step, and 0.3 ms for each prompt token."""
-    made = EngineRates()
-    for number in range(50):
-        made.step(4, NOTHING, STEP_S, number * 0.01)
-        made.step(4, span(64 * number, 128), STEP_S + 128 * LOCAL_S, number * 0.01)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("streams", "tokens"),
-    [
-        ({}, 1024),
-        ({0.05: 4}, (ITL_SHARE * 0.05 - STEP_S) / LOCAL_S),
-        ({0.05: 4, 0.03: 1}, (ITL_SHARE * 0.03 - STEP_S) / LOCAL_S),
-        # A client may ask for any target. The other streams and all prompts would pay for it.
-        ({0.05: 4, 0.001: 1}, (ITL_SHARE * 0.05 - STEP_S) / LOCAL_S),
-        ({0.001: 4}, MIN_CHUNK),
-        # A target that is almost met keeps chunks small, whatever the others ask for.
-        ({0.007: 4, 0.2: 1}, MIN_CHUNK),
-        ({0.009: 4, 0.2: 1}, MIN_CHUNK),
-    ],
-)
-def test_chunks_are_sized_for_the_strictest_target_that_can_be_met(
-    rates: EngineRates, streams: Mapping[float, int], tokens: float
-) -> None:
-    assert rates.chunk(streams, 0, 1024) == pytest.approx(tokens, rel=0.1)
+# ------------------------------------------------------------------ the next step
 
 
 def test_a_step_is_limited_only_while_streams_run(rig: Rig) -> None:
-    assert rig.model.chunk() == (0, 0)
+    prompt = Prompt("job", 0, 2000, rig.clock.monotonic() + 2.0, rig.clock.monotonic())
+    assert rig.model.plan([prompt], (), 1024).total == 1024
     names = rig.streams(4)
-    tokens, prompts = rig.model.chunk()
-    assert (STEP_S + tokens * LOCAL_S, prompts) == (pytest.approx(0.04, rel=0.15), 0)
+    plan = rig.model.plan([prompt], (), 1024)
+    assert 0 < plan.total < 200
+    assert plan.seconds < 0.05
     for name in names:
         rig.model.finished(name)
-    assert rig.model.chunk() == (0, 0)
+    assert rig.model.plan([prompt], (), 1024).total == 1024
 
 
-def test_the_prediction_of_a_local_prefill_is_that_of_its_chunks(rig: Rig) -> None:
+def test_streams_that_have_missed_their_target_have_no_vote(rig: Rig) -> None:
+    names = rig.streams(4)
+    for _ in range(2):
+        rig.step(1.0, **dict.fromkeys(names, 1))
+    prompt = Prompt("job", 0, 2000, rig.clock.monotonic() + 2.0, rig.clock.monotonic())
+    assert rig.model.plan([prompt], (), 1024).total == 1024
+
+
+def test_a_prompt_here_costs_what_it_takes_from_the_streams(rig: Rig) -> None:
+    alone = rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 2000).options[Choice.LOCAL]
     rig.streams(4)
-    at_once, chunked = (
-        rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 2000, chunks=chunks).options[
-            Choice.LOCAL
-        ]
-        for chunks in (False, True)
-    )
-    assert chunked.ttft_s > at_once.ttft_s + 10 * STEP_S, "each chunk is a step with the streams"
-    assert at_once.cost > chunked.cost + 3, "all streams would miss their target"
+    beside = rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 2000).options[Choice.LOCAL]
+    assert beside.ttft_s > alone.ttft_s + 10 * STEP_S, "each part is a step with the streams"
+    assert beside.cost > alone.cost
 
 
 # ------------------------------------------------------------------ what is learned
@@ -219,19 +191,13 @@ def test_a_remote_prefill_that_failed_is_computed_here_and_judges_nobody(rig: Ri
 
 def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others() -> None:
     """If it were taken to be slow, it would get no prompt, and its speed would stay unknown."""
-    rates, late, remote = EngineRates(), 9.0 + FORGET_S, Rate()
-    remote.observe(1.0, 0.0, 0.2, 0.0)
-    rates.assume(remote, 0.0)
-    assert rates.work(span(0, 512)) == pytest.approx(0.4)
-    for number in range(8):
-        rates.step(0, span(0, 512), 4.0, float(number))
-    rates.assume(remote, 8.0)
-    assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
-    # Without prefill workers the old measurement stays, or a prompt would seem to take no time.
-    rates.assume(Rate(), late)
-    assert rates.work(span(0, 512)) == pytest.approx(4.0, rel=0.05)
-    rates.assume(remote, late)
-    assert rates.work(span(0, 512)) == pytest.approx(0.4)
+    rig = Rig()
+    for _ in range(8):
+        rig.serve(1000)
+    assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * REMOTE_S, rel=0.1)
+    for _ in range(8):
+        rig.serve(400, **STAY)
+    assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * LOCAL_S, rel=0.1)
 
 
 def test_nothing_is_left_of_requests_that_are_over() -> None:
@@ -246,4 +212,3 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     assert rig.model.streams == 0
     told = [made.model.predict(Queue(), Targets(1, 1), 0, 500).work for made in (rig, fresh)]
     assert told == [span(0, 499)] * 2
-    assert rig.model.chunk() == (0, 0)

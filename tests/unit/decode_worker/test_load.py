@@ -63,8 +63,8 @@ def rig() -> Rig:
 def test_the_pressure_is_that_of_a_step_with_one_request_more(
     rig: Rig, streams: int, requests: int, first_s: float, pressure: float
 ) -> None:
-    rates = SimpleNamespace(base=lambda count: first_s + 0.001 * count)
-    meter: Any = SimpleNamespace(model=SimpleNamespace(rates=rates, streams=streams))
+    model = SimpleNamespace(base=lambda count: first_s + 0.001 * count, streams=streams)
+    meter: Any = SimpleNamespace(model=model)
     view: Any = rig
     told = report_of(view, meter, requests, 0.050, draining=True)
     assert (told.pressure, told.pressure_each, told.draining) == (pressure, 0.02, True)

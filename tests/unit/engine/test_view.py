@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,9 +43,7 @@ class Scheduler:
 
     kv_cache_config = connector = vllm_config = None
 
-    def __init__(
-        self, threshold: int = 0, running: int = 0, drafts: int = 0, able: bool = True
-    ) -> None:
+    def __init__(self, threshold: int = 0, able: bool = True) -> None:
         self.scheduler = self
         self.pool = Pool()
         self.kv_cache_manager = SimpleNamespace(block_pool=self.pool)
@@ -52,11 +51,14 @@ class Scheduler:
         self.counts = (0, 0)
         self._inflight_prefills = set[Any]()
         self.scheduler_config = SimpleNamespace(
-            long_prefill_token_threshold=threshold, enable_chunked_prefill=able
+            long_prefill_token_threshold=threshold, enable_chunked_prefill=able, policy="fcfs"
         )
         self.max_num_scheduled_tokens = STEP
-        self.num_spec_tokens = drafts
-        self.running = [None] * running
+        self.num_spec_tokens = 0
+        self.running: list[Any] = []
+        self.waiting = deque[Any]()
+        self.finished_recving_kv_req_ids = {"come"}
+        setattr(self, release.this.held, [])
         setattr(self, release.this.seats, SEATS)
 
     @property
@@ -116,15 +118,22 @@ def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
 # --------------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize(("running", "prompts", "drafts"), [(5, 0, 0), (8, 1, 0), (8, 3, 2)])
-def test_prompts_share_what_the_streams_leave(running: int, prompts: int, drafts: int) -> None:
-    made = Scheduler(running=running, drafts=drafts)
-    PrefillChunks(made).limit(100, prompts)
-    each, total = made.limits
-    # All running requests, and the prompts among them, leave something for a prompt that begins.
-    assert prompts * each <= 100
-    assert total - running * (1 + drafts) == 100
-    assert prompts * each < 100 or not prompts
+def test_streams_come_first_then_prompts_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "_loading", lambda: "loading")
+    made = Scheduler()
+    running = [made.add(name, 100) for name in ("b", "a", "stream")]
+    made.running = running
+    running[2].num_computed_tokens = 99
+    made.waiting.extend(made.add(name, 100) for name in ("d", "new", "c"))
+    chunks = PrefillChunks(made)
+    assert chunks.streams() == (1, 99)
+    held = getattr(made, release.this.held)
+    held += [SimpleNamespace(request_id=name, status="loading") for name in ("loads", "come")]
+    assert [r.request_id for r in chunks.prompts()] == ["b", "a", "come", "d", "new", "c"]
+    chunks.take({"a": 0, "b": 1, "c": 2, "d": 3, "new": -1}, 40, 90)
+    assert [r.request_id for r in made.running] == ["stream", "a", "b"]
+    assert [r.request_id for r in made.waiting] == ["new", "c", "d"]
+    assert made.limits == (40, 91), "and a token with which vLLM looks at those that wait"
 
 
 @pytest.mark.parametrize(("threshold", "left"), [(0, STEP - 1), (100, 100), (STEP, STEP - 1)])
@@ -133,7 +142,7 @@ def test_the_last_token_of_a_step_can_be_left_to_others(threshold: int, left: in
     chunks = PrefillChunks(made)
     chunks.leave_one()
     assert made.limits == (left, STEP)
-    chunks.limit(50, 1)
+    chunks.take({}, 50, 100)
     chunks.release()
     assert made.limits == (left, STEP)
 
@@ -141,7 +150,7 @@ def test_the_last_token_of_a_step_can_be_left_to_others(threshold: int, left: in
 def test_what_the_user_has_set_is_a_limit_and_comes_back() -> None:
     made = Scheduler(threshold=64)
     chunks = PrefillChunks(made)
-    chunks.limit(500, 1)
+    chunks.take({}, 500, 600)
     assert made.limits[0] == 64
     chunks.release()
     assert made.limits == (64, STEP)
@@ -149,13 +158,13 @@ def test_what_the_user_has_set_is_a_limit_and_comes_back() -> None:
 
 def test_no_limit_still_leaves_some_tokens_for_prompts_that_wait() -> None:
     made = Scheduler()
-    PrefillChunks(made).limit(0, 0)
+    PrefillChunks(made).full()
     assert made.limits == (STEP - LOOK, STEP)
 
 
 def test_without_chunked_prefill_nothing_is_changed() -> None:
     made = Scheduler(able=False)
-    PrefillChunks(made).limit(100, 1)
+    PrefillChunks(made).full()
     assert made.limits == (0, STEP)
 
 
