@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from benchmarks.live import wait_for
 from benchmarks.report import Row, percentile, row, versus
 from benchmarks.serving import model, stats, workloads
 from benchmarks.serving.campaign import rotated
-from benchmarks.serving.contract import Answer, Ask, Kind, Running
+from benchmarks.serving.contract import Answer, Running
 from benchmarks.serving.systems import FLAGS
 from benchmarks.serving.systems_pullfill import cluster, explained_short_one
 from benchmarks.serving.window import Window, explain, measure
@@ -55,28 +53,6 @@ MOCK = (
 FOLLOW_LIMIT_S = 30.0
 CONFIG = RouterConfig()
 SLO = stats.Slo(CONFIG.ttft_ms / 1e3, CONFIG.itl_ms / 1e3)
-
-
-def asks_of(file: Path, speed: float, block: int, vocabulary: range, most: int) -> list[Ask]:
-    """The requests of a trace, `speed` times as fast. Equal blocks get equal tokens.
-
-    block: tokens of one block. most: longest prompt with its answer, in tokens."""
-    found = []
-    lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    begin = min(line["timestamp"] for line in lines)
-    for number, line in enumerate(lines):
-        wanted = max(1, min(line["input_length"], most - line["output_length"]))
-        prompt: list[int] = []
-        for name in line["hash_ids"]:
-            rng = random.Random(f"block/{name}")
-            prompt += rng.choices(vocabulary, k=block)
-        # What no block names is told by nobody: it is the request's own.
-        rest = random.Random(f"rest/{number}")
-        prompt += rest.choices(vocabulary, k=max(0, wanted - len(prompt)))
-        at_s = (line["timestamp"] - begin) / 1e3 / speed
-        output = max(1, line["output_length"])
-        found.append(Ask(Kind.SHORT, tuple(prompt[:wanted]), output, f"trace-{number}", at_s))
-    return found
 
 
 class Campaign:
@@ -117,10 +93,8 @@ class Campaign:
             running.set_policy("always_local", decode_policy=policy)
             url = running.url
             wait_for(partial(follows, url, policy), FOLLOW_LIMIT_S, f"decode_policy = {policy}")
-        asks = asks_of(options.trace, speed, 16, self._vocabulary, 8000)
         # Each window has tokens of its own, so none finds what another one left in a cache.
-        salt = Prompts(self._vocabulary, "salt", policy, number)(16)
-        asks = [Ask(a.kind, salt + a.prompt, a.max_tokens, a.lane, a.at_s) for a in asks]
+        asks = workloads.trace(options.trace, speed, self._vocabulary, policy, number)
         window = measure(running, "decode", policy, number, Workload(tuple(asks)))
         window.system = policy
         explain(window, running.url)

@@ -76,9 +76,14 @@ class Live:
                 raise BenchError(f"{' = '.join(setting)} was not set: {output}")
 
     def linked(self) -> set[str]:
-        """Prefill workers that every ready decode worker is connected to, and that pull."""
-        seen = [set(w["load"].get("prefill_workers", [])) for w in self.workers("decode")]
-        return set.intersection(*seen) if seen else set()
+        """Prefill workers that every ready decode worker is connected to, and that pull. A worker
+        with both sides needs no connection to itself."""
+        seen = [
+            {w["instance_id"], *w["load"].get("prefill_workers", [])}
+            for w in self.workers("decode")
+        ]
+        prefill = {w["instance_id"] for w in self.workers("prefill")}
+        return set.intersection(prefill, *seen) if seen else set()
 
 
 def wait_for(check: Callable[[], Any], within_s: float, what: str, every_s: float = 0.1) -> Any:

@@ -28,19 +28,29 @@ SHORT_REASON = {
 
 @contextmanager
 def cluster(
-    name: str, policy: str, decode: int, prefill: int, flags: Sequence[str], base: Path
+    name: str,
+    policy: str,
+    decode: int,
+    prefill: int,
+    flags: Sequence[str],
+    base: Path,
+    *,
+    workers: int = 0,
+    **settings: float | str,
 ) -> Iterator[Running]:
-    """A cluster with so many workers and that router policy. Raises BenchError."""
-    workers = ["--decode", str(decode), "--prefill", str(prefill)]
+    """A cluster with so many workers and that router policy. Raises BenchError.
+
+    workers: with both sides. settings: others of the router."""
+    counts = [f"--workers={workers}", f"--decode={decode}", f"--prefill={prefill}"]
     state = base / "cluster"
-    told = ["--model", str(model.model_directory()), *workers, *flags]
+    told = ["--model", str(model.model_directory()), *counts, *flags]
     with running(state, *told, drain_s=DRAIN_S) as live:
         wait_for(
-            lambda: len(live.linked()) == prefill,
+            lambda: len(live.linked()) == prefill + workers,
             LINK_LIMIT_S,
             f"{name}: every prefill worker is connected to every decode worker",
         )
-        set_policy(live, policy)
+        set_policy(live, policy, **settings)
         yield Running(
             name=name,
             url=live.url,

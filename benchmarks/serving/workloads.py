@@ -1,15 +1,17 @@
 """What is asked, made from a seed before anything runs: the same for every system, never twice.
 
 Every prompt is random token ids, so no two share a first block and nothing hits a prefix cache
-unless it is meant to (`chat`). Seeds name the workload, the repeat and the window: two windows of
-one start never ask the same.
+unless it is meant to (`chat`, `trace`). Seeds name the workload, the repeat and the window: two
+windows of one start never ask the same.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.serving.contract import Ask, Kind
 
@@ -22,6 +24,8 @@ STAGGER_S = 0.25
 SWEEP_IN, SWEEP_SHARE = 2048, 0.25
 CHAT_FIRST = 3000
 """A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
+TRACE_BLOCK, TRACE_MOST = 16, 8000
+"""In tokens: a block that a trace names, and the longest prompt with its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +103,33 @@ def warm_up(prompts: Prompts, lengths: Sequence[int]) -> Workload:
     ]
     asks += [Ask(Kind.LONG, prompts(length), LONG_OUT, "long") for length in lengths]
     return Workload(tuple(asks))
+
+
+def saturated(prompts: Prompts, seconds: float, clients: int, tokens: int, answer: int) -> Workload:
+    """So many clients, each asking again when it has its answer."""
+    asks = []
+    for client in range(clients):
+        for number in range(int(seconds * FASTEST / answer) + 2):
+            at_s = None if number else STAGGER_S * client
+            asks.append(Ask(Kind.SHORT, prompts(tokens), answer, f"client-{client}", at_s))
+    return Workload(tuple(asks), seconds)
+
+
+def trace(file: Path, speed: float, vocabulary: range, *seed: object) -> list[Ask]:
+    """The requests of a trace in Mooncake's format, `speed` times as fast. Equal blocks get equal
+    tokens, with another seed other ones."""
+    found = []
+    lines = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    begin = min(line["timestamp"] for line in lines)
+    for number, line in enumerate(lines):
+        output = max(1, line["output_length"])
+        wanted = max(1, min(line["input_length"], TRACE_MOST - output))
+        prompt: tuple[int, ...] = ()
+        for name in line["hash_ids"]:
+            prompt += Prompts(vocabulary, *seed, "block", name)(TRACE_BLOCK)
+        # What no block names is told by nobody: it is the request's own.
+        rest = Prompts(vocabulary, *seed, "rest", number)
+        prompt += rest(max(0, wanted - len(prompt)))
+        at_s = (line["timestamp"] - begin) / 1e3 / speed
+        found.append(Ask(Kind.SHORT, prompt[:wanted], output, f"trace-{number}", at_s))
+    return found

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_decode_policy import DEFAULT, asks_of
 from benchmarks.serving.contract import Ask, Kind
 from benchmarks.serving.load import Plan, Result, heard, send
 from benchmarks.serving.workloads import Workload
@@ -189,9 +188,3 @@ class TestChat:
             [10], [10, 0, 1, 20], [10, 0, 1, 20, 0, 1, 30]
         ]  # fmt: skip
         assert [a.tokens for a in answers] == [[0, 1]] * 3
-
-
-def test_the_default_trace_can_be_asked() -> None:
-    asks = asks_of(DEFAULT, 4.0, 16, range(100, 200), 8000)
-    assert len(asks) == 453
-    assert all(ask.prompt and ask.max_tokens for ask in asks)

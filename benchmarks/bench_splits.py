@@ -1,0 +1,223 @@
+"""Workers with both sides on beside every static split of the same two cores: `make bench-splits`.
+
+    make bench-splits ARGS="--trace FILE --speeds 2 4 --rounds 2 --save"
+
+Every round starts each system once, in an order that changes, and measures all loads on it:
+  trace   the first requests of a trace in Mooncake's format, at each speed; only with --trace
+  1K/1K   clients that never pause: prompts of 1024 tokens, answers of 1000
+  1K/200  the same with answers of 200 tokens
+  longs   four streams, and a prompt of 3000 tokens every 2 s
+All systems of a round get equal prompts; no two windows share a block. A request is good if its
+first token comes within `router.ttft_ms` and the 99th percentile of its gaps is at most
+`router.itl_ms`. Tokens per second count where clients never pause, and where few requests are good.
+--save writes results/splits.md. Exit status 1 when a target is missed, a system failed, or the
+machine was not quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import machine
+from benchmarks.live import BenchError, end_in_order
+from benchmarks.report import Row, finish, median, percentile, row, versus
+from benchmarks.serving import model, stats, workloads
+from benchmarks.serving.campaign import rotated
+from benchmarks.serving.contract import Launcher, Name, Running
+from benchmarks.serving.systems import FLAGS, SYSTEMS
+from benchmarks.serving.systems_pullfill import cluster
+from benchmarks.serving.window import Window, measure
+from benchmarks.serving.workloads import Longs, Prompts, Workload
+from pullfill.wire import RouterConfig
+
+BOTH, TURNS = "both", "2-vllm"
+CHOICES: dict[str, Launcher] = {
+    BOTH: lambda to: cluster(BOTH, "cost", 0, 0, FLAGS, to, workers=2, decode_policy="pack"),
+    "1p1d-cost": lambda to: cluster("1p1d-cost", "cost", 1, 1, FLAGS, to),
+    "1p1d-conditional": lambda to: cluster("1p1d-conditional", "conditional", 1, 1, FLAGS, to),
+    "2-decode": lambda to: cluster("2-decode", "conditional", 2, 0, FLAGS, to),
+    TURNS: SYSTEMS[Name.ROUND_ROBIN].launch,
+    "1-vllm": SYSTEMS[Name.AGGREGATED].launch,
+}
+NOTE = f"""\
+{BOTH}: `pullfill up --workers 2`, policy cost, decode policy pack. 1p1d: one decode and one prefill
+worker. {TURNS}: two plain servers, a core each, in turn. 1-vllm: one plain server on both cores."""
+TRACE, LONGS, ANSWERS = "trace", "longs", {"1K/1K": 1000, "1K/200": 200}
+PROMPT = 1024
+WARM = (512, PROMPT, workloads.LONG_IN)
+"""Lengths of the prompts before each window."""
+SLO = stats.Slo(RouterConfig().ttft_ms / 1e3, RouterConfig().itl_ms / 1e3)
+SATURATED = 0.9
+"""A load is, if no system keeps that share good."""
+TRACE_GOOD = {"trace 2x": 0.99, "trace 4x": 0.95}
+"""What share is to be good."""
+
+
+def loads(options: argparse.Namespace, vocabulary: range, number: int) -> dict[str, Workload]:
+    """Of one round, by label."""
+    found, seconds = {}, options.seconds
+    for load in options.loads:
+        prompts = Prompts(vocabulary, load, number)
+        if load == LONGS:
+            found[load] = workloads.interference(prompts, seconds, Longs())
+        elif answer := ANSWERS.get(load):
+            found[load] = workloads.saturated(prompts, seconds, options.clients, PROMPT, answer)
+        else:
+            for speed in options.speeds if options.trace else ():
+                asks = workloads.trace(options.trace, speed, vocabulary, load, speed, number)
+                found[f"{TRACE} {speed:g}x"] = Workload(tuple(asks[: options.requests]), seconds)
+    return found
+
+
+class Figures(NamedTuple):
+    """Of one system under one load, all rounds together; times in ms. tokens_s: the median."""
+
+    requests: int
+    failed: int
+    good: float
+    ttft_p50: float
+    ttft_p90: float
+    itl_p99: float
+    tokens_s: float
+
+    def __str__(self) -> str:
+        return "{} | {} | {:.3f} | {:.0f} | {:.0f} | {:.1f} | {:.0f}".format(*self)
+
+
+def figures(windows: Sequence[Window]) -> Figures:
+    """Raises ValueError if nothing was answered."""
+    answers = [a for w in windows for a in w.answers]
+    first, gaps = stats.ttfts(answers), stats.gaps(answers)
+    return Figures(
+        len(answers),
+        len(stats.failed(answers)),
+        stats.goodput(answers, 1.0, SLO)[1],
+        1e3 * percentile(first, 0.5),
+        1e3 * percentile(first, 0.9),
+        1e3 * percentile(gaps, 0.99) if gaps else 0.0,
+        # What comes after a closed loop's end is left out; a trace may end earlier.
+        median(stats.tokens_per_s(w.answers, min(w.length_s, w.result.took_s)) for w in windows),
+    )
+
+
+Table = Mapping[str, Mapping[str, Figures]]
+"""By load and system."""
+
+
+def table_of(windows: Sequence[Window]) -> Table:
+    found: dict[str, dict[str, list[Window]]] = {}
+    for window in sorted(windows, key=lambda w: [*CHOICES].index(w.system)):
+        found.setdefault(window.label, {}).setdefault(window.system, []).append(window)
+    return {load: {k: figures(v) for k, v in each.items()} for load, each in found.items()}
+
+
+def markdown(found: Table) -> str:
+    head = "requests | failed | good | TTFT p50 ms | p90 ms | ITL p99 ms | tokens/s"
+    lines = [f"| load | system | {head} |", "|---" * 9 + "|"]
+    for load, each in found.items():
+        lines += [f"| {load} | {name} | {one} |" for name, one in each.items()]
+    return "\n".join(lines)
+
+
+def rows_of(found: Table) -> list[Row]:
+    """Workers with both sides against the best of the others, and against the trace's targets."""
+    return [one for load, each in found.items() for one in _held(load, each)]
+
+
+def _held(load: str, systems: Mapping[str, Figures]) -> Iterator[Row]:
+    rest = {name: one for name, one in systems.items() if name != BOTH}
+    if BOTH not in systems or not rest:
+        return
+    mine = systems[BOTH]
+    best = max(rest, key=lambda name: rest[name].good)
+    if good := rest[best].good:  # else nobody is better
+        yield versus(f"{load}: good", mine.good, "share", best, good, at_least=0.99)
+    if load in ANSWERS or good < SATURATED:
+        best = max(rest, key=lambda name: rest[name].tokens_s)
+        most = rest[best].tokens_s
+        yield versus(f"{load}: tokens", mine.tokens_s, "1/s", best, most, at_least=0.97)
+    if load.startswith(TRACE):
+        yield row(f"{load}: good", mine.good, "share", at_least=TRACE_GOOD.get(load))
+        yield row(f"{load}: ITL p99", mine.itl_p99, "ms", at_most=25.0)
+        if TURNS in rest:
+            p90 = rest[TURNS].ttft_p90
+            yield versus(f"{load}: TTFT p90", mine.ttft_p90, "ms", TURNS, p90, at_most=1.05)
+
+
+def campaign(
+    options: argparse.Namespace, base: Path, quiet: machine.OtherLoad, windows: list[Window]
+) -> list[str]:
+    """Fill `windows`. Returns what failed."""
+    troubles, vocabulary = list[str](), model.plain_tokens()
+    rounds = range(options.rounds)
+    for number, name in ((n, name) for n in rounds for name in rotated(options.systems, n)):
+        folder = base / f"{number}-{name}"
+        folder.mkdir()
+        quiet.look(2.0)
+        try:
+            with CHOICES[name](folder) as running:
+                for label, work in loads(options, vocabulary, number).items():
+                    warm = workloads.warm_up(Prompts(vocabulary, "warm-up", label, number), WARM)
+                    measure(running, "splits", "warm-up", number, warm)
+                    windows.append(measured(running, name, label, number, work))
+                    quiet.others.append(windows[-1].others)
+        except (KeyboardInterrupt, SystemExit):
+            return [*troubles, "ended early"]
+        except (BenchError, OSError, subprocess.SubprocessError) as exc:
+            troubles.append(f"{name}, round {number}: {str(exc)[-1500:]}")
+            print(troubles[-1], flush=True)
+    return troubles
+
+
+def measured(running: Running, name: str, label: str, number: int, work: Workload) -> Window:
+    """Raises BenchError without an answer, or if the load was not what it says."""
+    window = measure(running, "splits", label, number, work)
+    if not stats.good(window.answers) or window.result.dry:
+        raise BenchError(f"{label}: no answers, or no prompts left for the clients")
+    window.system = name
+    others = f"others used {100 * window.others:.0f} %"
+    print(f"{label} | {name} | {figures([window])} | {others}", flush=True)
+    return window
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", choices=CHOICES, default=list(CHOICES))
+    known = [TRACE, *ANSWERS, LONGS]
+    parser.add_argument("--loads", nargs="+", choices=known, default=known)
+    parser.add_argument("--trace", type=Path, help="JSON lines, Mooncake's format")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[2.0, 4.0], help="of the trace")
+    parser.add_argument("--requests", type=int, help="of the trace (those of --seconds)")
+    parser.add_argument("--clients", type=int, default=16, help="of 1K/1K and 1K/200")
+    parser.add_argument("--seconds", type=float, default=45.0, help="in which requests are sent")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--save", action="store_true", help="write results/splits.md")
+    parser.add_argument("--even-if-busy", action="store_true", help="save also then, marked")
+    options = parser.parse_args(argv)
+    if options.trace and not options.trace.is_file():
+        parser.error(f"there is no file {options.trace}")
+    if options.loads == [TRACE] and not options.trace:
+        parser.error("the load trace needs --trace FILE")
+    end_in_order()
+    quiet, windows = machine.OtherLoad(), list[Window]()
+    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
+        troubles = campaign(options, Path(directory), quiet, windows)
+    found = table_of(windows)
+    more = f"{markdown(found)}\n\n{NOTE}"
+    print(f"\n{more}\n\n{quiet}", *troubles, sep="\n")
+    title, save = "Workers with both sides on beside static splits", options.save and not troubles
+    status = finish("splits", rows_of(found), quiet=quiet.quiet, save=save, title=title, more=more,
+                    even_if_busy=options.even_if_busy)  # fmt: skip
+    return status or int(bool(troubles))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
