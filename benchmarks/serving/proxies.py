@@ -55,8 +55,10 @@ class Proxy:
         headers = {name: request.headers[name] for name in kept if name in request.headers}
         url = server + request.path_qs
         async with self.session.request(request.method, url, data=body, headers=headers) as came:
+            # An empty answer, as of /health, has no type: then it gets the default one.
             answer = web.StreamResponse(
-                status=came.status, headers={"content-type": came.headers["content-type"]}
+                status=came.status,
+                headers={"content-type": came.headers.get("content-type", came.content_type)},
             )
             await answer.prepare(request)
             async for data in came.content.iter_any():

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from benchmarks.serving.contract import Ask, Kind
 from benchmarks.serving.load import Plan, Result, heard, send
+from benchmarks.serving.proxies import Proxy, round_robin
 from benchmarks.serving.workloads import Workload
-from tests.support.listening import listening
+from tests.support.listening import listening, serving
 
 Step = bytes | float
 """Bytes to write, or seconds to wait. b"" breaks the connection off."""
@@ -188,3 +190,17 @@ class TestChat:
             [10], [10, 0, 1, 20], [10, 0, 1, 20, 0, 1, 30]
         ]  # fmt: skip
         assert [a.tokens for a in answers] == [[0, 1]] * 3
+
+
+async def test_the_proxy_passes_on_an_answer_without_a_type() -> None:
+    """As vLLM answers /health: a system whose proxy fails there never starts."""
+
+    async def bare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with listening(bare) as (host, port):
+        proxy = Proxy(round_robin([f"http://{host}:{port}"]))
+        async with serving(proxy.app()) as url, ClientSession() as http:
+            assert (await http.get(f"{url}/health")).status == 200
