@@ -17,6 +17,7 @@ machine was not quiet.
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -91,16 +92,16 @@ class Figures(NamedTuple):
 
 
 def figures(windows: Sequence[Window]) -> Figures:
-    """Raises ValueError if nothing was answered."""
+    """Times of which there is none are nan."""
     answers = [a for w in windows for a in w.answers]
-    first, gaps = stats.ttfts(answers), stats.gaps(answers)
+    first, gaps = stats.ttfts(answers) or [math.nan], stats.gaps(answers) or [math.nan]
     return Figures(
         len(answers),
         len(stats.failed(answers)),
         stats.goodput(answers, 1.0, SLO)[1],
         1e3 * percentile(first, 0.5),
         1e3 * percentile(first, 0.9),
-        1e3 * percentile(gaps, 0.99) if gaps else 0.0,
+        1e3 * percentile(gaps, 0.99),
         # What comes after a closed loop's end is left out; a trace may end earlier.
         median(stats.tokens_per_s(w.answers, min(w.length_s, w.result.took_s)) for w in windows),
     )
@@ -138,9 +139,8 @@ def _held(load: str, systems: Mapping[str, Figures]) -> Iterator[Row]:
     best = max(rest, key=lambda name: rest[name].good)
     if good := rest[best].good:  # else nobody is better
         yield versus(f"{load}: good", mine.good, "share", best, good, at_least=0.99)
-    if load in ANSWERS or good < SATURATED:
-        best = max(rest, key=lambda name: rest[name].tokens_s)
-        most = rest[best].tokens_s
+    best = max(rest, key=lambda name: rest[name].tokens_s)
+    if (most := rest[best].tokens_s) and (load in ANSWERS or good < SATURATED):
         yield versus(f"{load}: tokens", mine.tokens_s, "1/s", best, most, at_least=0.97)
     if load.startswith(TRACE):
         yield row(f"{load}: good", mine.good, "share", at_least=TRACE_GOOD.get(load))
@@ -176,13 +176,14 @@ def campaign(
 
 
 def measured(running: Running, name: str, label: str, number: int, work: Workload) -> Window:
-    """Raises BenchError without an answer, or if the load was not what it says."""
+    """Raises BenchError if the load was not what it says."""
     window = measure(running, "splits", label, number, work)
-    if not stats.good(window.answers) or window.result.dry:
-        raise BenchError(f"{label}: no answers, or no prompts left for the clients")
+    if window.result.dry:
+        raise BenchError(f"{label}: no prompts left for the clients")
     window.system = name
-    others = f"others used {100 * window.others:.0f} %"
-    print(f"{label} | {name} | {figures([window])} | {others}", flush=True)
+    others, bad = f"others used {100 * window.others:.0f} %", stats.failed(window.answers)
+    why = f" | first failure: {bad[0].error[:200]}" if bad else ""
+    print(f"{label} | {name} | {figures([window])} | {others}{why}", flush=True)
     return window
 
 

@@ -75,3 +75,11 @@ class TestRows:
             ("1K/1K: tokens", TURNS, False),
             ("longs: tokens", TURNS, False),
         ]
+
+    def test_a_system_that_answers_nothing_misses_and_nobody_beats_it_by_a_ratio(self) -> None:
+        nan = float("nan")
+        dead = Figures(10, 10, 0.0, nan, nan, nan, 0.0)
+        alive = Figures(10, 0, 0.99, 50, 200, 24, 96)
+        missed = rows_of({"trace 2x": {BOTH: dead, TURNS: alive}})
+        assert [r.ok for r in missed] == [False] * 4
+        assert rows_of({"1K/1K": {BOTH: alive, TURNS: dead}}) == []
