@@ -83,8 +83,12 @@ class StepFit:
             pairs += count * (at + count / 2.0) / 262_144.0
         base = (1.0, streams / 8.0, kv_tokens / 8192.0)
         if tokens > 1 / 16:  # fewer take less than a step varies
-            rest = max(0.0, seconds - self._decode.of(base))
-            self._prefill.observe((tokens, pairs), rest)
+            rest = seconds - self._decode.of(base)
+            self._prefill.observe((tokens, pairs), max(0.0, rest))
+            if rest < 0:
+                # It would take less still without prompts. Where all steps have prompts, nothing
+                # else tells that, and prompts would be taken to cost less and less.
+                self._decode.observe(base, seconds)
         elif not tokens and streams:
             self._decode.observe(base, seconds)
         self._steps += 1

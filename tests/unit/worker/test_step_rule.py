@@ -226,6 +226,18 @@ def test_an_engine_that_becomes_slower_is_noticed_within_a_hundred_steps() -> No
     assert fit.cost.base(8, 4000) == pytest.approx(slow.base(8, 0), rel=0.1)
 
 
+def test_prompts_cost_something_where_no_step_is_without_them() -> None:
+    """Steps are faster than assumed, so what is assumed of streams alone is more than all takes."""
+    fit, rng = StepFit(), random.Random(1)
+    gpu = StepCost(0.003, 0.00003, 0.0, 5e-6, 1e-10)
+    for _ in range(2000):
+        tokens = rng.randint(50, 1000)
+        fit.stepped(30, 0, [(0, tokens)], gpu.base(30, 0) + gpu.work(0, tokens))
+    assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.5)
+    step_s = fit.cost.base(30, 0) + fit.cost.work(0, 500)
+    assert step_s == pytest.approx(gpu.base(30, 0) + gpu.work(0, 500), rel=0.2)
+
+
 def test_a_pause_spoils_nothing() -> None:
     fit, rng = StepFit(), random.Random(1)
     run_steps(fit, rng, COST, 800)
