@@ -36,6 +36,9 @@ PROBE_TOKENS = 64
 # A request that gets at most so many tokens in a step counts as a stream. A stream gets one
 # token and its drafts. If there are more drafts than that, the limit is higher.
 _STREAM_TOKENS = 8
+# A plan tries step lengths for each target that streams have. Clients name targets, and with 200
+# different ones a plan would take 70 ms. So similar ones count as the smallest of them.
+_TARGETS = 8
 
 Span = tuple[float, float]
 P = TypeVar("P")
@@ -235,7 +238,7 @@ class CostModel:
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
             if stream.over <= (self._steps - stream.since) // 100:
                 targets[stream.itl_s] = targets.get(stream.itl_s, 0) + 1
-        return Streams(len(self._streams), self._kv_tokens, targets)
+        return Streams(len(self._streams), self._kv_tokens, _few(targets))
 
     # ------------------------------------------------------------------ what is under way
 
@@ -353,6 +356,14 @@ class CostModel:
             return FirstToken(took * 1e3, error=error)
         regret = max(0.0, took - one.options[other].ttft_s)
         return FirstToken(took * 1e3, regret * 1e3, error)
+
+
+def _few(targets: dict[float, int]) -> dict[float, int]:
+    """Return at most _TARGETS targets. See there."""
+    ordered = sorted(targets.items())
+    size = max(1, -(-len(ordered) // _TARGETS))
+    groups = [ordered[at : at + size] for at in range(0, len(ordered), size)]
+    return {group[0][0]: sum(count for _, count in group) for group in groups}
 
 
 def _both(prompts: Mapping[str, P], tokens: Mapping[str, int]) -> list[tuple[str, P]]:

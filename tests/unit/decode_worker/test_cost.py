@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from statistics import median
 from typing import Any
 
@@ -42,12 +43,12 @@ class Rig:
         return Queue(1, len(self.away), sum(self.away.values()))
 
     def ask(
-        self, tokens: int, *, ttft_s: float = 2.0, **fields: Any
+        self, tokens: int, *, ttft_s: float = 2.0, itl_s: float = 0.05, **fields: Any
     ) -> tuple[str, Decision, Choice]:
         """Decide where a prompt is prefilled, and enter it as admitted."""
         self.serial += 1
         name = f"r{self.serial}"
-        costs = self.model.predict(self.queue, Targets(ttft_s, 0.05), 0, tokens)
+        costs = self.model.predict(self.queue, Targets(ttft_s, itl_s), 0, tokens)
         told = {"prefill_workers": 1, "queue_available": True, "config": CONFIG, **fields}
         decision = decide(FakeRequest(name, [1]), Situation(tokens, 0, costs=costs, **told))
         self.model.admitted(name, costs, decision.remote)
@@ -157,6 +158,23 @@ def test_streams_that_have_missed_their_target_have_no_vote(rig: Rig) -> None:
         rig.step(1.0, **dict.fromkeys(names, 1))
     prompt = Prompt("job", 0, 2000, rig.clock.monotonic() + 2.0, rig.clock.monotonic())
     assert rig.model.plan([prompt], (), 1024).total == 1024
+
+
+def test_many_different_targets_make_a_plan_no_slower(rig: Rig) -> None:
+    for number in range(200):
+        name, _, _ = rig.ask(16, itl_s=0.3 - number / 1000, **STAY)
+        rig.compute(name, 16)
+    now = rig.clock.monotonic()
+    prompts = [Prompt(str(n), 0, 700, now + 0.2 * n, now) for n in range(64)]
+    took = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        rig.model.plan(prompts, (), 1024)
+        took.append(time.perf_counter() - begin)
+    # It takes 0.5 ms. The bound is for a busy machine.
+    assert min(took) < 0.01
+    calm = rig.model.plan([Prompt("calm", 0, 3000, now + 30.0, now)], (), 1024)
+    assert calm.seconds < 0.101, "the smallest target counts"
 
 
 def test_a_prompt_here_costs_what_it_takes_from_the_streams(rig: Rig) -> None:
