@@ -20,7 +20,7 @@ from pullfill.engine.requests import OWN_CLIENT
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
-from pullfill.worker.step_rule import Prompt
+from pullfill.worker.step_rule import LEAST_TOKENS, Prompt
 
 # The length of prompt that tells an engine's rate.
 _RATE_TOKENS = 1024
@@ -71,6 +71,7 @@ class StepMeter:
         own: list[Prompt] = []
         jobs: list[Prompt] = []
         fresh: list[str] = []
+        short: list[str] = []
         for request in chunks.prompts():
             name, at = request.request_id, request.num_computed_tokens
             if (found := known.get(name)) is None:
@@ -80,9 +81,11 @@ class StepMeter:
             self._known[name] = found
             due, arrival, hit = found
             at = at or hit
-            if request.num_tokens - at <= self._context.blocks.block_size:
-                # Its KV has come, for example. It takes a step no time, and comes first.
-                taken += request.num_tokens - at
+            if request.num_tokens - at <= LEAST_TOKENS:
+                # Its KV has come, for example. It takes a step no time, and comes first. vLLM may
+                # take the drafts of a stream with it.
+                taken += max(chunks.each, request.num_tokens - at)
+                short.append(name)
                 continue
             job = request.client_index == OWN_CLIENT
             prompt = Prompt(name, at, request.num_tokens - at, due, arrival)
@@ -93,8 +96,10 @@ class StepMeter:
         order = {name: place for place, name in enumerate(plan.order)}
         # vLLM looks first at those that nobody has decided about, as they may go elsewhere. Late
         # ones gain nothing by it.
-        order |= dict.fromkeys(fresh, -1)
-        chunks.take(order, max(plan.tokens.values(), default=0), taken + plan.total)
+        order |= dict.fromkeys(fresh, -1) | dict.fromkeys(short, -2)
+        # No stream and no short prompt is cut.
+        each = max(chunks.each, LEAST_TOKENS, *plan.tokens.values())
+        chunks.take(order, each, taken + plan.total)
 
     def scheduled(self, output: Any) -> None:
         """Note what a step will compute. output: vLLM's SchedulerOutput."""

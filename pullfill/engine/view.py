@@ -221,7 +221,7 @@ class PrefillChunks:
             waiting.clear()
             waiting.extend(ordered)
         # One token more, so that vLLM looks at prompts that wait. Some of them go elsewhere.
-        self._set(max(1, each), min(self.step_tokens, total + 1))
+        self._set(each, min(self.step_tokens, total + 1))
 
     def leave_one(self) -> None:
         """Let no single prompt have the last token of a step, from now on. See LOOK."""

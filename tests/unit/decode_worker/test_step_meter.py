@@ -51,10 +51,7 @@ class Rig:
         self.config = RouterConfig(policy=RouterPolicy.COST)
         chunks: Any = self.chunks
         self.traces = RequestTraces("d", self.clock)
-        context: Any = SimpleNamespace(
-            traces=self.traces, router_config=lambda: self.config,
-            blocks=SimpleNamespace(block_size=16),
-        )  # fmt: skip
+        context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
         view: Any = SimpleNamespace(chunks=chunks, hit=lambda request: 0)
         self.meter = StepMeter(context, view, self.clock)
 
@@ -168,8 +165,18 @@ def test_a_step_takes_own_prompts_and_jobs_and_looks_at_new_ones() -> None:
     rig.chunks.waiting = [own, job, loaded]
     rig.step(0.01, a=1, b=1)
     ((order, each, total),) = rig.chunks.told
-    assert (set(order), each, total) == ({"own", "job"}, 400, 2 * 13 + 10 + 700)
+    assert (set(order), each, total) == ({"own", "job", "loaded"}, 400, 2 * 13 + 13 + 700)
+    assert order["loaded"] < min(order["own"], order["job"])
     # Nobody has decided about this one. It may go elsewhere, so vLLM looks at it first.
     rig.chunks.waiting.append(FakeRequest("new", list(range(500))))
     rig.step(0.01, a=1, b=1)
-    assert rig.chunks.told[-1][0]["new"] == -1
+    order = rig.chunks.told[-1][0]
+    assert order["loaded"] < order["new"] < min(order["own"], order["job"])
+
+
+def test_a_short_prompt_is_computed_in_one_step() -> None:
+    """And streams keep their drafts beside it."""
+    rig = Rig()
+    rig.chunks.waiting = [FakeRequest("short", list(range(15)))]
+    rig.step(0.01, a=1)
+    assert rig.chunks.told == [({"short": -2}, 32, 2 * 13 + 15)]
