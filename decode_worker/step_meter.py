@@ -60,6 +60,7 @@ class StepMeter:
             self._chunks.full()
         elif self._on:
             self._chunks.release()
+            self.model.plan((), (), 1)  # jobs are not followed any more
         self._on = on
 
     def _plan(self) -> None:
@@ -72,7 +73,9 @@ class StepMeter:
         jobs: list[Prompt] = []
         fresh: list[str] = []
         short: list[str] = []
+        whole = False
         for request in chunks.prompts():
+            whole = whole or chunks.whole(request)
             name, at = request.request_id, request.num_computed_tokens
             if (found := known.get(name)) is None:
                 targets = self._targets(request, self._context.router_config())
@@ -93,6 +96,9 @@ class StepMeter:
             if due > now and not (job or model.decided(name)):
                 fresh.append(name)
         plan = model.plan(own, jobs, max(1, chunks.step_tokens - taken))
+        if whole:
+            chunks.release()
+            return
         order = {name: place for place, name in enumerate(plan.order)}
         # vLLM looks first at those that nobody has decided about, as they may go elsewhere. Late
         # ones gain nothing by it.

@@ -177,6 +177,11 @@ class PrefillChunks:
         held = getattr(scheduler, release.this.held)
         return not (scheduler.waiting or held or scheduler._inflight_prefills)
 
+    def whole(self, request: Any) -> bool:
+        """Whether vLLM may not cut this prompt anywhere. With a smaller limit than its part that
+        stays whole, it would get no token, and those behind it neither."""
+        return bool(request.mm_features) and self._config.disable_chunked_mm_input
+
     def streams(self) -> tuple[int, int]:
         """Return how many requests generate, and how many tokens are in their KV."""
         count = kv_tokens = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.cost import Queue
+from pullfill.decode_worker.cost import Choice, Queue
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.decode_worker.step_meter import StepMeter
@@ -37,6 +37,9 @@ class Chunks:
 
     def take(self, order: dict[str, int], each: int, total: int) -> None:
         self.told.append((order, each, total))
+
+    def whole(self, request: Any) -> bool:
+        return bool(request.mm_features)
 
     def full(self) -> None:
         self.told.append("full")
@@ -172,6 +175,25 @@ def test_a_step_takes_own_prompts_and_jobs_and_looks_at_new_ones() -> None:
     rig.step(0.01, a=1, b=1)
     order = rig.chunks.told[-1][0]
     assert order["loaded"] < order["new"] < min(order["own"], order["job"])
+
+
+def test_an_image_that_may_not_be_cut_is_computed_beside_streams() -> None:
+    rig = Rig()
+    rig.chunks.waiting = [FakeRequest("image", list(range(300)), mm_features=[object()])]
+    rig.step(0.01, a=1)
+    assert rig.chunks.told == ["release"]
+
+
+def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
+    rig = Rig()
+    rig.chunks.waiting = [FakeRequest("job", list(range(3000)), client_index=OWN_CLIENT)]
+    took = []
+    for config in (rig.config, RouterConfig()):
+        rig.config = config
+        rig.step(0.01, a=1)
+        costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)
+        took.append(costs.options[Choice.LOCAL].ttft_s)
+    assert took[1] < took[0] / 4
 
 
 def test_a_short_prompt_is_computed_in_one_step() -> None:

@@ -156,6 +156,15 @@ def test_what_the_user_has_set_is_a_limit_and_comes_back() -> None:
     assert made.limits == (64, STEP)
 
 
+@pytest.mark.parametrize("uncut", [False, True])
+def test_vllm_tells_whether_it_cuts_images(uncut: bool) -> None:
+    made = Scheduler()
+    made.scheduler_config.disable_chunked_mm_input = uncut
+    text, image = FakeRequest("text", [1]), FakeRequest("image", [1], mm_features=[object()])
+    chunks = PrefillChunks(made)
+    assert [chunks.whole(request) for request in (text, image)] == [False, uncut]
+
+
 def test_no_limit_still_leaves_some_tokens_for_prompts_that_wait() -> None:
     made = Scheduler()
     PrefillChunks(made).full()
