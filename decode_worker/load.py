@@ -82,11 +82,13 @@ def report_of(
     base = meter.model.base
     count = max(requests, meter.model.streams)  # clients of vLLM's own server have streams, too
     one, two = base(count + 1), base(count + 2)
+    load, seats = view.load(draining), view.config.scheduler_config.max_num_seqs
+    kv = load.active_blocks / max(1, load.active_blocks + load.free_blocks)
     # Rounded, because a report is sent only if it has changed. Up, because 0 is not measured.
     return msgspec.structs.replace(
-        view.load(draining),
-        pressure=math.ceil(100 * one / itl_s) / 100,
-        pressure_each=round(max(0.0, two - one) / itl_s, 3),
+        load,
+        pressure=math.ceil(max(100 * one / itl_s, 100 * (count + 1) / seats, 100 * kv)) / 100,
+        pressure_each=round(max((two - one) / itl_s, 1 / seats), 3),
     )
 
 

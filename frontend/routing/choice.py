@@ -33,10 +33,10 @@ from pullfill.wire import DecodeChoice, DecodePolicy
 # `pack` fills workers with streams one after the other, in the order of their ids, which is the
 # same for all frontends. Workers that have no streams have time for prompts: with workers of both
 # sides that makes decode workers and prefill workers while the load is light. A worker gets a
-# request if a step without prompts then takes at most PACKED of the target of the time between
-# tokens. Of such workers, one that holds a prefix of the prompt comes first, as with `kv`, but
-# without recent work, of which the first ones always have more. If no worker has room, the one with
-# the least load gets the request.
+# request if it is then full to at most PACKED, by steps, seats and KV (`LoadReport.pressure`). Of
+# such workers, one that holds a prefix of the prompt comes first, as with `kv`, but without recent
+# work, of which the first ones always have more. If no worker has room, the one with the least load
+# gets the request.
 PACKED = 0.75
 # Policies that look for workers which hold a prefix of the prompt.
 BY_PREFIX = frozenset({DecodePolicy.KV, DecodePolicy.PACK})

@@ -109,8 +109,9 @@ class LoadReport(Message, frozen=True, kw_only=True):
     generate. Of a request that waits, the tokens that were not in the prefix cache when the request
     came. Tokens that a prefill worker computes do not count.
     active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included.
-    pressure: how long a step without prompts takes with one request more, as a share of
-    `router.itl_ms`. 0: not measured yet. pressure_each: how much each further one adds."""
+    pressure: how full the worker is with one request more, as the largest of these shares: of
+    `router.itl_ms` that a step without prompts takes, of `--max-num-seqs`, and of KV blocks that
+    requests hold. 0: not told. pressure_each: how much each further one adds."""
 
     running: Count
     waiting: Count

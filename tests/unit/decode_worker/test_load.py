@@ -65,9 +65,21 @@ def test_the_pressure_is_that_of_a_step_with_one_request_more(
 ) -> None:
     model = SimpleNamespace(base=lambda count: first_s + 0.001 * count, streams=streams)
     meter: Any = SimpleNamespace(model=model)
-    view: Any = rig
-    told = report_of(view, meter, requests, 0.050, draining=True)
+    told = report_of(view_of(rig, 1000), meter, requests, 0.050, draining=True)
     assert (told.pressure, told.pressure_each, told.draining) == (pressure, 0.02, True)
+
+
+def view_of(rig: Rig, seats: int) -> Any:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=seats))
+    return SimpleNamespace(load=rig.load, config=config)
+
+
+def test_seats_and_kv_fill_a_worker_whose_steps_are_short(rig: Rig) -> None:
+    meter: Any = SimpleNamespace(model=SimpleNamespace(base=lambda count: 0.001, streams=0))
+    told = report_of(view_of(rig, 8), meter, 5, 0.050, draining=False)
+    assert (told.pressure, told.pressure_each) == (0.75, 0.125)
+    rig.loaded = msgspec.structs.replace(IDLE, active_blocks=80, free_blocks=20)
+    assert report_of(view_of(rig, 8), meter, 5, 0.050, draining=False).pressure == 0.8
 
 
 def test_a_change_is_sent_at_once_after_a_pause(rig: Rig) -> None:
