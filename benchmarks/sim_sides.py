@@ -1,14 +1,16 @@
-"""Workers with both sides, one, or none of ours, in simulated time: see sim_splits.py.
+"""Workers with both sides, one, or none of ours, in simulated time: see sim.py and sim_splits.py.
 
 A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
 running requests first, in order, one token for each that generates and a chunk for each prompt,
 then waiting ones while the step has tokens and the engine has seats. What differs between systems
 is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Cluster.place`) and
-who gets a prompt (`Engine.decide`).
+who gets a prompt (`Rule.remote`). The production code decides both under the rules `conditional`
+and `cost` (`rules.py`, `CostModel`). Only the times are made up: `Machine` and WAY_S.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
@@ -18,12 +20,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.report import percentile
-from benchmarks.sim_engine import PULL_TOKENS, WAY_S, World
-from pullfill.decode_worker.cost import PROBE_TOKENS, Choice, CostModel, Queue, Targets
+from pullfill.decode_worker.cost import CostModel, Queue, Targets
+from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
+from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_cost import StepCost
 from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16
+PULL_TOKENS = 4096
+"""Tokens that a prefill side claims ahead, as `prefill_worker.puller.budget_of` says."""
+WAY_S = 0.003
+"""From the decision to a claim by an idle prefill side, and from its last write to the commit."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 SHARE_S = 10.0
@@ -32,9 +39,34 @@ IDLE, GAIN, PRESSURE = 0.8, 1.1, 0.75
 """Of `Cluster.few`: what share of its time a worker without streams can spend on prompts; how many
 times as fast tokens must be for more workers to get streams; and how long steps without prompts may
 be there, as a share of the target."""
-QUIET_S, THRESHOLD = 0.5, 512
-"""Of the rules of today: workers with both sides pull after so long without a request, and
-`router.max_local_prefill_length`."""
+QUIET_S = 0.5
+"""Of the rules of today: workers with both sides pull after so long without a request."""
+
+
+class World:
+    """Simulated time in seconds, from 0. It is a `pullfill.clock.Clock`.
+
+    Events of the same time run in the order in which they were added. So one seed gives one result.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Add an event: call `what` at the time `when`."""
+        heapq.heappush(self._events, (when, next(self._serial), what))
+
+    def run(self, until: float = math.inf) -> None:
+        """Run the events before the time `until`, and those that they add."""
+        while self._events and self._events[0][0] < until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +139,6 @@ class Request:
     hit: int = 0
     computed: int = 0
     made: int = 0
-    over: int = 0
     first: float = math.inf
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
@@ -124,11 +155,6 @@ class Request:
         return self.prompt - self.computed
 
     @property
-    def spoiled(self) -> bool:
-        """Whether the 99th percentile of its gaps so far is above the target."""
-        return self.over > len(self.gaps) // 100
-
-    @property
     def good(self) -> bool:
         if self.first - self.at > self.ttft_s:
             return False
@@ -136,9 +162,7 @@ class Request:
 
     def token(self, now: float) -> None:
         if self.made:
-            gap = now - self.last
-            self.gaps.append(gap)
-            self.over += gap > self.itl_s
+            self.gaps.append(now - self.last)
         else:
             self.first = now
         self.made += 1
@@ -168,24 +192,27 @@ class Options:
     rule: `plain` (vLLM), `conditional` or `cost`.
     place: `turn`, `spread` (the least loaded), `pack` (the first that has room for one more
     stream) or `few`. See `Cluster.place`.
-    itl_s: what the rules take for the streams' target."""
+    threshold: `router.max_local_prefill_length`.
+    chunk: `--long-prefill-token-threshold`, without `cost`. 0: vLLM's default.
+    seats: `--max-num-seqs`."""
 
     rule: str
     place: str = "turn"
+    threshold: int = 512
+    chunk: int = 0
     step_tokens: int = 1024
     seats: int = 64
-    itl_s: float = 0.05
 
 
 class Rule:
-    """What vLLM's own scheduler does: nothing is sorted, and nothing is limited."""
+    """What vLLM's own scheduler does: nothing is sorted, and chunks are as its flags say."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def plan(self) -> tuple[int, int]:
         """Return vLLM's threshold (0: none) and the most tokens of the step."""
-        return 0, self.engine.options.step_tokens
+        return self.engine.options.chunk, self.engine.options.step_tokens
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None: ...
     def stepped(self, seconds: float) -> None: ...
@@ -205,7 +232,9 @@ class Product(Rule):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.plans = engine.options.rule == "cost" and engine.sides != "prefill"
+        policy = RouterPolicy(engine.options.rule)
+        self.config = RouterConfig(policy=policy, max_local_prefill_length=engine.options.threshold)
+        self.plans = policy is RouterPolicy.COST and engine.sides != "prefill"
         self.model = CostModel(engine.options.step_tokens, clock=engine.world)
         self.step: Any = None
 
@@ -215,9 +244,9 @@ class Product(Rule):
 
     def plan(self) -> tuple[int, int]:
         """As step_meter.py does it."""
-        engine, most = self.engine, self.engine.options.step_tokens
         if not self.plans:
-            return 0, most
+            return super().plan()
+        engine, most = self.engine, self.engine.options.step_tokens
         own: list[Prompt] = []
         jobs: list[Prompt] = []
         streams = 0
@@ -246,9 +275,9 @@ class Product(Rule):
         self.step = self.model.scheduled(tokens, sum(tokens.values()), kv)
 
     def stepped(self, seconds: float) -> None:
-        for name, outcome in self.model.stepped(self.step, seconds):
+        for _, outcome in self.model.stepped(self.step, seconds):
             if outcome.error is not None:
-                self.engine.cluster.errors.append((name, outcome.error))
+                self.engine.cluster.errors.append((self.engine.world.now, outcome.error))
 
     def finished(self, request: Request) -> None:
         self.model.finished(request.name)
@@ -262,21 +291,19 @@ class Product(Rule):
         queue = engine.cluster.queue
         jobs = len(queue) + sum(one.jobs for one in pullers)
         tokens = sum(r.left for r in queue) + sum(one.job_tokens() for one in pullers)
-        new = request.prompt - request.hit
         costs = self.model.predict(
-            Queue(len(pullers), jobs, tokens), Targets(request.ttft_s, engine.options.itl_s),
-            request.hit, new, world.now - request.at,
+            Queue(len(pullers), jobs, tokens), Targets(request.ttft_s, request.itl_s),
+            request.hit, request.prompt - request.hit, world.now - request.at,
         )  # fmt: skip
-        if not pullers or new <= 1:
-            remote = False
-        elif engine.options.rule == "conditional":
-            remote = new > THRESHOLD
-        elif costs.probe and new >= PROBE_TOKENS:
-            remote = True
-        elif Choice.REMOTE in costs.options:
-            remote = costs.cheapest() is Choice.REMOTE
-        else:
-            remote = new > THRESHOLD
+        now = Situation(
+            request.prompt,
+            request.hit,
+            config=self.config,
+            prefill_workers=len(pullers),
+            queue_available=True,
+            costs=costs,
+        )
+        remote = (first(OF_THE_CLUSTER, request, now) or Decision(True, "long_prompt")).remote
         self.model.admitted(request.name, costs, remote)
         return remote
 
@@ -459,14 +486,15 @@ class Engine:
 class Cluster:
     """Workers behind a frontend, the queue between them, and what they know of each other.
 
-    sides: of each worker. over: called with each request that has ended."""
+    sides: of each worker. over: called with each request that has ended.
+    errors: time and error of each prediction."""
 
     def __init__(
         self, world: World, options: Options, sides: Sequence[str], machine: Machine
     ) -> None:
         self.world, self.options = world, options
         self.queue: deque[Request] = deque()
-        self.errors: list[tuple[str, float]] = []
+        self.errors: list[tuple[float, float]] = []
         self.engines: list[Engine] = []
         self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
         self.decode = [one for one in self.engines if one.sides != "prefill"]
@@ -497,6 +525,11 @@ class Cluster:
     def add(self, request: Request) -> None:
         self.place(request).add(request)
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Add each of these requests when it comes."""
+        for one in requests:
+            self.world.at(one.at, lambda one=one: self.add(one))  # type: ignore[misc]
+
     def place(self, request: Request) -> Engine:
         """Choose who answers a request: what the frontend does."""
         if self.options.place == "turn":
@@ -504,7 +537,7 @@ class Cluster:
         for engine in self.decode:
             self.told(engine)
         few = self.decode[: self._few()]
-        limit_s = PRESSURE * self.options.itl_s
+        limit_s = PRESSURE * request.itl_s
         fits = [one for one in few if self._base(one) <= limit_s]
         if self.options.place == "pack" and fits:
             chosen = fits[0]

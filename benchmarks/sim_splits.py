@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.report import Row, finish, percentile, row, versus
-from benchmarks.sim_engine import World
-from benchmarks.sim_sides import BLOCK, Cluster, Machine, Options, Request
+from benchmarks.sim_sides import BLOCK, Cluster, Machine, Options, Request, World
 
 NAME = "sim-splits"
 MACHINE = Machine()
@@ -105,9 +104,7 @@ def run(system: System, asks: Sequence[Request], seed: int, until: float = math.
 def started(system: System, asks: Sequence[Request], seed: int) -> World:
     """Return a world in which these requests come."""
     world = World(seed)
-    cluster = Cluster(world, system.options, system.sides, system.machine)
-    for ask in asks:
-        world.at(ask.at, lambda ask=ask: cluster.add(ask))  # type: ignore[misc]
+    Cluster(world, system.options, system.sides, system.machine).expect(asks)
     return world
 
 

@@ -7,10 +7,12 @@ import random
 import pytest
 
 from benchmarks import sim
-from benchmarks.sim_engine import Setup
-from pullfill.wire import RouterPolicy
+from benchmarks.sim import COST, ONE_EACH, PLAIN
+from benchmarks.sim_sides import Options
 
-CONDITIONAL, COST = RouterPolicy.CONDITIONAL, RouterPolicy.COST
+
+def conditional(threshold: int) -> Options:
+    return Options("conditional", threshold=threshold, seats=sim.SEATS)
 
 
 def workload(name: str) -> sim.Workload:
@@ -24,7 +26,11 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", [one.name for one in sim.WORKLOADS])
 def test_every_request_is_answered(name: str) -> None:
-    for setup, prefill in ((Setup(COST), 1), (Setup(CONDITIONAL, 256), 2), (Setup(None), 0)):
+    for options, sides in (
+        (COST, ONE_EACH),
+        (conditional(256), (*ONE_EACH, "prefill")),
+        (Options("plain", seats=sim.SEATS), PLAIN),
+    ):
         asks: list[sim.Request] = []
         made = workload(name)
 
@@ -32,25 +38,25 @@ def test_every_request_is_answered(name: str) -> None:
             asks.extend(made.asks(rng))  # noqa: B023
             return asks  # noqa: B023
 
-        sim.run(sim.Workload(name, keep, made.slow), setup, 1, prefill=prefill)
+        sim.run(sim.Workload(name, keep, made.slow), options, 1, sides)
         assert [ask for ask in asks if ask.made != ask.output] == []
 
 
 def test_the_same_seed_gives_the_same_result() -> None:
-    first, second = (sim.run(workload("bursts"), Setup(COST), 3) for _ in range(2))
+    first, second = (sim.run(workload("bursts"), COST, 3) for _ in range(2))
     assert first == second
 
 
 def test_documents_need_both_workers() -> None:
     """Without `cost`, a threshold keeps all of them away from one of the two."""
     good = {
-        name: sim.run(workload("documents"), setup, 1).good
-        for name, setup in (("cost", Setup(COST)), ("away", Setup(CONDITIONAL, 0)))
+        name: sim.run(workload("documents"), options, 1).good
+        for name, options in (("cost", COST), ("away", conditional(0)))
     }
     assert good["cost"] > good["away"]
 
 
 def test_a_prefill_beside_streams_breaks_their_target_without_chunks() -> None:
     chat = workload("chat")
-    local = sim.run(chat, Setup(CONDITIONAL, 4096), 1).good
-    assert local < 0.7 < sim.run(chat, Setup(COST), 1).good
+    local = sim.run(chat, conditional(4096), 1).good
+    assert local < 0.7 < sim.run(chat, COST, 1).good
