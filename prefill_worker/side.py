@@ -85,6 +85,11 @@ class PrefillRole(Role[PrefillContext]):
         self._kept = await SelfChecks(etcd, self._cluster.namespace).start()
         parts.push_async_callback(self._kept.close)
 
+    def adjust(self, config: Any) -> None:
+        if self._beside is None:  # else the decode side orders all prompts, in vLLM's fcfs queue
+            # The next prompt waits in this engine. An urgent one goes past it.
+            config.scheduler_config.policy = "priority"
+
     def make_context(self, wake: Callable[[], None], files: RegionFiles) -> PrefillContext:
         scheduler = PrefillScheduler(wake, self._options.concurrency or 0)
         return PrefillContext(self.instance_id, files, scheduler=scheduler)

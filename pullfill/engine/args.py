@@ -80,9 +80,6 @@ def build_config(
         # Else a seeded request ends the engine at the first chunk of its prompt.
         args.worker_cls = "pullfill.engine.cpu_worker.SeededCPUWorker"
     args.mm_processor_cache_gb = 0  # frontends run the processor
-    if kv_role == "kv_producer":
-        # A prefill worker's next prompt waits in its engine. An urgent one goes past it.
-        args.scheduling_policy = "priority"
     with model_read(model):
         config = args.create_engine_config()
     check_config(config)

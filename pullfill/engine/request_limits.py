@@ -158,8 +158,12 @@ def why_bad_targets(extra: dict[str, Any]) -> str:
 
 
 def targets_of(params: Any) -> tuple[float | None, float | None]:
-    """Return the targets of a request for TTFT and ITL. None: it names none.
+    """Return the targets of a request for TTFT and ITL. None: it names none that can be used.
 
     params: vLLM's SamplingParams. None: there are none."""
     extra = getattr(params, "extra_args", None) or {}
+    # Frontends refuse such a request. vLLM's own server takes any value, and steps are planned
+    # before its requests reach a connector.
+    if why_bad_targets(extra):
+        return None, None
     return extra.get("ttft_ms"), extra.get("itl_ms")

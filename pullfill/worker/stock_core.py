@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pullfill.config import ClusterRef
-from pullfill.engine import args, check, compat, kv, request_limits, speculation
+from pullfill.engine import args, check, compat, kv, speculation
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
 from pullfill.errors import ConfigError, EngineStuck, PullfillError, exit_code
@@ -374,7 +374,8 @@ class PullfillDecode(WorkerConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if 0 <= request.client_index < FRONTENDS:
-            _drop_what_ends_engines(request)
+            # Our frontends drop what a client says of KV transfer. Here it would end the engine.
+            request.kv_transfer_params = None
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
@@ -384,15 +385,3 @@ class PullfillPrefill(PullfillDecode):
     side = "prefill"
     kv_role = "kv_producer"
     role_class: ClassVar = ("pullfill.prefill_worker.side", "PrefillRole")
-
-
-def _drop_what_ends_engines(request: Any) -> None:
-    """Drop what a client of vLLM's own server says of KV transfer, and bad targets.
-
-    Our frontends drop the one and refuse the other. Here either would end the engine."""
-    request.kv_transfer_params = None
-    params = request.sampling_params
-    extra = (params.extra_args if params is not None else None) or {}
-    if request_limits.why_bad_targets(extra):
-        targets = request_limits.TARGET_HEADERS.values()
-        params.extra_args = {key: value for key, value in extra.items() if key not in targets}

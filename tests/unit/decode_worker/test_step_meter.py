@@ -202,3 +202,14 @@ def test_a_short_prompt_is_computed_in_one_step() -> None:
     rig.chunks.waiting = [FakeRequest("short", list(range(15)))]
     rig.step(0.01, a=1)
     assert rig.chunks.told == [({"short": -2}, 32, 2 * 13 + 15)]
+
+
+def test_a_step_is_planned_beside_targets_that_are_none() -> None:
+    """Frontends refuse them. Clients of stock vLLM do not come through frontends, and the step is
+    planned before vLLM shows the request to a connector."""
+    rig = Rig()
+    odd = SimpleNamespace(extra_args={"ttft_ms": "soon", "itl_ms": -1})
+    rig.chunks.waiting = [FakeRequest("odd", list(range(300)), sampling_params=odd)]
+    rig.step(0.01, a=1)
+    ((order, _, _),) = rig.chunks.told
+    assert list(order) == ["odd"]

@@ -108,8 +108,10 @@ def test_headers_become_targets_of_their_request_unless_it_names_others() -> Non
 
 @pytest.mark.parametrize("value", ["soon", -1, 0, float("nan"), float("inf"), True, [5], 4e6])
 def test_what_is_no_time_is_refused(value: Any) -> None:
-    why = request_limits.why_refused(SimpleNamespace(extra_args={"itl_ms": value}))
+    params = SimpleNamespace(extra_args={"ttft_ms": 9.0, "itl_ms": value})
+    why = request_limits.why_refused(params)
     assert "vllm_xargs.itl_ms" in why
+    assert request_limits.targets_of(params) == (None, None), "vLLM's own server refuses none"
     assert "x-pullfill-itl-ms" in why
 
 

@@ -15,6 +15,17 @@ from pullfill.prefill_worker.side import PrefillRole
 from pullfill.transfer.gpu import copies
 
 
+def test_urgent_prompts_go_past_others_unless_the_decode_side_orders_all() -> None:
+    cluster, options = ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m")
+    beside: Any = object()
+    policies = []
+    for role in (PrefillRole(cluster, options), PrefillRole(cluster, options, beside)):
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
+        role.adjust(config)
+        policies.append(config.scheduler_config.policy)
+    assert policies == ["priority", "fcfs"]
+
+
 async def test_its_engine_is_told_when_gpu_copies_have_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
