@@ -48,7 +48,7 @@ _QUICK = {"unit", "contract"}
 _CLUSTERS = ("integration", "chaos", "netns")
 _LONG_FILES = (
     "test_up_keeps test_handoff_faults test_worker_faults test_tensor_parallel test_openai_api "
-    "test_hosts test_elastic_roles test_cli test_odd_requests test_two_decode_workers "
+    "test_hosts test_both_sides test_cli test_odd_requests test_two_decode_workers "
     "test_remote_prefill test_speculation test_states test_frontend_http test_cost_policy "
     "test_cut_off test_multimodal test_suspects test_modes test_migration test_outages"
 ).split()

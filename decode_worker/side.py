@@ -88,8 +88,6 @@ async def build(
 ) -> DecodeSide:
     """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
 
-    The engine takes no request before `DecodeSide.begin`.
-
     kept: results of self-checks. events: of the engine's prefix cache."""
     view, turns, told = engine.view, engine.loop, engine.context
     config, wake_engine = view.config, turns.wake
@@ -214,21 +212,21 @@ async def build(
         trials=trials,
         of_frontend=server.has,
     )
+    # From now on this side answers the engine. Before, the engine takes no request.
+    half.begin(scheduler)
+    await frontends.begin(options.host, options.data_port)
     return DecodeSide(
-        engine, context, partial(half.begin, scheduler), frontends, control, leases, outlook,
-        draining, checks, meter, options, etcd, cluster.namespace,
+        engine, context, frontends, control, leases, outlook, draining, checks, meter, options,
+        etcd, cluster.namespace,
     )  # fmt: skip
 
 
 @dataclass(eq=False)
 class DecodeSide(Service):
-    """See Service.
-
-    answer: from then on this side answers vLLM."""
+    """See Service."""
 
     engine: Engine[WorkerContext]
     context: DecodeContext
-    answer: Callable[[], None]
     frontends: Frontends
     control: ControlServer
     leases: ReadLeases
@@ -240,11 +238,6 @@ class DecodeSide(Service):
     etcd: EtcdClient
     namespace: str
     _drains = False
-
-    async def begin(self) -> None:
-        """From now on this side answers the engine. Listen for frontends. Raises NotNow."""
-        self.answer()
-        await self.frontends.begin(self.options.host, self.options.data_port)
 
     @property
     def requests(self) -> int:
@@ -369,7 +362,6 @@ class DecodeRole(Role[WorkerContext]):
             engine, self._half, self._etcd, self._cluster, self._options, router=self._router,
             queue=queue, kept=self._kept, events=self._events, parts=parts,
         )  # fmt: skip
-        await self._side.begin()
         return self._side
 
     # ------------------------------------------------------------------ as a Neighbour

@@ -179,7 +179,7 @@ class PrefillRole(Role[PrefillContext]):
             await asyncio.sleep(0.05)
 
     def open_memory(self, engine: Engine[PrefillContext]) -> Hello:
-        """Open our KV memory to decode workers that read it. Once. Returns what to say of us."""
+        """Open our KV memory to decode workers that read it. Returns what to say of us."""
         options, config = self._options, engine.view.config
         regions = open_region(
             engine.context, engine.compat, host=options.host, port=options.kv_port,

@@ -146,8 +146,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half.loaded(connector_output)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        # All are told of every step, even while only one side serves. Each pairs the plan of a
-        # step with its end.
+        # All are told of every step: each pairs the plan of a step with its end.
         told = [half.scheduled(scheduler_output) for half in self._halves]
         return StepMetadata(
             StepReport(

@@ -111,11 +111,11 @@ def install(*sides: tuple[WorkerContext, SchedulerHalf]) -> None:
 def sides_for(vllm_config: Any) -> list[tuple[WorkerContext, SchedulerHalf]]:
     """Return the sides of the connector that vLLM constructs. Raises ConfigError if there are none.
 
-    Whoever starts the engine has installed them: `pullfill decode` and `pullfill prefill`, or in
-    stock `vllm serve` the connector itself (stock_core.py)."""
+    Whoever starts the engine has installed them: a worker of our own (process.py), or in stock
+    `vllm serve` the connector itself (stock_core.py)."""
     if not _sides:
         raise ConfigError(
-            "WorkerConnector works inside `pullfill decode` and `pullfill prefill` only. For stock "
-            "`vllm serve` name PullfillDecode of pullfill.worker.stock_core"
+            "WorkerConnector works inside pullfill's own workers only. For stock `vllm serve` "
+            "name PullfillDecode of pullfill.worker.stock_core"
         )
     return list(_sides)

@@ -65,7 +65,7 @@ _UUID = re.compile(r"^([0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 def settings(side: str) -> dict[str, Flag]:
     """Return the settings of a worker with this side, beside where its cluster is."""
-    found = [one for one in declared(WorkerOptions) if one.role in ("", side)]
+    found = [one for one in declared(WorkerOptions) if one.fits(side)]
     names = ((one.name.partition("/")[0].strip("-").replace("-", "_"), one) for one in found)
     return {name: one for name, one in names if one.field not in _VLLMS}
 
