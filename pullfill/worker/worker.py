@@ -213,8 +213,8 @@ class Worker:
         return WorkerState.CHECKING if ready and self._checking else self._state
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
-        reasons = [reason for service in self.services for reason in service.reasons()]
-        reasons += self._checking
+        told = [reason for service in self.services for reason in service.reasons()]
+        reasons = [*dict.fromkeys(told), *self._checking]  # two sides have one etcd
         detail = {"state": self._shown_state, "degraded": bool(reasons), "reasons": reasons}
         detail |= self._guard.detail()
         # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.
