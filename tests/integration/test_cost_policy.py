@@ -92,8 +92,8 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
         assert_right(oracle, prompts, answers, STEPS)
         told = explained(cluster, answers)
         assert [one["reason"] for one in told] == ["queue_full"] * 3
-        # Each prompt in one step would leave the streams 15 steps with those of the answers. Streams
-        # that a busy machine keeps from their target have no vote, so the target is no tighter.
+        # Each prompt in one step would leave the streams 15 steps with those of the answers.
+        # Streams that a busy machine keeps from their target have no vote, so it is no tighter.
         assert made > 4 * 25
     finally:
         cluster.set_router(max_prefill_queue_size=64, itl_ms=50)
