@@ -139,10 +139,12 @@ def test_workers_with_both_sides_offload(
     """Each of them prefills for the other. One engine has one tier for both of its sides."""
     flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]
     directory = tmp_path_factory.mktemp("both")
-    with Cluster(directory, model_path, kv_mib=4, lease_ttl_s=10) as cluster:
+    with Cluster(directory, model_path, kv_mib=6, lease_ttl_s=10) as cluster:
         cluster.start(("worker", *flags), ("worker", *flags), "frontend")
+        # Remote prefills hold half of the blocks here, at most. If they held all of both workers,
+        # each would wait for the other one's blocks.
         cluster.set_router(policy="conditional", max_local_prefill_length=256,
-                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600,
+                           max_remote_kv_fraction=0.5, max_queue_wait_s=3600,
                            itl_ms=10_000)  # fmt: skip
         served = Served(MEMORY, cluster, oracle)
         talks = [random_prompt(500 + 7 * n, seed=30) for n in range(TALKS)]
