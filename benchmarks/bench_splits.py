@@ -2,7 +2,8 @@
 
     make bench-splits ARGS="--trace FILE --speeds 2 4 --rounds 2 --save"
 
-Every round starts each system once, in an order that changes, and measures all loads on it:
+In each round every system is started once, and gets all loads one after the other. The order of the
+systems changes with each round. The loads:
   trace   the first requests of a trace in Mooncake's format, at each speed; only with --trace
   1K/1K   clients that never pause: prompts of 1024 tokens, answers of 1000
   1K/200  the same with answers of 200 tokens
@@ -10,8 +11,8 @@ Every round starts each system once, in an order that changes, and measures all 
 All systems of a round get equal prompts; no two windows share a block. A request is good if its
 first token comes within `router.ttft_ms` and the 99th percentile of its gaps is at most
 `router.itl_ms`. Tokens per second count where clients never pause, and where few requests are good.
---save writes results/splits.md. Exit status 1 when a target is missed, a system failed, or the
-machine was not quiet.
+--save writes results/splits.md. The exit status is 1 if a target is missed, if a system failed, or
+if the machine was not quiet.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ CHOICES: dict[str, Launcher] = {
     "1-vllm": SYSTEMS[Name.AGGREGATED].launch,
 }
 NOTE = f"""\
-{BOTH}: `pullfill up --workers 2`, policy cost, decode policy pack. 1p1d: one decode and one prefill
-worker. {TURNS}: two plain servers, a core each, in turn. 1-vllm: one plain server on both cores."""
+{BOTH}: `pullfill up --workers 2` with `router.policy` cost and `router.decode_policy` pack.
+1p1d: one decode worker and one prefill worker. {TURNS}: two plain vLLM servers with a core each,
+which get the requests in turn. 1-vllm: one plain vLLM server on both cores."""
 TRACE, LONGS, ANSWERS = "trace", "longs", {"1K/1K": 1000, "1K/200": 200}
 PROMPT = 1024
 WARM = (512, PROMPT, workloads.LONG_IN)

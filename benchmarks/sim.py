@@ -1,8 +1,8 @@
 """`router.policy = cost` against every static threshold, in simulated time: `make sim`.
 
-Each workload is run with the production router (sim_sides.py). A request is good if its first
-token and each of its later ones come within their targets. Goodput is the share of good requests,
-because every system is asked the same at the same times.
+The production code decides where each prompt is computed (sim_sides.py). A request is good if its
+first token and each of its later ones come within their targets. Goodput is the share of good
+requests, because every system is asked the same at the same times.
 
     chat        short prompts, many streams
     documents   long prompts, short answers
@@ -42,8 +42,9 @@ ONE_EACH, PLAIN = ("decode", "prefill"), ("decode", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """asks: makes the requests from a seed. slow: how many times longer the last machine takes for
-    prompts from the middle on: a prefill worker's, or one of the plain servers'."""
+    """asks: makes the requests from a seed.
+    slow: from half of the time on, the last machine takes this many times as long for prompts. It
+    is that of a prefill worker, or of a plain server."""
 
     name: str
     asks: Callable[[random.Random], list[Request]]

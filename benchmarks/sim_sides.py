@@ -1,4 +1,6 @@
-"""Workers with both sides, one, or none of ours, in simulated time: see sim.py and sim_splits.py.
+"""Simulates workers with one side, workers with both sides, and plain vLLM servers.
+
+sim.py and sim_splits.py use it.
 
 A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
 running requests first, in order, one token for each that generates and a chunk for each prompt,
@@ -40,7 +42,7 @@ IDLE, GAIN, PRESSURE = 0.8, 1.1, 0.75
 times as fast tokens must be for more workers to get streams; and how long steps without prompts may
 be there, as a share of the target."""
 QUIET_S = 0.5
-"""Of the rules of today: workers with both sides pull after so long without a request."""
+"""A worker with both sides pulls jobs after so many seconds without a request of its own."""
 
 
 class World:

@@ -1,7 +1,7 @@
 """`pullfill top`: the live page of a frontend, in a terminal. It reads the events of the page.
 
-If no frontend answers, it shows what the workers tell, as `pullfill page` does. If etcd does not
-answer either, what was seen stays on the screen.
+If no frontend answers, it asks the workers themselves, as `pullfill page` does. If etcd does not
+answer either, the last picture stays on the screen.
 """
 
 from __future__ import annotations

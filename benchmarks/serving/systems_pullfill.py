@@ -40,7 +40,8 @@ def cluster(
 ) -> Iterator[Running]:
     """A cluster with so many workers and that router policy. Raises BenchError.
 
-    workers: with both sides. settings: others of the router."""
+    workers: how many workers with both sides are started.
+    settings: further router settings, by name."""
     counts = [f"--workers={workers}", f"--decode={decode}", f"--prefill={prefill}"]
     state = base / "cluster"
     told = ["--model", str(model.model_directory()), *counts, *flags]
