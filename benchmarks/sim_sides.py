@@ -32,7 +32,8 @@ BLOCK = 16
 PULL_TOKENS = 4096
 """Tokens that a prefill side claims ahead, as `prefill_worker.puller.budget_of` says."""
 WAY_S = 0.003
-"""From the decision to a claim by an idle prefill side, and from its last write to the commit."""
+"""Seconds from the decision until an idle prefill side claims the job. It takes as long again from
+the last KV write to the commit."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 SHARE_S = 10.0
@@ -65,7 +66,7 @@ class World:
         heapq.heappush(self._events, (when, next(self._serial), what))
 
     def run(self, until: float = math.inf) -> None:
-        """Run the events before the time `until`, and those that they add."""
+        """Run all events whose time is before `until`, also those that are added meanwhile."""
         while self._events and self._events[0][0] < until:
             self.now, _, what = heapq.heappop(self._events)
             what()

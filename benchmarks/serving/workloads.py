@@ -25,7 +25,7 @@ SWEEP_IN, SWEEP_SHARE = 2048, 0.25
 CHAT_FIRST = 3000
 """A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
 TRACE_BLOCK, TRACE_MOST = 16, 8000
-"""In tokens: a block that a trace names, and the longest prompt with its answer."""
+"""Tokens of one block of a trace, and of the longest prompt together with its answer."""
 
 
 @dataclass(frozen=True, slots=True)

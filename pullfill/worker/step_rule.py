@@ -157,11 +157,7 @@ def quote(
     after, limit, late = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     base = cost.base(streams.count, streams.kv_tokens)
     works = [cost.work(prompt.at, prompt.left) for prompt in by_due]
-    if limit == math.inf:
-        room_s = _filled(by_due, cost, math.inf, step_tokens)[1]
-    else:
-        room_s = min(limit - base, sum(works))
-    room_s = max(room_s, 1e-9)
+    room_s = _room(by_due, cost, limit - base, sum(works), step_tokens)
     mine = next(number for number, prompt in enumerate(by_due) if prompt is one)
     first = [
         number for number, prompt in enumerate(by_due)
@@ -186,17 +182,22 @@ def _cheapest(
     total = sum(works)
     best, limit, late = math.inf, math.inf, set[int]()
     for candidate in _limits(streams, base, total):
-        if candidate == math.inf:
-            room_s = _filled(by_due, cost, math.inf, step_tokens)[1]
-        else:
-            room_s = min(candidate - base, total)
-        room_s = max(room_s, 1e-9)
+        room_s = _room(by_due, cost, candidate - base, total, step_tokens)
         found, missed = _prompts_price(by_due, works, now, (base + room_s) / room_s)
         steps = min(math.ceil(total / room_s), STEPS)
         found += _streams_price(streams, errors, base + room_s, steps)
         if found < best:  # of equal ones the shortest step
             best, limit, late = found, candidate, missed
     return best + DELAY * streams.count * total, limit, late
+
+
+def _room(
+    by_due: Sequence[Prompt], cost: StepCost, most_s: float, total: float, step_tokens: int
+) -> float:
+    """Return the seconds that prompts get in a step. total: seconds of all prompts."""
+    if most_s == math.inf:  # a full step
+        most_s = _filled(by_due, cost, math.inf, step_tokens)[1]
+    return max(min(most_s, total), 1e-9)
 
 
 def _limits(streams: Streams, base: float, total: float) -> list[float]:

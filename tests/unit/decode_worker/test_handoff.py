@@ -15,7 +15,15 @@ from pullfill.decode_worker.ledger import Entry, Settle
 from pullfill.decode_worker.peers import Peer
 from pullfill.errors import HandoffError, Outcome, QueueFull
 from pullfill.queue.contract import Receipt, Urgency
-from pullfill.wire import Claim, Commit, Progress, Ready, StageTimings
+from pullfill.wire import (
+    Claim,
+    Commit,
+    PrefillJob,
+    Progress,
+    Ready,
+    StageTimings,
+    decode,
+)
 from tests.support import said
 from tests.support.control_rig import handoff_of, hello
 from tests.support.loopback import LoopbackFences
@@ -65,6 +73,20 @@ class Rig:
         )  # fmt: skip
         self.ledger.open(Entry(job_id, job.request_id, job.blocks, 0, timeout_s=60.0))
         self.handoff.publish(replace(job, **changes))
+
+
+async def test_a_published_job_says_when_it_is_due() -> None:
+    rig, sent = Rig(), list[PrefillJob]()
+    publish = rig.publish
+
+    async def kept(job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
+        sent.append(decode(body, PrefillJob))
+        return await publish(job_id, body, tokens, urgency)
+
+    rig.publish = kept  # type: ignore[method-assign]
+    rig.send("j", due_s=0.75)
+    await soon(lambda: sent)
+    assert sent[0].due_s == 0.75
 
 
 async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:

@@ -246,3 +246,16 @@ def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
         )  # fmt: skip
     assert [job.urgency for job in rig.published] == list(Urgency)
     assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}
+
+
+def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(time=lambda: 1000.0)
+    monkeypatch.setattr("pullfill.decode_worker.scheduler.time", clock)
+    rig = Rig()
+    for ttft_ms in (100, None):
+        params = SimpleNamespace(extra_args={"ttft_ms": ttft_ms} if ttft_ms else None)
+        rig.send(2 * BLOCK, name=f"r{ttft_ms}", sampling_params=params, arrival_time=980.0)
+    usual_s = rig.config.ttft_ms / 1e3
+    assert [job.due_s for job in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
