@@ -51,3 +51,8 @@ PREFIX_MISSING = Gauge(
     "pullfill_prefix_missing_workers", "Decode workers whose cached blocks are not known"
 )
 STOCK_SERVERS = Gauge("pullfill_stock_servers", "Known stock vLLM servers", ["role", "state"])
+WORKERS_NEEDED = Gauge(
+    "pullfill_workers_needed",
+    "Workers that are right for the load, as `pullfill plan` says",
+    ["kind"],
+)

@@ -18,14 +18,16 @@ from starlette.routing import Route
 
 from pullfill.frontend.admission import error_of
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
+from pullfill.frontend.counters import WORKERS_NEEDED
 from pullfill.frontend.decode_pool import WorkerPool
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.forward.sources import ROLES
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.live import page as live_page
 from pullfill.frontend.request_log import RequestLog
+from pullfill.needs import PlanSettings, observe, plan
 from pullfill.runtime.probe import PLAIN
-from pullfill.snapshot import MAX_RECORDS, WorkerRow
+from pullfill.snapshot import MAX_RECORDS, Cluster, WorkerRow
 from pullfill.wire import WorkerState
 
 NO_PREFILL = (
@@ -151,5 +153,14 @@ class Admin:
         return JSONResponse({"error": error_of(404, message)}, status_code=404)
 
     async def metrics(self, _: Request) -> Response:
+        show_needed(await self.view.status())
         text = await self.view.metrics(generate_latest(REGISTRY).decode())
         return Response(text, headers={"Content-Type": PLAIN})
+
+
+def show_needed(cluster: Cluster) -> None:
+    """Set the gauge for autoscalers. While no decode worker tells its demand, it has no series."""
+    WORKERS_NEEDED.clear()
+    if (seen := observe(cluster)).demands:
+        for need in plan(seen, PlanSettings()).needs:
+            WORKERS_NEEDED.labels(need.kind).set(need.right)

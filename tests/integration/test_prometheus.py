@@ -47,6 +47,8 @@ def test_labels_are_words_of_a_closed_set(used: Cluster) -> None:
         for record in used.records(role).values()
     }
     assert {s.labels["instance_id"] for s in samples if "instance_id" in s.labels} <= known
+    needed = {s.labels["kind"]: s.value for s in samples if s.name == "pullfill_workers_needed"}
+    assert needed == {"decode": 1, "prefill": 1}, "long prompts came within 30 s"
     asked = {n for query in QUERIES for n in re.findall(r"vllm:\w+", query)}
     assert asked
     assert asked <= set(re.findall(r"^(vllm:\w+)", page.text, re.M)), "names of vLLM's own"

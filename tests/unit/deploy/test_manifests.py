@@ -19,13 +19,13 @@ import kubernetes_validate.utils
 import pytest
 import yaml
 
-from pullfill.deploy.planner import PlanSettings
+from pullfill.needs import PlanSettings
 from pullfill.options import LogFormat
 from pullfill.runtime.lifecycle import EXIT_S
 from tests.support.chart import CHART, RELEASE, HelmRefused, of_kind, pods, render, the_container
 from tests.support.flags import expand, parse
 
-WORKERS = {"decode", "prefill"}
+WORKERS = {"decode", "prefill", "worker"}
 ROLES = WORKERS | {"frontend"}
 OURS = {f"pullfill-{r}" for r in ROLES}
 SERVERS = {"pullfill-nats", "pullfill-etcd"}
@@ -118,6 +118,9 @@ def test_what_selects_pods_finds_them() -> None:
         ("pullfill-decode", "control"): [workers], ("pullfill-decode", "kv"): [workers],
         ("pullfill-decode", "data"): [front], ("pullfill-decode", "http"): [front],
         ("pullfill-prefill", "kv"): [workers], ("pullfill-prefill", "http"): [front],
+        ("pullfill-worker", "control"): [workers], ("pullfill-worker", "kv"): [workers],
+        ("pullfill-worker", "kv-prefill"): [workers],
+        ("pullfill-worker", "data"): [front], ("pullfill-worker", "http"): [front],
         ("pullfill-nats", "client"): [OURS], ("pullfill-nats", "cluster"): [{"pullfill-nats"}],
         ("pullfill-etcd", "client"): [OURS], ("pullfill-etcd", "peer"): [{"pullfill-etcd"}],
     }  # fmt: skip
@@ -133,11 +136,20 @@ def test_the_servers_are_three() -> None:
 # ------------------------------------------------------------------ KEDA
 
 
-def test_keda_scales_deployments_that_exist() -> None:
-    assert not of_kind(render(), "ScaledObject")
-    documents = render(keda={"enabled": True})
+@pytest.mark.parametrize(
+    ("replicas", "roles"),
+    [
+        ({}, {"decode", "prefill"}),
+        ({"decode": {"replicas": 0}}, {"prefill"}),  # stock servers decode
+        ({"worker": {"replicas": 2}}, {"worker"}),
+    ],
+    ids=["split", "stock", "both"],
+)
+def test_keda_scales_deployments_that_exist(replicas: dict[str, Any], roles: set[str]) -> None:
+    assert not of_kind(render(**replicas), "ScaledObject")
+    documents = render(**replicas, keda={"enabled": True})
     scaled = of_kind(documents, "ScaledObject")
-    assert set(scaled) == {"pullfill-prefill", "pullfill-decode"}
+    assert set(scaled) == {f"pullfill-{role}" for role in roles}
     deployments = of_kind(documents, "Deployment")
     assert {n for n, d in deployments.items() if "replicas" not in d["spec"]} == set(scaled), (
         "an upgrade would undo what KEDA has done"
@@ -152,7 +164,9 @@ def test_keda_scales_deployments_that_exist() -> None:
         # A fallback to 0 makes KEDA remove all workers, and it needs AverageValue and a threshold
         # that is a whole number.
         assert spec["fallback"] == {
-            "failureThreshold": 3, "replicas": 1, "behavior": "currentReplicas",
+            "failureThreshold": 3,
+            "replicas": 2 if name == "pullfill-worker" else 1,
+            "behavior": "currentReplicas",
         }  # fmt: skip
         (trigger,) = spec["triggers"]
         assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
@@ -167,19 +181,22 @@ def test_keda_scales_deployments_that_exist() -> None:
 UNITS = sorted((Path(__file__).resolve().parents[3] / "deploy" / "systemd").glob("*.service"))
 
 
-def test_each_role_has_a_unit() -> None:
-    roles = ("decode", "prefill", "frontend")
-    assert {u.name for u in UNITS} == {f"pullfill-{r}@.service" for r in roles}
+def test_a_worker_has_both_sides_unless_its_file_says_otherwise() -> None:
+    assert [u.stem for u in UNITS] == ["pullfill-frontend@", "pullfill-worker@"]
+    lines = UNITS[1].read_text().splitlines()
+    # systemd lets the file win. `-`: it may be missing.
+    assert "Environment=KIND=worker" in lines
+    assert "EnvironmentFile=-/etc/pullfill/worker-%i.env" in lines
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda u: u.stem)
+@pytest.mark.parametrize("role", sorted(ROLES))
 @pytest.mark.essential
-def test_a_units_command_line(unit: Path) -> None:
+def test_a_units_command_line(role: str) -> None:
+    unit = UNITS[role in WORKERS]
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(re.sub(r"\\\n\s*", "", unit.read_text()))
     service = parser["Service"]
-    role = unit.stem.removeprefix("pullfill-").rstrip("@")
     comments = unit.read_text()
     example = re.search(r"ARGS=(.*)$", comments, re.M)
     assert example is not None
@@ -187,6 +204,8 @@ def test_a_units_command_line(unit: Path) -> None:
         "ETCD": "http://10.0.0.1:2379", "NATS": "nats://10.0.0.1:4222", "NAMESPACE": "default",
         "MODEL": "/models/m", "SERVED_NAME": "m", "HOST": "10.0.0.7", "ARGS": example[1],
     }  # fmt: skip
+    if role in WORKERS:
+        values["KIND"] = role
     assert all(name in comments.split("[Unit]")[0] for name in values)
     words = shlex.split(expand(service["ExecStart"], values, r"\$\{?(\w+)\}?"))
     assert words[0].endswith("/pullfill")
@@ -257,7 +276,7 @@ def test_a_release_accepts_each_object(release: str, values: dict[str, Any]) -> 
 
 def test_servers_elsewhere() -> None:
     documents = render(**ELSEWHERE)
-    assert set(pods(documents)) == {"pullfill-decode", "pullfill-prefill", "pullfill-frontend"}
+    assert set(pods(documents)) == OURS
     assert not of_kind(documents, "Job"), "others decide how many replicas their streams have"
     for template in pods(documents).values():
         options = parse(the_container(template)["args"])
@@ -325,7 +344,8 @@ def test_servers_of_other_charts_find_ours(file: str) -> None:
         if peer in rule.get("from", []) for port in rule["ports"]
     }  # fmt: skip
     assert reached == {
-        ("pullfill-nats", "client"), ("pullfill-etcd", "client"), ("pullfill-prefill", "kv")
+        ("pullfill-nats", "client"), ("pullfill-etcd", "client"), ("pullfill-prefill", "kv"),
+        *(("pullfill-worker", port) for port in ("control", "kv", "kv-prefill")),
     }  # fmt: skip
     for one in documents:
         if one["kind"] not in WITHOUT_SCHEMA:

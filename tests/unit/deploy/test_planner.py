@@ -9,16 +9,16 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.deploy import planner
-from pullfill.deploy.planner import BOTH, DECODE, PREFILL, Observation, PlanSettings, observe, plan
 from pullfill.errors import UnavailableError
-from pullfill.snapshot import Demand
+from pullfill.needs import BOTH, DECODE, PREFILL, Observation, PlanSettings, observe, plan
+from pullfill.snapshot import Cluster, Demand, WorkerRow
 
 USUAL = PlanSettings()
 
 
 def right(observation: Observation, settings: PlanSettings = USUAL) -> dict[str, int]:
     """How many workers of each kind are right."""
-    return {need.role: need.right for need in plan(observation, settings).needs}
+    return {need.kind: need.right for need in plan(observation, settings).needs}
 
 
 def seen(
@@ -80,25 +80,23 @@ def test_the_least_numbers_are_kept() -> None:
 
 
 def test_the_observation_is_read_from_the_status() -> None:
-    def row(name: str, role: str, state: str, **load: object) -> dict[str, object]:
-        return {"instance_id": name, "role": role, "state": state, "load": load}
+    def row(name: str, role: str, state: str, **load: object) -> WorkerRow:
+        return WorkerRow(instance_id=name, role=role, state=state, load=load)
 
-    told = observe(
-        {
-            "workers": [
-                row("d1", "decode", "ready", demand={"pressure": 0.5, "later": 1}),
-                row("d2", "decode", "lost"),
-                row("d3", "decode", "draining", demand={"pressure": 9.0}),
-                row("d4", "decode", "checking", demand={}),
-                row("d5", "decode", "ready"),  # has just started
-                row("p1", "prefill", "ready", jobs=2),
-                row("b1", "decode", "ready", demand={}),
-                row("b1", "prefill", "ready"),
-                row("f1", "frontend", "ready"),
-            ]
-        }
+    rows = (
+        row("d1", "decode", "ready", demand={"pressure": 0.5, "later": 1}),
+        row("d2", "decode", "lost"),
+        row("d3", "decode", "draining", demand={"pressure": 9.0}),
+        row("d4", "decode", "checking", demand={}),
+        row("d5", "decode", "ready"),  # has just started
+        row("d6", "decode", "ready", demand={"pressure": "high"}),
+        row("p1", "prefill", "ready", jobs=2),
+        row("b1", "decode", "ready", demand={}),
+        row("b1", "prefill", "ready"),
+        row("f1", "frontend", "ready"),
     )
-    assert told == Observation(1, 2, 1, {"d1": Demand(pressure=0.5), "b1": Demand()})
+    expected = Observation(1, 3, 1, {"d1": Demand(pressure=0.5), "b1": Demand()})
+    assert observe(Cluster(workers=rows)) == expected
 
 
 def test_json() -> None:

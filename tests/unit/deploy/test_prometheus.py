@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
-from pullfill.deploy import planner
-from pullfill.snapshot import Demand
+from pullfill.frontend.counters import WORKERS_NEEDED
+from pullfill.frontend.routes import show_needed
+from pullfill.needs import BOTH, DECODE, PREFILL, PlanSettings, observe, plan
+from pullfill.snapshot import Cluster, Demand, WorkerRow
 from tests.support.chart import of_kind, render
 from tests.support.metrics import EVERYWHERE, labels_of_metrics
 from tests.support.prometheus import dashboard, missing, promtool
@@ -122,57 +126,82 @@ def test_each_alert_fires_when_it_must_and_not_before(
 
 
 @needs_promtool
-@pytest.mark.parametrize("told_by", [("a",), ("a", "b")], ids=["frontend", "frontends"])
+@pytest.mark.parametrize("frontends", [("a",), ("a", "b")], ids=["frontend", "frontends"])
+@pytest.mark.parametrize("both", [0, 2], ids=["split", "both"])
 @pytest.mark.essential
-def test_keda_scales_as_the_planner_says(told_by: tuple[str, ...], tmp_path: Path) -> None:
-    """The queries of the chart return the planner's needs. No figures make no number, which KEDA
-    takes for an error, with another cluster beside, too."""
-    objects = of_kind(render(pullfillNamespace="here", keda={"enabled": True}), "ScaledObject")
-    queries = {
-        role: objects[f"pullfill-{role}"]["spec"]["triggers"][0]["metadata"]["query"]
-        for role in (planner.PREFILL, planner.DECODE)
+def test_keda_scales_as_the_planner_says(
+    both: int, frontends: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The queries of the chart return what `pullfill plan` calls right. No figures make no number,
+    which KEDA takes for an error, with another cluster beside, too."""
+    values = {"pullfillNamespace": "here", "keda": {"enabled": True}, "worker": {"replicas": both}}
+    triggers = {
+        name.removeprefix("pullfill-"): one["spec"]["triggers"][0]
+        for name, one in of_kind(render(**values), "ScaledObject").items()
     }
     tests = []
     for busy, backlog, prefills in ((0.0, 0.0, 0), (0.2, 3.0, 1), (2.0, 5.0, 2), (1.9, 47.0, 3),
                                     (0.1, 100.0, 0)):  # fmt: skip
-        demands = {
-            f"d{n}": Demand(backlog_s=backlog, prefill_demand=busy, pressure=0.7) for n in (1, 2)
-        }
-        seen = planner.Observation(prefills, len(demands), 0, demands)
-        found = planner.plan(seen, planner.PlanSettings())
-        series = dict(THERE)
-        for frontend in told_by:
-            for name, one in demands.items():
-                labels = f'role="decode",instance_id="{name}",instance="{frontend}",{HERE}'
-                series[f"pullfill_prefill_demand{{{labels}}}"] = one.prefill_demand
-                series[f"pullfill_backlog_seconds{{{labels}}}"] = one.backlog_s
-                series[f"pullfill_decode_pressure{{{labels}}}"] = one.pressure
-            for n in range(prefills):
-                labels = f'role="prefill",what="limit",instance_id="p{n}",instance="{frontend}"'
-                series[f"pullfill_kv_credits_bytes{{{labels},{HERE}}}"] = 1.0
-        tests.append(case(series, queries, {need.role: need for need in found.needs}))
-    tests.append(case(THERE, queries, {}))
+        demand = Demand(backlog_s=backlog, prefill_demand=busy, pressure=0.7)
+        rows = [("prefill", f"p{n}") for n in range(prefills)] + [
+            ("decode", "d1"),
+            ("decode", "d2"),
+        ]
+        rows += [("prefill", f"d{n + 1}") for n in range(both)]
+        told = {"demand": msgspec.to_builtins(demand)}
+        cluster = Cluster(
+            workers=tuple(
+                WorkerRow(instance_id=name, role=role, state="ready", load=told)
+                for role, name in rows
+            )
+        )
+        show_needed(cluster)
+        needs = plan(observe(cluster), PlanSettings()).needs
+        right = {need.kind: need.right for need in needs if need.kind in triggers}
+        assert set(right) == set(triggers)
+        shown = {
+            f'pullfill_workers_needed{{kind="{s.labels["kind"]}",instance="{one}",{HERE}}}': s.value
+            for family in WORKERS_NEEDED.collect() for s in family.samples for one in frontends
+        }  # fmt: skip
+        tests.append(case(shown | THERE, triggers, right))
+        for kind, number in right.items():
+            assert {replicas(triggers[kind], number, ready) for ready in (1, 2, 5)} == {number}
+    show_needed(Cluster())
+    assert not [family.samples for family in WORKERS_NEEDED.collect() if family.samples]
+    tests.append(case(THERE, triggers, {}))
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"tests": tests}))
     promtool("test", "rules", str(tmp_path / "cases.yaml"))
 
 
 HERE = 'pullfill_namespace="here"'
 THERE = {
-    f'{name}{{role="decode",instance_id="d9",pullfill_namespace="there"}}': 50.0
-    for name in ("pullfill_prefill_demand", "pullfill_backlog_seconds", "pullfill_decode_pressure")
+    f'pullfill_workers_needed{{kind="{kind}",pullfill_namespace="there"}}': 50.0
+    for kind in (DECODE, PREFILL, BOTH)
 }
 
 
+def replicas(trigger: dict[str, Any], value: float, ready: int) -> int:
+    """What Kubernetes makes of a metric (`replica_calculator.go`), without its tolerance.
+
+    ready: number of pods that are ready."""
+    share = value / float(trigger["metadata"]["threshold"])
+    return math.ceil(share * ready if trigger["metricType"] == "Value" else share)
+
+
 def case(
-    series: dict[str, float], queries: dict[str, str], needs: dict[str, planner.Need]
+    series: dict[str, float], triggers: dict[str, Any], right: dict[str, int]
 ) -> dict[str, Any]:
     """A test for promtool: what each query makes of these series."""
-    expected = {r: [{"labels": "{}", "value": n.need}] for r, n in needs.items()}
+    expected = {kind: [{"labels": "{}", "value": value}] for kind, value in right.items()}
     return {
         "interval": "15s",
         "input_series": [{"series": s, "values": f"{value}x2"} for s, value in series.items()],
         "promql_expr_test": [
-            {"expr": query, "eval_time": "15s", "exp_samples": expected.get(role, [])}
-            for role, query in queries.items()
+            {
+                "expr": trigger["metadata"]["query"],
+                "eval_time": "15s",
+                "exp_samples": expected.get(kind, []),
+            }
+            for kind, trigger in triggers.items()
         ],
     }

@@ -39,6 +39,15 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
+{{/* Whether KEDA scales a role: "true" or nothing. Takes (dict "root" $ "role" "decode"). Workers with
+both sides do what others leave. So beside them KEDA scales no others: each would follow the other. */}}
+{{- define "pullfill.scaled" -}}
+{{- $chosen := or (eq .role "worker") (eq 0 (int .root.Values.worker.replicas)) -}}
+{{- if and .root.Values.keda.enabled $chosen (gt (int (index .root.Values .role).replicas) 0) -}}
+true
+{{- end -}}
+{{- end }}
+
 {{/* How every process finds its cluster. */}}
 {{- define "pullfill.cluster" -}}
 - --etcd={{ include "pullfill.etcd" . }}
