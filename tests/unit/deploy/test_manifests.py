@@ -20,8 +20,9 @@ import pytest
 import yaml
 
 from pullfill.needs import PlanSettings
-from pullfill.options import LogFormat
+from pullfill.options import LogFormat, WorkerOptions
 from pullfill.runtime.lifecycle import EXIT_S
+from pullfill.worker.process import kv_port_of
 from tests.support.chart import CHART, RELEASE, HelmRefused, of_kind, pods, render, the_container
 from tests.support.flags import expand, parse
 
@@ -80,6 +81,18 @@ def test_probes_and_rights() -> None:
             )  # fmt: skip
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+@pytest.mark.parametrize("role", sorted(WORKERS))
+def test_a_pod_names_the_ports_of_its_sides(role: str) -> None:
+    container = the_container(pods(render())[f"pullfill-{role}"])
+    told = parse(arguments(container))
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    if role == "worker":
+        ports = {key: told[key] for key in ("control_port", "data_port", "http_port", "kv_port")}
+        # It refuses a port that another flag names.
+        assert named.pop("kv-prefill") == kv_port_of(WorkerOptions(**ports), 1)
+    assert named == {name: told[f"{name}_port"] for name in named}
 
 
 def test_what_selects_pods_finds_them() -> None:
