@@ -100,8 +100,10 @@ class DemandMeter:
         self,
         *,
         open_tokens: int,
+        queued_tokens: int,
         rates: Sequence[float],
         pool: int,
+        connected: bool,
         own_rate: float,
         kv: float,
         seats: float,
@@ -109,8 +111,10 @@ class DemandMeter:
         """Return what this worker tells of itself.
 
         open_tokens: tokens of its jobs that prefill workers have still to compute.
+        queued_tokens: tokens that this worker has to compute, with jobs that nobody has claimed.
         rates: tokens per second of each connected prefill worker that has measured them.
         pool: number of prefill workers that pull.
+        connected: whether there are any. They may be busy.
         own_rate: tokens per second of this engine. 0: not measured. A prefill worker is taken to be
         as fast as long as none has told its rate.
         kv, seats: see the module."""
@@ -122,11 +126,12 @@ class DemandMeter:
             each = self._each
         each = each or own_rate or ASSUMED_TOKENS_PER_S
         tokens = sum(b.tokens for b in buckets)
-        kept = 0 if pool else sum(b.kept for b in buckets)
+        kept = 0 if connected else sum(b.kept for b in buckets)
         here = sum(b.here_s for b in buckets) / WINDOW_S
         streams = sum(b.streams_s for b in buckets) / WINDOW_S / (1.0 - min(here, _FULL))
         return Demand(
             backlog_s=(open_tokens + kept) / (each * max(1, pool)),
+            queued_s=queued_tokens / (own_rate or each),
             prefill_demand=tokens / WINDOW_S / each,
             tokens_per_s=each,
             prompts=sum(b.prompts for b in buckets),

@@ -150,6 +150,11 @@ class Frontends:
         """Number of requests that are not finished."""
         return self._server.active_requests
 
+    @property
+    def uncached_tokens(self) -> int:
+        """Number of tokens to be computed before all requests generate, as frontends were told."""
+        return self._told.uncached_tokens_queued if self._told else 0
+
     def status(self) -> dict[str, int]:
         """Return what /status shows of the cached blocks that frontends are told of."""
         return self._blocks.status()

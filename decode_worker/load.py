@@ -92,8 +92,12 @@ def report_of(
     )
 
 
-def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter) -> Demand:
-    """Return what this worker tells the planner. asyncio thread only."""
+def demand_of(
+    engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter, uncached_tokens: int
+) -> Demand:
+    """Return what this worker tells the planner. asyncio thread only.
+
+    uncached_tokens: those of all requests here that are to be computed (`LoadReport`)."""
     ours = ledger.sums()
     remote = sum(ours.jobs[state] for state in _REMOTE)
     running, waiting = engine.view.counts()
@@ -102,8 +106,11 @@ def demand_of(engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMete
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
         open_tokens=ours.uncomputed,
+        # Who has claimed a job counts it, too.
+        queued_tokens=max(0, uncached_tokens - ours.uncomputed + ours.queued_tokens),
         rates=[rate for rate in rates if rate > 0],
         pool=len(pulling),
+        connected=bool(peers),
         own_rate=meter.own_rate,
         kv=1.0 - engine.view.free_blocks / blocks if blocks else 0.0,
         # vLLM counts requests whose prompts are away as waiting. They take no seat yet.

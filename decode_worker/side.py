@@ -299,7 +299,8 @@ class DecodeSide(Service):
         show_demand(self._demand())
 
     def _demand(self) -> Demand:
-        return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter)
+        uncached = self.frontends.uncached_tokens
+        return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter, uncached)
 
     def engine_stuck(self, stuck: bool) -> None:
         if stuck:

@@ -12,7 +12,7 @@ of both needs. `Need.right` is for an autoscaler, which adds and removes workers
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -53,13 +53,29 @@ class PlanSettings:
 class Observation:
     """What is known of the cluster.
 
-    prefills, decodes, both: number of workers that are ready, by the sides that they have.
+    prefills, decodes: number of workers that are ready and have this side only.
+    both: instance ids of those that have both sides.
     demands: what each decode side tells, by instance id."""
 
     prefills: int
     decodes: int
-    both: int
+    both: Set[str]
     demands: Mapping[str, Demand]
+
+    @property
+    def able(self) -> int:
+        """Number of workers that prefill for others, and 1 if there are none."""
+        return max(1, self.prefills + len(self.both))
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds that all these need for the prompts that wait."""
+        # With both sides a worker keeps most long prompts while it and the others are busy. So all
+        # that it has not computed waits, and not only its jobs.
+        return sum(
+            one.queued_s / self.able if name in self.both else one.backlog_s
+            for name, one in self.demands.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,31 +120,30 @@ def observe(cluster: Cluster) -> Observation:
                 demands[row.instance_id] = msgspec.convert(told, Demand)
     both = ready[PREFILL] & ready[DECODE]
     prefills, decodes = len(ready[PREFILL] - both), len(ready[DECODE] - both)
-    return Observation(prefills, decodes, len(both), demands)
+    return Observation(prefills, decodes, both, demands)
 
 
 def plan(seen: Observation, settings: PlanSettings) -> Plan:
     """Return what is right now."""
     told = list(seen.demands.values())
-    backlog = sum(one.backlog_s for one in told)
     prompts, missed = sum(one.prompts for one in told), sum(one.missed for one in told)
-    needs = [_prefill(seen, backlog, prompts, missed, settings), _decode(seen, settings)]
-    if seen.both:
-        rest = sum(max(0.0, one.need - one.now) for one in needs)
-        right = _right(seen.both, rest, 1, settings.band)
-        why = "the needs that workers with one side leave"
+    needs = [_prefill(seen, prompts, missed, settings), _decode(seen, settings)]
+    if now := len(seen.both):
+        left = {one.kind: max(0.0, one.need - one.now) for one in needs}
+        rest = sum(left.values())
+        right = _right(now, rest, 1, settings.band)
+        why = " and ".join(f"{need:.2f} to {kind}" for kind, need in left.items())
+        if seen.prefills or seen.decodes:
+            why += " are left by workers with one side"
         needs = [replace(one, right=min(one.right, one.now)) for one in needs]
-        needs.append(Need(BOTH, seen.both, rest, right, why))
-    return Plan(tuple(needs), backlog, missed / prompts if prompts else 0.0)
+        needs.append(Need(BOTH, now, rest, right, why))
+    return Plan(tuple(needs), seen.backlog_s, missed / prompts if prompts else 0.0)
 
 
-def _prefill(
-    seen: Observation, backlog: float, prompts: int, missed: int, settings: PlanSettings
-) -> Need:
-    now = seen.prefills
+def _prefill(seen: Observation, prompts: int, missed: int, settings: PlanSettings) -> Need:
+    now, backlog = seen.prefills, seen.backlog_s
     busy = sum(one.prefill_demand for one in seen.demands.values())
-    able = max(1, now + seen.both)
-    late = max(0.0, backlog - settings.backlog_s) * able / settings.drain_s
+    late = max(0.0, backlog - settings.backlog_s) * seen.able / settings.drain_s
     need = busy / settings.prefill_use + late
     right = _right(now, need, settings.min_prefill, settings.band)
     why = f"long prompts keep {busy:.2g} workers busy; each should work {settings.prefill_use:.0%}"

@@ -86,8 +86,10 @@ class HeldJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Demand(msgspec.Struct, kw_only=True, frozen=True):
     """What one decode worker tells the planner, over the last 30 s (decode_worker/demand.py).
 
-    backlog_s: seconds that all prefill workers together need for its open jobs. Without a prefill
-    worker: seconds that one would need for the long prompts.
+    backlog_s: seconds that all prefill workers together need for its open jobs. If none is
+    connected: seconds that one would need for the long prompts.
+    queued_s: seconds that this worker alone needs for all prompts that it has to compute, with its
+    jobs that nobody has claimed.
     prefill_demand: number of prefill workers that its long prompts keep busy all the time.
     tokens_per_s: prompt tokens that one prefill worker computes in a second.
     prompts: number of long prompts, which want a prefill worker.
@@ -95,6 +97,7 @@ class Demand(msgspec.Struct, kw_only=True, frozen=True):
     pressure: how full the worker is, the largest of `streams`, `kv` and `seats`. 1: full."""
 
     backlog_s: float = 0.0
+    queued_s: float = 0.0
     prefill_demand: float = 0.0
     tokens_per_s: float = 0.0
     prompts: int = 0

@@ -84,8 +84,8 @@ SELF_CHECK = Counter(
 )
 BACKLOG_SECONDS = Gauge(
     "pullfill_backlog_seconds",
-    "Seconds that the prefill workers need for the open jobs of this decode worker. Without one: "
-    "that one would need for the prompts of the last 30 s that wanted one",
+    "Seconds that the prefill workers need for the open jobs of this decode worker. If none is "
+    "connected: that one would need for the prompts of the last 30 s that wanted one",
 )
 PREFILL_DEMAND = Gauge(
     "pullfill_prefill_demand",

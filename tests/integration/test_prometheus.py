@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as plain
 
 from tests.support.cluster import Cluster
+from tests.support.metrics import labels_of_metrics
 from tests.support.prometheus import dashboard
 from tests.support.prompts import ask, random_prompt
 
@@ -48,6 +49,9 @@ def test_labels_are_words_of_a_closed_set(used: Cluster) -> None:
     }
     assert {s.labels["instance_id"] for s in samples if "instance_id" in s.labels} <= known
     needed = {s.labels["kind"]: s.value for s in samples if s.name == "pullfill_workers_needed"}
+    workers = {name for name, labels in labels_of_metrics().items() if "instance_id" in labels}
+    own = {s.name for s in samples if "instance_id" not in s.labels}
+    assert own & workers == {"pullfill_up"}, "a frontend has no worker's metrics of its own"
     assert needed == {"decode": 1, "prefill": 1}, "long prompts came within 30 s"
     asked = {n for query in QUERIES for n in re.findall(r"vllm:\w+", query)}
     assert asked

@@ -35,7 +35,10 @@ class Rig:
         self.meter.decided(now, Decision(remote, reason), here_s)
 
     def figures(self, **told: Any) -> Demand:
-        asked = {"open_tokens": 0, "rates": [], "pool": 0, "own_rate": 0.0, "kv": 0.0, "seats": 0.0}
+        asked = {
+            "open_tokens": 0, "queued_tokens": 0, "rates": [], "pool": 0, "connected": False,
+            "own_rate": 0.0, "kv": 0.0, "seats": 0.0,
+        }  # fmt: skip
         return self.meter.figures(**(asked | told))
 
 
@@ -55,9 +58,14 @@ def test_the_backlog_of_the_time_without_one_is_gone_with_the_first_prefill_work
     rig = Rig()
     rig.prompt("self_check_pending")
     assert rig.figures(own_rate=RATE).backlog_s > 0
-    told = rig.figures(rates=[RATE], pool=1)
-    assert told.backlog_s == 0
+    told = rig.figures(rates=[RATE], connected=True)
+    assert told.backlog_s == 0, "it may be busy"
     assert told.prefill_demand == pytest.approx(3.0 / WINDOW_S), "an autoscaler keeps the worker"
+
+
+def test_what_waits_here_is_told_at_the_pace_of_this_worker() -> None:
+    assert Rig().figures(queued_tokens=3000, own_rate=500.0, rates=[RATE]).queued_s == 6.0
+    assert Rig().figures(queued_tokens=3000, rates=[RATE]).queued_s == 3.0, "it has not measured"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,10 @@ class Rig:
 
 def pressure(rig: Rig) -> float:
     meter = rig.meter.demand
-    told = meter.figures(open_tokens=0, rates=[], pool=0, own_rate=0.0, kv=0.1, seats=0.1)
+    told = meter.figures(
+        open_tokens=0, queued_tokens=0, rates=[], pool=0, connected=False, own_rate=0.0, kv=0.1,
+        seats=0.1,
+    )  # fmt: skip
     return told.pressure
 
 

@@ -29,16 +29,20 @@ def seen(
     long: float = 0.0,
     streams: float = 0.0,
     backlog_s: float = 0.0,
+    queued_s: float = 0.0,
 ) -> Observation:
-    """long: prefill workers that prompts keep busy. streams: the sum of all pressures."""
+    """long: prefill workers that prompts keep busy. Of the others, the sums of all workers.
+    streams: pressures."""
     able = decodes + both
     each = Demand(
         prefill_demand=long / able,
         pressure=streams / able,
         streams=streams / able,
         backlog_s=backlog_s / able,
+        queued_s=queued_s / able,
     )
-    return Observation(prefills, decodes, both, {f"d{n}": each for n in range(able)})
+    names = [f"d{n}" for n in range(able)]
+    return Observation(prefills, decodes, set(names[:both]), dict.fromkeys(names, each))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,11 @@ def test_decode_workers_for_an_autoscaler(decodes: int, streams: float, wanted: 
         (seen(0, 0, 4, long=0.35, streams=0.2), 1),
         (seen(1, 1, 1, long=1.4, streams=0.8), 1),  # the workers with one side do the rest
         (seen(0, 0, 2), 1),
+        # What waits is 5 s for both of them, and then 20 s more: 40 s of work of one, in 30 s.
+        (seen(0, 0, 2, long=0.7, streams=0.4, queued_s=10), 2),
+        (seen(0, 0, 2, long=0.7, streams=0.4, queued_s=50), 3),
+        # Of the prompts that they computed themselves none waits.
+        (seen(0, 0, 2, long=0.7, streams=0.4, backlog_s=50), 2),
     ],
 )
 def test_workers_with_both_sides_do_what_is_left(observation: Observation, wanted: int) -> None:
@@ -95,7 +104,7 @@ def test_the_observation_is_read_from_the_status() -> None:
         row("b1", "prefill", "ready"),
         row("f1", "frontend", "ready"),
     )
-    expected = Observation(1, 3, 1, {"d1": Demand(pressure=0.5), "b1": Demand()})
+    expected = Observation(1, 3, {"b1"}, {"d1": Demand(pressure=0.5), "b1": Demand()})
     assert observe(Cluster(workers=rows)) == expected
 
 
@@ -103,7 +112,7 @@ def test_json() -> None:
     observation = seen(0, 2, long=0.5, backlog_s=4.0, streams=0.6)
     one = observation.demands["d0"]
     demands = {**observation.demands, "d0": msgspec.structs.replace(one, prompts=8, missed=2)}
-    told = planner.told(plan(Observation(0, 2, 0, demands), USUAL))
+    told = planner.told(plan(Observation(0, 2, set(), demands), USUAL))
     assert json.loads(json.dumps(told)) == told
     assert told["prefill"] == {
         "now": 0,
@@ -114,6 +123,20 @@ def test_json() -> None:
     }
     assert "the highest is 0.3, from the streams" in told["decode"]["why"]
     assert (told["backlog_s"], told["missed"]) == (4.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        (seen(0, 0, 2, long=0.7, streams=1.2), "1.00 to prefill and 1.50 to decode"),
+        (
+            seen(1, 1, 1, long=1.4, streams=0.8),
+            "1.00 to prefill and 0.00 to decode are left by workers with one side",
+        ),
+    ],
+)
+def test_why_workers_with_both_sides_are_needed(observation: Observation, why: str) -> None:
+    assert plan(observation, USUAL).needs[-1].why == why
 
 
 def test_without_a_decode_worker_nobody_tells_a_need(monkeypatch: pytest.MonkeyPatch) -> None:
