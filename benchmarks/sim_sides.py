@@ -24,8 +24,10 @@ from typing import Any
 from benchmarks.report import percentile
 from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
+from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.frontend.routing.few import Told, few
 from pullfill.wire import RouterConfig, RouterPolicy
-from pullfill.worker.step_cost import StepCost
+from pullfill.worker.step_cost import Share, StepCost
 from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16
@@ -36,14 +38,11 @@ WAY_S = 0.003
 the last KV write to the commit."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
-SHARE_S = 10.0
-"""Over which time a worker measures what share of it prompts took."""
-IDLE, GAIN, PRESSURE = 0.8, 1.1, 0.75
-"""Of `Cluster.few`: what share of its time a worker without streams can spend on prompts; how many
-times as fast tokens must be for more workers to get streams; and how long steps without prompts may
-be there, as a share of the target."""
 QUIET_S = 0.5
 """A worker with both sides pulls jobs after so many seconds without a request of its own."""
+
+
+NOTHING = LoadReport(running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0)
 
 
 class World:
@@ -172,29 +171,12 @@ class Request:
         self.last = now
 
 
-@dataclass(slots=True)
-class Load:
-    """What a worker tells others, at most TELL_S old.
-
-    requests: of clients, those that wait included.
-    backlog: own and pulled prompt tokens that are not computed.
-    share: of its time that prompts took lately."""
-
-    at: float = -math.inf
-    streams: int = 0
-    kv: int = 0
-    requests: int = 0
-    backlog: int = 0
-    share: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """How one system is run.
 
     rule: `plain` (vLLM), `conditional` or `cost`.
-    place: `turn`, `spread` (the least loaded), `pack` (the first that has room for one more
-    stream) or `few`. See `Cluster.place`.
+    place: `turn`, `spread` (the least loaded), or `pack`: the least loaded of a few (few.py).
     threshold: `router.max_local_prefill_length`.
     chunk: `--long-prefill-token-threshold`, without `cost`. 0: vLLM's default.
     seats: `--max-num-seqs`."""
@@ -212,6 +194,11 @@ class Rule:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+
+    @property
+    def cost(self) -> StepCost:
+        """How long steps are taken to be."""
+        return self.engine.machine.cost()
 
     def plan(self) -> tuple[int, int]:
         """Return vLLM's threshold (0: none) and the most tokens of the step."""
@@ -260,16 +247,10 @@ class Product(Rule):
                 known = own if r.job_of is None else jobs
                 known.append(Prompt(r.name, r.computed, r.left, r.due, r.at))
         plan = self.model.plan(own, jobs, max(1, most - streams))
-        now = engine.world.now
-        fresh = {
-            r.name for r in engine.waiting
-            if r.job_of is None and r.remote is None and r.due > now
-        }  # fmt: skip
         place = {name: n for n, name in enumerate(plan.order)}
-        place |= dict.fromkeys(fresh, -1)
         # First come those whose KV has come, which have no place.
-        engine.running.sort(key=lambda r: place.get(r.name, -2))
-        engine.waiting = deque(sorted(engine.waiting, key=lambda r: place.get(r.name, -2)))
+        engine.running.sort(key=lambda r: place.get(r.name, -1))
+        engine.waiting = deque(sorted(engine.waiting, key=lambda r: place.get(r.name, -1)))
         return max(plan.tokens.values(), default=0), min(most, streams + plan.total + 1)
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None:
@@ -336,9 +317,9 @@ class Engine:
         self.cache: set[int] = set()
         self.own = self.jobs = 0
         self.quiet_since = -math.inf
-        self._prefill_s = self._added = 0.0
+        self.prompts = Share(cluster.world)
         self._stepping = False
-        self.load = Load()
+        self._load: tuple[float, LoadReport] = (-math.inf, NOTHING)
         self.rule: Any = Rule(self) if self.options.rule == "plain" else Product(self)
 
     # ------------------------------------------------------------------ load
@@ -358,17 +339,20 @@ class Engine:
     def job_tokens(self) -> int:
         return sum(r.left for r in [*self.running, *self.waiting] if r.job_of is not None)
 
-    def prefill_share(self) -> float:
-        """What share of the last SHARE_S prompts took."""
-        self._add_prefill(0.0)
-        measured_s = SHARE_S * (1.0 - math.exp(-max(self.world.now, 0.5) / SHARE_S))
-        return self._prefill_s / measured_s
-
-    def _add_prefill(self, seconds: float) -> None:
-        now = self.world.now
-        self._prefill_s *= math.exp((self._added - now) / SHARE_S)
-        self._prefill_s += seconds
-        self._added = now
+    def load(self) -> LoadReport:
+        """What the worker has told others, at most TELL_S ago."""
+        now, (at, told) = self.world.now, self._load
+        if now - at >= TELL_S:
+            streams, cost = [r for r in self.running if r.made], self.rule.cost
+            told = LoadReport(
+                running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
+                active_blocks=0, free_blocks=0, seats=self.options.seats, streams=len(streams),
+                stream_tokens=sum(r.computed for r in streams), prompt_share=self.prompts.share(),
+                step_s=(cost.base_s, cost.stream_s, cost.kv_s),
+            )  # fmt: skip
+            self._load = now - now % TELL_S, told
+            self.cluster.sent[self.number] = []
+        return told
 
     # ------------------------------------------------------------------ requests and jobs
 
@@ -430,9 +414,8 @@ class Engine:
         streams = [r for r, _ in parts if r.made]
         kv = sum(r.computed for r in streams)
         seconds = self.machine.step(self.world.random, len(streams), kv, prompts)
-        if prompts:
-            self._add_prefill(max(0.0, seconds - self.machine.cost().base(len(streams), kv)))
-        self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds))
+        prompts_s = seconds - self.machine.cost().base(len(streams), kv) if prompts else 0.0
+        self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds, prompts_s))
 
     def _schedule(self, threshold: int, budget: int) -> list[tuple[Request, int]]:
         found: list[tuple[Request, int]] = []
@@ -455,8 +438,9 @@ class Engine:
             budget -= count
         return found
 
-    def _done(self, parts: list[tuple[Request, int]], seconds: float) -> None:
+    def _done(self, parts: list[tuple[Request, int]], seconds: float, prompts_s: float) -> None:
         now = self.world.now
+        self.prompts.add(max(0.0, prompts_s))
         self.rule.stepped(seconds)
         over: list[Request] = []
         for r, count in parts:
@@ -505,23 +489,9 @@ class Cluster:
         self.over: Callable[[Request], None] = lambda request: None
         self._turn = itertools.count()
         # Prompt tokens of what the frontend has sent since each worker told its load.
-        self._sent: list[list[int]] = [[] for _ in sides]
-
-    def told(self, engine: Engine) -> Load:
-        """The load of a worker as others know it."""
-        now = self.world.now
-        if now - engine.load.at >= TELL_S:
-            streams = [r for r in engine.running if r.made]
-            engine.load = Load(
-                now - now % TELL_S,
-                len(streams),
-                sum(r.computed for r in streams),
-                engine.own,
-                engine.backlog(),
-                engine.prefill_share(),
-            )
-            self._sent[engine.number] = []
-        return engine.load
+        self.sent: list[list[int]] = [[] for _ in sides]
+        # How many workers get streams, and until when that holds.
+        self._few, self._few_until = 1, 0.0
 
     # ------------------------------------------------------------------ placement
 
@@ -537,53 +507,21 @@ class Cluster:
         """Choose who answers a request: what the frontend does."""
         if self.options.place == "turn":
             return self.decode[next(self._turn) % len(self.decode)]
-        for engine in self.decode:
-            self.told(engine)
-        few = self.decode[: self._few()]
-        limit_s = PRESSURE * request.itl_s
-        fits = [one for one in few if self._base(one) <= limit_s]
-        if self.options.place == "pack" and fits:
-            chosen = fits[0]
-        else:
-            chosen = min(fits or self.decode, key=lambda one: self._load(one, request))
-        self._sent[chosen.number].append(request.prompt - chosen.hit(request))
+        fits = self.decode
+        if self.options.place == "pack":
+            if (now := self.world.now) >= self._few_until:
+                self._few_until = now + LOAD_S
+                self._few = few([Told(one.load(), 0.0) for one in self.decode])
+            fits = fits[: self._few]
+        chosen = min(fits, key=lambda one: self._cost(one, request))
+        self.sent[chosen.number].append(request.prompt - chosen.hit(request))
         return chosen
 
-    def _load(self, engine: Engine, request: Request) -> float:
+    def _cost(self, engine: Engine, request: Request) -> float:
         """Seconds of prompts there, this one included, and a little for each request."""
-        sent = self._sent[engine.number]
-        new = request.prompt - engine.hit(request)
-        tokens = engine.load.backlog + sum(sent) + new
-        return tokens * engine.machine.token_s + 0.01 * (engine.load.requests + len(sent))
-
-    def _base(self, engine: Engine) -> float:
-        """How long a step without prompts takes with one more stream."""
-        count = engine.load.requests + len(self._sent[engine.number]) + 1
-        return self._cost.base(count, engine.load.kv)
-
-    @property
-    def _cost(self) -> StepCost:
-        rule = self.decode[0].rule
-        return self.decode[0].machine.cost() if type(rule) is Rule else rule.cost
-
-    def _few(self) -> int:
-        """How many workers get streams: the fewest with which tokens are about as fast as can be.
-
-        The others have time for prompts. What they cannot compute, those with streams do."""
-        n, cost = len(self.decode), self._cost
-        if self.options.place != "few":
-            return n
-        loads = [one.load for one in self.decode]
-        streams = sum(load.streams for load in loads) + 1
-        kv = sum(load.kv for load in loads)
-        share = sum(self.told(one).share for one in self.engines)
-        best, few = math.inf, n
-        for k in range(1, n + 1):
-            own = max(0.0, share - IDLE * (len(self.engines) - k)) / k
-            token_s = cost.base(streams / k, kv / k) / max(0.02, 1.0 - own)
-            if token_s * GAIN < best:
-                best, few = token_s, k
-        return few
+        load, sent = engine.load(), self.sent[engine.number]
+        tokens = load.uncached_tokens_queued + sum(sent) + request.prompt - engine.hit(request)
+        return tokens * engine.machine.token_s + 0.01 * (load.running + len(sent))
 
     # ------------------------------------------------------------------ the queue
 

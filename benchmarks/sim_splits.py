@@ -177,7 +177,7 @@ def recovery(system: System, seed: int) -> tuple[float, float, float]:
 # ---------------------------------------------------------------------- systems
 
 
-STEP = Options("cost", "few")
+STEP = Options("cost", "pack")
 PLAIN = Options("plain", "spread")
 ONE_EACH = ("decode", "prefill")
 MEASURED = (

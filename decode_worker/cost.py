@@ -173,7 +173,7 @@ class CostModel:
         # Requests whose KV has come and that no step has taken yet, in the order of their commits.
         self._loaded: dict[str, None] = {}
         self._streams: dict[str, Stream] = {}
-        self._kv_tokens = self._steps = 0
+        self.kv_tokens = self._steps = 0
         self.measured = 0  # steps that computed prompts
         self._jobs: dict[str, Prompt] = {}
 
@@ -194,7 +194,7 @@ class CostModel:
 
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
-        return self.cost.base(streams, self._kv_tokens)
+        return self.cost.base(streams, self.kv_tokens)
 
     def predict(
         self,
@@ -238,7 +238,7 @@ class CostModel:
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
             if stream.over <= (self._steps - stream.since) // 100:
                 targets[stream.itl_s] = targets.get(stream.itl_s, 0) + 1
-        return Streams(len(self._streams), self._kv_tokens, _few(targets))
+        return Streams(len(self._streams), self.kv_tokens, _few(targets))
 
     # ------------------------------------------------------------------ what is under way
 
@@ -254,10 +254,6 @@ class CostModel:
         (self._away if remote else self._here)[name] = one
         found = {choice.value: option.ttft_s * 1e3 for choice, option in one.options.items()}
         return PredictedMs(**found)
-
-    def decided(self, name: str) -> bool:
-        """Whether it was decided where this prompt is computed."""
-        return name in self._requests
 
     def settled(self, name: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
@@ -286,7 +282,7 @@ class CostModel:
         tokens: number of tokens for each request in it. total: their sum.
         kv_tokens: in the KV of the requests that generate. None: about as many as before."""
         if kv_tokens is not None:
-            self._kv_tokens = kv_tokens
+            self.kv_tokens = kv_tokens
         others, parts = total, []
         first = []
         for name, prompt in _both(self._jobs, tokens):
@@ -307,7 +303,7 @@ class CostModel:
             first.append(name)
         streams = len(tokens) - len(parts)
         known = others <= self._stream_tokens * streams
-        return Step(streams, self._kv_tokens, tuple(parts), tuple(first), known)
+        return Step(streams, self.kv_tokens, tuple(parts), tuple(first), known)
 
     def stepped(self, step: Step, seconds: float) -> list[tuple[str, FirstToken]]:
         """Learn from a step that has run. Returns the requests whose first token it made."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -72,23 +71,17 @@ def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
     ]
 
 
-def report_of(
-    view: View, meter: StepMeter, requests: int, itl_s: float, draining: bool
-) -> LoadReport:
-    """Return what frontends are told. Engine thread.
-
-    requests: number of those of frontends, whether they generate yet or not.
-    itl_s: the target of the time between two tokens."""
-    base = meter.model.base
-    count = max(requests, meter.model.streams)  # clients of vLLM's own server have streams, too
-    one, two = base(count + 1), base(count + 2)
-    load, seats = view.load(draining), view.config.scheduler_config.max_num_seqs
-    kv = load.active_blocks / max(1, load.active_blocks + load.free_blocks)
-    # Rounded, because a report is sent only if it has changed. Up, because 0 is not measured.
+def report_of(view: View, meter: StepMeter, draining: bool) -> LoadReport:
+    """Return what frontends are told. Engine thread."""
+    cost = meter.model.cost
     return msgspec.structs.replace(
-        load,
-        pressure=math.ceil(max(100 * one / itl_s, 100 * (count + 1) / seats, 100 * kv)) / 100,
-        pressure_each=round(max((two - one) / itl_s, 1 / seats), 3),
+        view.load(draining),
+        seats=view.config.scheduler_config.max_num_seqs,
+        streams=meter.model.streams,
+        stream_tokens=meter.model.kv_tokens,
+        # Rounded, because a report is sent only if it has changed.
+        prompt_share=round(meter.prompts.share(), 2),
+        step_s=(cost.base_s, cost.stream_s, cost.kv_s),
     )
 
 

@@ -139,10 +139,7 @@ async def build(
     tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
     meter = StepMeter(context, view)
 
-    def load(draining: bool) -> front_wire.LoadReport:
-        itl_s = router.current.itl_ms / 1e3
-        return report_of(view, meter, server.active_requests, itl_s, draining)
-
+    load = partial(report_of, view, meter)
     server = RequestServer(
         turns,
         traces,

@@ -20,6 +20,7 @@ from pullfill.engine.requests import OWN_CLIENT
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
+from pullfill.worker.step_cost import Share
 from pullfill.worker.step_rule import LEAST_TOKENS, Prompt
 
 # The length of prompt that tells an engine's rate.
@@ -38,6 +39,7 @@ class StepMeter:
         self._clock = clock
         self.model = CostModel(chunks.step_tokens, stream_tokens=chunks.each, clock=clock)
         self.demand = DemandMeter(clock)
+        self.prompts = Share(clock)
         self._steps: deque[Step] = deque()
         self._began = self._ended = 0.0
         self._on = False
@@ -71,7 +73,6 @@ class StepMeter:
         now, wall = self._clock.monotonic(), time.time()
         own: list[Prompt] = []
         jobs: list[Prompt] = []
-        fresh: list[str] = []
         short: list[str] = []
         whole = False
         for request in chunks.prompts():
@@ -93,16 +94,12 @@ class StepMeter:
             job = request.client_index == OWN_CLIENT
             prompt = Prompt(name, at, request.num_tokens - at, due, arrival)
             (jobs if job else own).append(prompt)
-            if due > now and not (job or model.decided(name)):
-                fresh.append(name)
         plan = model.plan(own, jobs, max(1, chunks.step_tokens - taken))
         if whole:
             chunks.release()
             return
         order = {name: place for place, name in enumerate(plan.order)}
-        # vLLM looks first at those that nobody has decided about, as they may go elsewhere. Late
-        # ones gain nothing by it.
-        order |= dict.fromkeys(fresh, -1) | dict.fromkeys(short, -2)
+        order |= dict.fromkeys(short, -1)
         # No stream and no short prompt is cut.
         each = max(chunks.each, LEAST_TOKENS, *plan.tokens.values())
         chunks.take(order, each, taken + plan.total)
@@ -131,12 +128,13 @@ class StepMeter:
         while len(self._steps) > running:
             step = self._steps.popleft()
             streams = self.model.streams
+            if prompts := bool(step.parts) or not step.known:
+                self.prompts.add(max(0.0, seconds - self.model.base(step.streams)))
             for request_id, outcome in self.model.stepped(step, seconds):
                 self._context.traces.first_token(
                     request_id, outcome.first_token_ms, outcome.regret_ms
                 )
             if streams and step.streams:
-                prompts = step.parts or not step.known
                 gap_s = self.model.base(step.streams) if prompts else seconds
                 # Not the streams' own targets: one request could ask for dozens of workers.
                 target_s = self._context.router_config().itl_ms / 1e3

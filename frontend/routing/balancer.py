@@ -112,8 +112,8 @@ class Balancer:
 
     # ---------------------------------------------------------------- workers
 
-    def report(self, worker: DecodeConnection) -> None:
-        """Take what a worker has said about its load."""
+    def report(self, worker: DecodeConnection, now: float) -> None:
+        """Take what a worker has said about its load. now: as for `choose`."""
         if (load := worker.load) is not None:
             view = self._placer.report(
                 worker.instance_id,
@@ -121,7 +121,7 @@ class Balancer:
                 load.active_blocks,
                 load.free_blocks,
             )
-            view.pressure, view.pressure_each = load.pressure, load.pressure_each
+            view.told, view.told_at = load, now
 
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""

@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.frontend.routing.few import Told, few
 from pullfill.prefix.index import Predicted
 from pullfill.wire import DecodeChoice, DecodePolicy
 
@@ -30,14 +32,9 @@ from pullfill.wire import DecodeChoice, DecodePolicy
 #   (`CROWD`). So other workers get it too, and it does not pin its prompts to one worker.
 # - Recent work, as excess over the mean, decides between workers that are equal otherwise. It also
 #   turns new prompts away from a worker that has had more than its share.
-# `pack` fills workers with streams one after the other, in the order of their ids, which is the
-# same for all frontends. Workers that have no streams have time for prompts: with workers of both
-# sides that makes decode workers and prefill workers while the load is light. A worker gets a
-# request if it is then full to at most PACKED, by steps, seats and KV (`LoadReport.pressure`). Of
-# such workers, one that holds a prefix of the prompt comes first, as with `kv`, but without recent
-# work, of which the first ones always have more. If no worker has room, the one with the least load
-# gets the request.
-PACKED = 0.75
+# `pack` chooses in the same way among the first few workers (few.py), in the order of their ids,
+# which is the same for all frontends. Recent work does not count, as others may have had no
+# requests for long.
 # Policies that look for workers which hold a prefix of the prompt.
 BY_PREFIX = frozenset({DecodePolicy.KV, DecodePolicy.PACK})
 # Weight of a token that has to be computed for this prompt, against one that is queued.
@@ -75,7 +72,7 @@ class WorkerView:
     own_blocks: KV blocks of this frontend's requests.
     free_blocks: KV blocks that a request may take. None: unknown.
     work: recent work that this frontend sent, in tokens.
-    pressure, pressure_each: see `LoadReport`. sent: requests of this frontend since that report.
+    told, told_at: the last report of a decode worker, and when it came (monotonic seconds).
     """
 
     instance_id: str
@@ -85,17 +82,8 @@ class WorkerView:
     own_blocks: float = 0.0
     free_blocks: float | None = None
     work: float = 0.0
-    pressure: float = 0.0
-    pressure_each: float = 0.0
-    sent: int = 0
-
-    @property
-    def has_room(self) -> bool:
-        """Whether `pack` sends it another request. One that has measured nothing gets one."""
-        if not self.pressure:
-            load = self.others_tokens + self.own_tokens + self.others_blocks + self.own_blocks
-            return not (load or self.sent)
-        return self.pressure + self.sent * self.pressure_each <= PACKED
+    told: LoadReport | None = None
+    told_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +139,8 @@ class Placer:
         self._crowds: OrderedDict[int, int] = OrderedDict()
         self._last = ""
         self._sent = 0
+        # How many workers get streams, and until when that holds.
+        self._few, self._few_until = 1, 0.0
 
     # ---------------------------------------------------------------- workers
 
@@ -177,7 +167,7 @@ class Placer:
         # the load of other frontends until the next report.
         view.others_tokens = max(0.0, queued_tokens - view.own_tokens)
         view.others_blocks = max(0.0, active_blocks - view.own_blocks)
-        view.free_blocks, view.sent = free_blocks, 0
+        view.free_blocks = free_blocks
         return view
 
     def drop(self, instance_id: str) -> None:
@@ -207,8 +197,7 @@ class Placer:
             balance     another one holds more, and costs more
             no_prefix   none holds enough of the prompt to count: the least cost
             only        there is no other
-            packed      `pack`: the first that has room
-            full        `pack`: none has room: the least load
+            packed      the same of the few workers that get streams
             load, turn, random      the other policies
             together    another choice of the answer is there (`balancer`)"""
         among = {name: self.join(name) for name in sorted(names)}
@@ -234,7 +223,9 @@ class Placer:
         elif len(views) == 1:
             view, reason = views[0], "only"
         elif policy is DecodePolicy.PACK:
-            view, score, reason = self._packed(prompt, blocks, views, stored, more)
+            among_few = views[: self._fewest(views, now)]
+            view, score, reason = self._by_prefix(prompt, blocks, among_few, stored, more, lag=0.0)
+            reason = "packed" if reason == "no_prefix" else reason
         else:
             view, score, reason = self._by_prefix(prompt, blocks, views, stored, more)
         return view, DecodeChoice(
@@ -244,25 +235,13 @@ class Placer:
             reason=reason,
         )
 
-    def _packed(
-        self,
-        prompt: Prompt,
-        blocks: Mapping[str, int],
-        views: Sequence[WorkerView],
-        stored: int,
-        more: int,
-    ) -> tuple[WorkerView, float | None, str]:
-        """The policy `pack`. See `_by_prefix`."""
-        fits = [view for view in views if view.has_room]
-        if not fits:
-            return *_cheapest(prompt, blocks, views), "full"
-        view, score, reason = self._by_prefix(prompt, blocks, fits, stored, more, lag=0.0)
-        if reason == "no_prefix":
-            return fits[0], None, "packed"
-        if reason == "prefix":  # of those that hold as much, the first
-            held = blocks[view.instance_id]
-            view = next(one for one in fits if blocks.get(one.instance_id) == held)
-        return view, score, reason
+    def _fewest(self, views: Sequence[WorkerView], now: float) -> int:
+        """How many of these workers get streams."""
+        if now >= self._few_until:
+            self._few_until = now + LOAD_S
+            told = (Told(v.told, now - v.told_at) for v in views if v.told is not None)
+            self._few = few(told)
+        return self._few
 
     def _by_prefix(
         self,
@@ -305,7 +284,6 @@ class Placer:
             self._predicted.add(view.instance_id, prompt.hashes, now)
         uncached = max(0, prompt.tokens - matched_tokens)
         blocks = -(-prompt.tokens // prompt.block) if prompt.block else 0
-        view.sent += 1
         view.own_tokens += uncached
         view.own_blocks += blocks
         view.work += uncached

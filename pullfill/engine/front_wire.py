@@ -109,9 +109,11 @@ class LoadReport(Message, frozen=True, kw_only=True):
     generate. Of a request that waits, the tokens that were not in the prefix cache when the request
     came. Tokens that a prefill worker computes do not count.
     active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included.
-    pressure: how full the worker is with one request more, as the largest of these shares: of
-    `router.itl_ms` that a step without prompts takes, of `--max-num-seqs`, and of KV blocks that
-    requests hold. 0: not told. pressure_each: how much each further one adds."""
+    seats: `--max-num-seqs`. 0: not told.
+    streams: number of requests that generate. stream_tokens: in their KV.
+    prompt_share: share of the engine's time that prompts took lately, own and pulled ones.
+    step_s: seconds of a step without prompts: its own, of each stream, and of each of
+    `stream_tokens`."""
 
     running: Count
     waiting: Count
@@ -119,8 +121,11 @@ class LoadReport(Message, frozen=True, kw_only=True):
     active_blocks: Count
     free_blocks: Count
     draining: bool = False
-    pressure: Finite = 0.0
-    pressure_each: Finite = 0.0
+    seats: Count = 0
+    streams: Count = 0
+    stream_tokens: Count = 0
+    prompt_share: Finite = 0.0
+    step_s: tuple[Finite, Finite, Finite] = (0.0, 0.0, 0.0)
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):

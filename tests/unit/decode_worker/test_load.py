@@ -13,6 +13,7 @@ from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.load import jobs_of, report_of
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.worker.step_cost import StepCost
 from tests.support import said
 from tests.support.handoff_model import HandoffModel
 
@@ -56,30 +57,18 @@ def rig() -> Rig:
     return Rig()
 
 
-@pytest.mark.parametrize(
-    ("streams", "requests", "first_s", "pressure"),
-    [(0, 0, 0.0101, 0.23), (4, 7, 0.010, 0.36), (7, 4, 0.010, 0.36), (0, 0, -0.000999, 0.01)],
-)
-def test_the_pressure_is_that_of_a_step_with_one_request_more(
-    rig: Rig, streams: int, requests: int, first_s: float, pressure: float
-) -> None:
-    model = SimpleNamespace(base=lambda count: first_s + 0.001 * count, streams=streams)
-    meter: Any = SimpleNamespace(model=model)
-    told = report_of(view_of(rig, 1000), meter, requests, 0.050, draining=True)
-    assert (told.pressure, told.pressure_each, told.draining) == (pressure, 0.02, True)
-
-
-def view_of(rig: Rig, seats: int) -> Any:
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=seats))
-    return SimpleNamespace(load=rig.load, config=config)
-
-
-def test_seats_and_kv_fill_a_worker_whose_steps_are_short(rig: Rig) -> None:
-    meter: Any = SimpleNamespace(model=SimpleNamespace(base=lambda count: 0.001, streams=0))
-    told = report_of(view_of(rig, 8), meter, 5, 0.050, draining=False)
-    assert (told.pressure, told.pressure_each) == (0.75, 0.125)
-    rig.loaded = msgspec.structs.replace(IDLE, active_blocks=80, free_blocks=20)
-    assert report_of(view_of(rig, 8), meter, 5, 0.050, draining=False).pressure == 0.8
+def test_a_report_tells_what_streams_and_prompts_take(rig: Rig) -> None:
+    cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
+    meter: Any = SimpleNamespace(
+        model=SimpleNamespace(cost=cost, streams=4, kv_tokens=900),
+        prompts=SimpleNamespace(share=lambda: 0.2567),
+    )
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    view: Any = SimpleNamespace(load=rig.load, config=config)
+    assert report_of(view, meter, draining=True) == msgspec.structs.replace(
+        IDLE, draining=True, seats=8, streams=4, stream_tokens=900, prompt_share=0.26,
+        step_s=(0.006, 0.0003, 1e-7),
+    )  # fmt: skip
 
 
 def test_a_change_is_sent_at_once_after_a_pause(rig: Rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +163,21 @@ def test_steps_are_planned_by_this_policy_only() -> None:
     assert rig.chunks.told == ["full", "release"]
 
 
-def test_a_step_takes_own_prompts_and_jobs_and_looks_at_new_ones() -> None:
+def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
+    """What a step takes more than one without them."""
+    rig = Rig()
+    for _ in range(1000):
+        rig.step(0.01, a=1)
+    assert rig.meter.prompts.share() == 0
+    for _ in range(1500):
+        rig.step(0.03, a=1, job=300)
+        rig.step(0.01, a=1)
+    assert rig.meter.prompts.share() == pytest.approx(0.5, rel=0.1)
+    rig.clock.advance(10.0)
+    assert rig.meter.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
+
+
+def test_a_step_takes_own_prompts_and_jobs_by_their_due_times() -> None:
     rig = Rig()
     rig.local("own", 300)
     own = FakeRequest("own", list(range(300)))
@@ -173,11 +188,6 @@ def test_a_step_takes_own_prompts_and_jobs_and_looks_at_new_ones() -> None:
     ((order, each, total),) = rig.chunks.told
     assert (set(order), each, total) == ({"own", "job", "loaded"}, 400, 2 * 13 + 13 + 700)
     assert order["loaded"] < min(order["own"], order["job"])
-    # Nobody has decided about this one. It may go elsewhere, so vLLM looks at it first.
-    rig.chunks.waiting.append(FakeRequest("new", list(range(500))))
-    rig.step(0.01, a=1, b=1)
-    order = rig.chunks.told[-1][0]
-    assert order["loaded"] < order["new"] < min(order["own"], order["job"])
 
 
 def test_an_image_that_may_not_be_cut_is_computed_beside_streams() -> None:
@@ -204,7 +214,7 @@ def test_a_short_prompt_is_computed_in_one_step() -> None:
     rig = Rig()
     rig.chunks.waiting = [FakeRequest("short", list(range(15)))]
     rig.step(0.01, a=1)
-    assert rig.chunks.told == [({"short": -2}, 32, 2 * 13 + 15)]
+    assert rig.chunks.told == [({"short": -1}, 32, 2 * 13 + 15)]
 
 
 def test_a_step_is_planned_beside_targets_that_are_none() -> None:

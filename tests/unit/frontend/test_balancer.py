@@ -106,15 +106,21 @@ async def test_the_choice_is_explained_and_counted(rig: Rig) -> None:
     assert (told.score, counted()) == (ALPHA * 5, before + 1)
 
 
-async def test_a_worker_that_has_no_room_by_its_report_is_passed_over(rig: Rig) -> None:
+async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> None:
     rig.policy = DecodePolicy.PACK
-    for worker, pressure in zip(rig.workers, (0.9, 0.7, 0.1), strict=True):
-        worker.load = front_wire.LoadReport(
-            running=9, waiting=0, uncached_tokens_queued=0, active_blocks=9, free_blocks=9,
-            pressure=pressure, pressure_each=0.04,
-        )  # fmt: skip
-        rig.balancer.report(worker)
-    assert [rig.worker_of(request(f"r{n}", PROMPT[n:])) for n in range(4)] == ["b", "b", "c", "c"]
+
+    def where(streams: int, now: float) -> set[str]:
+        for worker in rig.workers:
+            worker.load = front_wire.LoadReport(
+                running=9, waiting=0, uncached_tokens_queued=0, active_blocks=9, free_blocks=99,
+                streams=streams, prompt_share=0.1, step_s=(0.006, 0.0003, 0.0),
+            )  # fmt: skip
+            rig.balancer.report(worker, now)
+        rig.now = now
+        return {rig.worker_of(request(f"r{n}", PROMPT[n + streams :])) for n in range(4)}
+
+    assert where(1, rig.now) == {"a"}
+    assert where(50, rig.now + 1.0) - {"a"} == {"b", "c"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""How many decode workers get streams under the policy `pack`. Pure.
+
+A worker without streams has its time for prompts: with workers of both sides that makes decode
+workers and prefill workers while the load is light. Streams on fewer workers have longer steps. And
+prompts that the other workers cannot compute are computed beside streams. So it is the fewest
+workers with which tokens come about as fast as they can:
+
+    time of a token = step with an equal part of the streams / (1 - share of prompts)
+    share of prompts there = what workers without streams cannot do, in equal parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pullfill.engine.front_wire import LoadReport
+from pullfill.worker.step_cost import fade
+
+# What share of its time a worker without streams can spend on prompts.
+_IDLE = 0.8
+# Tokens have to come so many times as fast, or one more worker gets no streams.
+_GAIN = 1.1
+# Seats and KV blocks of the workers with streams are used to this share at most.
+_FULL = 0.75
+
+
+class Told(NamedTuple):
+    """What a worker has told, and for how many seconds nothing new."""
+
+    load: LoadReport
+    age_s: float
+
+
+def few(workers: Iterable[Told]) -> int:
+    """Return how many of these workers get streams, one at least."""
+    told = list(workers)
+    loads, count = [one.load for one in told], len(told)
+    if not count:
+        return 1
+    streams = sum(load.streams for load in loads) + 1
+    tokens = sum(load.stream_tokens for load in loads)
+    # A worker that does nothing tells nothing more, and its last share fades.
+    prompts = sum(one.load.prompt_share * fade(one.age_s) for one in told)
+    base_s, stream_s, token_s = (sum(w.step_s[part] for w in loads) / count for part in range(3))
+    best, fewest = float("inf"), count
+    for k in range(min(_needed(loads), count), count + 1):
+        share = max(0.0, prompts - _IDLE * (count - k)) / k
+        step_s = base_s + (stream_s * streams + token_s * tokens) / k
+        one_s = step_s / max(0.02, 1.0 - share)
+        if one_s * _GAIN < best:
+            best, fewest = one_s, k
+    return fewest
+
+
+def _needed(loads: list[LoadReport]) -> int:
+    """How many workers it takes for the seats and KV blocks of all requests."""
+    shares = [1e-9]
+    for used, whole in (
+        (sum(w.running + w.waiting for w in loads) + 1, sum(w.seats for w in loads)),
+        (
+            sum(w.active_blocks for w in loads),
+            sum(w.active_blocks + w.free_blocks for w in loads),
+        ),
+    ):
+        if whole:
+            shares.append(used / whole / _FULL)
+    return -int(-len(loads) * max(shares) // 1)

@@ -1,0 +1,55 @@
+"""How many workers get streams under the policy `pack`."""
+
+from __future__ import annotations
+
+import pytest
+
+from pullfill.engine.front_wire import LoadReport
+from pullfill.frontend.routing.few import Told, few
+
+# A step of a CPU core: 6 ms, 0.3 ms for each stream, 0.1 ms for 1000 tokens of their KV.
+STEP_S = (0.006, 0.0003, 1e-7)
+
+
+def worker(
+    streams: int = 0, prompts: float = 0.0, *, seats: int = 64, blocks: int = 0, age_s: float = 0.0
+) -> Told:
+    load = LoadReport(
+        running=streams, waiting=0, uncached_tokens_queued=0, active_blocks=blocks,
+        free_blocks=1000 - blocks, seats=seats, streams=streams, stream_tokens=1000 * streams,
+        prompt_share=prompts, step_s=STEP_S,
+    )  # fmt: skip
+    return Told(load, age_s)
+
+
+@pytest.mark.parametrize(
+    ("workers", "count"),
+    [
+        ([worker(), worker()], 1),
+        # One more worker would make tokens less than a tenth faster.
+        ([worker(1, 0.5), worker(0, 0.3)], 1),
+        # Streams alone: two workers make them half as fast again.
+        ([worker(30), worker(0)], 2),
+        # As many, but the second worker has its time for prompts.
+        ([worker(10, 0.2), worker(0, 0.8)], 1),
+        # Prompts fill more than the second worker: both do both.
+        ([worker(10, 0.8), worker(10, 0.8)], 2),
+        ([worker(10), *[worker(prompts=0.7)] * 3], 1),
+        ([worker(40), *[worker(prompts=0.1)] * 3], 3),
+        ([worker(2, seats=8), worker(seats=8)], 1),
+        ([worker(2, seats=2), worker(seats=2)], 2),
+        ([worker(1, blocks=900), worker(), worker()], 2),
+        ([worker(8, seats=8), worker(8, seats=8)], 2),
+        ([], 1),
+    ],
+)
+def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
+    workers: list[Told], count: int
+) -> None:
+    assert few(workers) == count
+
+
+def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
+    """An idle worker sends no reports."""
+    assert few([worker(1, 0.9), worker(1, 0.9)]) == 2
+    assert few([worker(1, 0.9, age_s=60), worker(1, 0.9, age_s=60)]) == 1
