@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from pullfill import wire
+from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.frontends import Frontends
-from pullfill.decode_worker.load import jobs_of, report_of
+from pullfill.decode_worker.load import demand_of, jobs_of, report_of
+from pullfill.decode_worker.peers import Peers
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.worker.step_cost import StepCost
@@ -113,3 +115,32 @@ def test_open_jobs_have_their_state_and_their_times() -> None:
     assert [job.job_id for job in jobs_of(ledger, limit=1)] == [first.job.job_id]
     model.drain()
     assert jobs_of(ledger) == []
+
+
+def test_what_waits_leaves_out_the_jobs_that_others_have_claimed(rig: Rig) -> None:
+    """They count them. Two jobs, and a prompt of 500 tokens that stays here."""
+    model = HandoffModel()
+    assert model.open(2) is not None
+    unclaimed = model.ledger.sums().uncomputed
+    claimed = model.open(4)
+    assert claimed is not None
+    jobs = model.ledger.sums().uncomputed
+    assert jobs > unclaimed > 0
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    blocks = {"free_blocks": 100, "usable_blocks": 100}
+    engine: Any = SimpleNamespace(
+        view=SimpleNamespace(config=config, counts=lambda: (0, 3), **blocks)
+    )
+    meter: Any = SimpleNamespace(demand=DemandMeter(), own_rate=100.0)
+    rig.look(uncached_tokens_queued=500 + jobs)
+
+    def queued_s() -> float:
+        uncached = rig.frontends.uncached_tokens
+        return demand_of(engine, model.ledger, Peers(), meter, uncached).queued_s
+
+    assert queued_s() == pytest.approx((500 + jobs) / 100)
+    model.claim(claimed, "a")
+    assert queued_s() == pytest.approx((500 + unclaimed) / 100)
+    rig.look(uncached_tokens_queued=0)
+    assert queued_s() == 0.0, "the report is older than the claim"
+    model.drain()
