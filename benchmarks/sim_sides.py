@@ -39,7 +39,8 @@ the last KV write to the commit."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 QUIET_S = 0.5
-"""A worker with both sides pulls jobs after so many seconds without a request of its own."""
+"""A worker with both sides pulls jobs after so many seconds without a request of its own, or if a
+full step fits between two tokens."""
 
 
 NOTHING = LoadReport(running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0)
@@ -218,7 +219,7 @@ class Rule:
 
 
 class Product(Rule):
-    """The rules `conditional` and `cost`, by the production code. Pulling only without requests."""
+    """The rules `conditional` and `cost`, by the production code."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -292,10 +293,11 @@ class Product(Rule):
         return remote
 
     def pulls(self) -> bool:
+        """As `Neighbour.busy` and prefill_worker/side.py say it."""
         engine = self.engine
-        if engine.sides == "decode":
-            return False
-        if engine.sides == "prefill":
+        if engine.sides != "both":
+            return engine.sides == "prefill"
+        if engine.machine.cost().work(0, engine.options.step_tokens) <= self.config.itl_ms / 1e3:
             return True
         return not engine.own and engine.world.now - engine.quiet_since >= QUIET_S
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.sim_sides import Options
 from benchmarks.sim_splits import (
+    MACHINE,
     MEASURED,
     STEP,
     System,
@@ -61,6 +62,15 @@ def test_prompts_go_to_the_worker_without_streams() -> None:
     run(BOTH, asks, 1)
     away = [ask.prompt - ask.hit for ask in asks if ask.remote]
     assert len(away) > len(asks) / 4
+
+
+def test_a_worker_with_streams_pulls_if_a_full_step_fits_between_two_tokens() -> None:
+    took = []
+    for times in (0.3, 0.6):
+        asks = conversations(1, 12.0)
+        run(System("spread", Options("cost", "spread"), machine=MACHINE.times(times, 1.0)), asks, 1)
+        took.append(sum(bool(ask.remote) for ask in asks))
+    assert took[0] > 2 * took[1]
 
 
 def test_both_sides_keep_what_one_side_each_keeps() -> None:
