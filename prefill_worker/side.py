@@ -24,7 +24,7 @@ from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
-from pullfill.prefill_worker.reach import open_transfer_worker
+from pullfill.prefill_worker.reach import OutOfReach, open_transfer_worker
 from pullfill.prefill_worker.read_grants import ReadGrants, open_region
 from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
@@ -49,6 +49,8 @@ from pullfill.worker.sides import Engine, Neighbour, Role, Service
 logger = log.get("prefill_worker")
 
 _KEPT_S = 1.0  # how long a drain waits after the last job
+# How long a job waits for free blocks while nothing runs that could free some.
+_NO_ROOM_S = 0.2
 
 
 class PrefillRole(Role[PrefillContext]):
@@ -164,7 +166,8 @@ class PrefillRole(Role[PrefillContext]):
         return self._beside is not None and self._beside.take_back(delivery.body)
 
     async def _yield(self, beside: Neighbour, puller: Puller) -> None:
-        """Pull only while the decode side leaves time."""
+        """Pull only while the decode side leaves time, and keep no job that gets no blocks."""
+        tasks = self._engine.context.scheduler.tasks
         step_tokens = self._engine.view.config.scheduler_config.max_num_batched_tokens
         calm = 0
         while True:
@@ -176,6 +179,11 @@ class PrefillRole(Role[PrefillContext]):
             # second without a reason.
             if why or calm >= 10:
                 puller.pause("busy", why)
+            # Requests that wait for another worker may hold all blocks here. That one may wait for
+            # us in the same way.
+            for name in self._engine.loop.waiting_for_blocks(_NO_ROOM_S):
+                if (task := tasks.get(name)) is not None:
+                    task.end(OutOfReach("this worker has no free blocks for it"))
             await asyncio.sleep(0.05)
 
     def open_memory(self, engine: Engine[PrefillContext]) -> Hello:

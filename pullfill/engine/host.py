@@ -289,14 +289,14 @@ class EngineHost:
     def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
         """Return the requests that wait because the first of them finds too few free blocks.
 
-        Empty unless no step has run any request for `longer_than_s`. Engine thread."""
-        if self._blocked_at is None or time.monotonic() - self._blocked_at < longer_than_s:
+        Empty unless no step has run any request for `longer_than_s`. Any thread."""
+        if (since := self._blocked_at) is None or time.monotonic() - since < longer_than_s:
             return set()
         status = _vllm().Status
         assert self.core is not None
         waiting = (status.WAITING, status.PREEMPTED)
         requests: Any = self.core.scheduler.requests
-        return {r.request_id for r in requests.values() if r.status in waiting}
+        return {r.request_id for r in list(requests.values()) if r.status in waiting}
 
     def _copies_run(self) -> bool:
         """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""

@@ -167,5 +167,5 @@ class EngineLoop(EngineHooks):
         return lambda: load(self._core)
 
     def waiting_for_blocks(self, longer_than_s: float) -> Collection[str]:
-        """See EngineHost."""
+        """See EngineHost. Any thread."""
         return self._host.waiting_for_blocks(longer_than_s)

@@ -141,10 +141,9 @@ def test_workers_with_both_sides_offload(
     directory = tmp_path_factory.mktemp("both")
     with Cluster(directory, model_path, kv_mib=6, lease_ttl_s=10) as cluster:
         cluster.start(("worker", *flags), ("worker", *flags), "frontend")
-        # Remote prefills hold half of the blocks here, at most. If they held all of both workers,
-        # each would wait for the other one's blocks.
+        # If they hold all blocks of both workers, neither waits for the other one's blocks.
         cluster.set_router(policy="conditional", max_local_prefill_length=256,
-                           max_remote_kv_fraction=0.5, max_queue_wait_s=3600,
+                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600,
                            itl_ms=10_000)  # fmt: skip
         served = Served(MEMORY, cluster, oracle)
         talks = [random_prompt(500 + 7 * n, seed=30) for n in range(TALKS)]
@@ -153,6 +152,12 @@ def test_workers_with_both_sides_offload(
             rest = [random_prompt(more, seed=31 + 10 * turn + n) for n in range(TALKS)]
             talks = [t + a.tokens + r for t, a, r in zip(talks, answers, rest, strict=True)]
         served.check(talks, at_once=6)
+        # Two of these prompts fill a worker's blocks, so that it has none for the other's jobs.
+        cluster.set_router(policy="always_remote", max_remote_kv_fraction=1.0,
+                           max_queue_wait_s=3600, itl_ms=10_000)  # fmt: skip
+        served.check([random_prompt(1500, seed=70 + n) for n in range(12)], at_once=12)
+        for cause in ("timeout", "claim_timeout"):
+            assert not cluster.counter("pullfill_fallback_total", cause=cause)
         assert served.loaded("decode") + served.loaded("prefill") > 0
         assert cluster.counter("pullfill_decision_total", path="remote") >= TALKS
         cluster.assert_clean()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 
 from pullfill.config import ClusterRef
 from pullfill.options import WorkerOptions
+from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.side import PrefillRole
+from pullfill.runtime.lifecycle import end
 from pullfill.transfer.gpu import copies
+from tests.support.waiting import soon
 
 
 def test_urgent_prompts_go_past_others_unless_the_decode_side_orders_all() -> None:
@@ -47,13 +52,23 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     assert told == ["copies on a GPU have failed"]
 
 
-async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its steps would delay the next stream."""
-    role = PrefillRole(ClusterRef("n", "e", "q"), WorkerOptions(model="m", instance_id="w"))
+def beside_streams(waiting: Callable[[float], set[str]] = lambda _: set(), **tasks: Any) -> Any:
+    """Return the role of a prefill side. waiting: which requests wait for free blocks."""
+    role: Any = PrefillRole(ClusterRef("n", "e", "q"), WorkerOptions(model="m", instance_id="w"))
     steps = SimpleNamespace(max_num_batched_tokens=100)
     view = SimpleNamespace(config=SimpleNamespace(scheduler_config=steps))
-    scheduler = SimpleNamespace(load=lambda: SimpleNamespace(tokens_per_s=50.0))
-    role._engine = SimpleNamespace(view=view, context=SimpleNamespace(scheduler=scheduler))  # type: ignore[assignment]
+    load = SimpleNamespace(tokens_per_s=50.0)
+    scheduler = SimpleNamespace(load=lambda: load, tasks=tasks)
+    role._engine = SimpleNamespace(
+        view=view, context=SimpleNamespace(scheduler=scheduler),
+        loop=SimpleNamespace(waiting_for_blocks=waiting),
+    )  # fmt: skip
+    return role
+
+
+async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its steps would delay the next stream."""
+    role = beside_streams()
     said = ["streams", *[""] * 9, "streams", *[""] * 10]
     whys, asked = list[str](), list[float | None]()
 
@@ -73,3 +88,24 @@ async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.Monke
         await role._yield(beside, puller)
     assert whys == ["busy streams", "busy streams", "busy "]
     assert set(asked) == {2.0}
+
+
+async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
+    """Two workers whose requests wait for each other's jobs would else wait until a timeout."""
+    asked, ended = list[float](), dict[str, BaseException]()
+
+    def waiting(longer_than_s: float) -> set[str]:
+        asked.append(longer_than_s)
+        return {"j.1", "own"}
+
+    tasks = {
+        name: SimpleNamespace(end=partial(ended.__setitem__, name)) for name in ("j.1", "runs.1")
+    }
+    beside: Any = SimpleNamespace(busy=lambda _: "")
+    puller: Any = SimpleNamespace(pause=lambda *_: None)
+    yields = asyncio.create_task(beside_streams(waiting, **tasks)._yield(beside, puller))
+    await soon(lambda: bool(ended))
+    await end(yields)
+    assert [*ended] == ["j.1"]
+    assert isinstance(ended["j.1"], OutOfReach), "another worker may have room for it"
+    assert 0 < max(asked) < 1
