@@ -7,10 +7,17 @@ systems changes with each round. The loads:
   trace   the first requests of a trace in Mooncake's format, at each speed; only with --trace
   1K/1K   clients that never pause: prompts of 1024 tokens, answers of 1000
   1K/200  the same with answers of 200 tokens
+  paced   both at random times, at rates that two cores can serve
   longs   four streams, and a prompt of 3000 tokens every 2 s
+  rates   what `make bench-rates` asks, at random times, at each rate
+  change  at random times long prompts with short answers, from half of the time on short prompts
+          with long answers
 All systems of a round get equal prompts; no two windows share a block. A request is good if its
 first token comes within `router.ttft_ms` and the 99th percentile of its gaps is at most
 `router.itl_ms`. Tokens per second count where clients never pause, and where few requests are good.
+Under `change`, workers with both sides must be better than each of the others. After each of their
+windows, their frontend is asked what it predicted for each request (`pullfill explain`). How long a
+decision takes is a row of `make sim`.
 --save writes results/splits.md. The exit status is 1 if a target is missed, if a system failed, or
 if the machine was not quiet.
 """
@@ -28,14 +35,14 @@ from typing import NamedTuple
 
 from benchmarks import machine
 from benchmarks.live import BenchError, end_in_order
-from benchmarks.report import Row, finish, median, percentile, row, versus
+from benchmarks.report import Row, finish, median, missing, percentile, row, versus
 from benchmarks.serving import model, stats, workloads
 from benchmarks.serving.campaign import rotated
 from benchmarks.serving.contract import Launcher, Name, Running
 from benchmarks.serving.systems import FLAGS, SYSTEMS
 from benchmarks.serving.systems_pullfill import cluster
-from benchmarks.serving.window import Window, measure
-from benchmarks.serving.workloads import Longs, Prompts, Workload
+from benchmarks.serving.window import Window, explain, measure
+from benchmarks.serving.workloads import Longs, Prompts, Workload, paced
 from pullfill.wire import RouterConfig
 
 BOTH, TURNS = "both", "2-vllm"
@@ -52,7 +59,12 @@ NOTE = f"""\
 1p1d: one decode worker and one prefill worker. {TURNS}: two plain vLLM servers with a core each,
 which get the requests in turn. 1-vllm: one plain vLLM server on both cores."""
 TRACE, LONGS, ANSWERS = "trace", "longs", {"1K/1K": 1000, "1K/200": 200}
+PACED, RATES, CHANGE = "paced", "rates", "change"
 PROMPT = 1024
+TIMES = {"1K/1K": 2.0}
+"""Its windows are so many times as long: an answer takes about as long as others' windows."""
+PROMPTS_HEAVY, ANSWERS_HEAVY = (2048, 16), (32, 400)
+"""Of `change`: tokens of a prompt and of its answer."""
 WARM = (512, PROMPT, workloads.LONG_IN)
 """Lengths of the prompts before each window."""
 SLO = stats.Slo(RouterConfig().ttft_ms / 1e3, RouterConfig().itl_ms / 1e3)
@@ -60,17 +72,35 @@ SATURATED = 0.9
 """A load is, if no system keeps that share good."""
 TRACE_GOOD = {"trace 2x": 0.99, "trace 4x": 0.95}
 """What share is to be good."""
+BETTER = 1.001
+"""The least ratio that counts as better."""
+ERRORS = {"median": (0.5, 15.0), "p90": (0.9, 50.0)}
+"""Which percentile of the predictions' errors, in percent, may be how large."""
 
 
 def loads(options: argparse.Namespace, vocabulary: range, number: int) -> dict[str, Workload]:
     """Of one round, by label."""
-    found, seconds = {}, options.seconds
+    found = {}
     for load in options.loads:
-        prompts = Prompts(vocabulary, load, number)
+        prompts, seconds = Prompts(vocabulary, load, number), options.seconds * TIMES.get(load, 1.0)
         if load == LONGS:
             found[load] = workloads.interference(prompts, seconds, Longs())
         elif answer := ANSWERS.get(load):
             found[load] = workloads.saturated(prompts, seconds, options.clients, PROMPT, answer)
+        elif load == PACED:
+            for (name, answer), rate in zip(ANSWERS.items(), options.paced, strict=True):
+                end_s = seconds * TIMES.get(name, 1.0)
+                asks = paced(prompts, rate, {(PROMPT, answer): 1}, 0.0, end_s)
+                found[f"{name} {PACED}"] = Workload(tuple(asks), end_s)
+        elif load == RATES:
+            for rate in options.rates:
+                asks = paced(prompts, rate, workloads.MIXED, 0.0, seconds)
+                found[f"{RATES} {rate:g}/s"] = Workload(tuple(asks), seconds)
+        elif load == CHANGE:
+            (first, then), half_s = options.change, seconds / 2
+            asks = paced(prompts, first, {PROMPTS_HEAVY: 1}, 0.0, half_s)
+            asks += paced(prompts, then, {ANSWERS_HEAVY: 1}, half_s, seconds)
+            found[load] = Workload(tuple(asks), seconds)
         else:
             for speed in options.speeds if options.trace else ():
                 asks = workloads.trace(options.trace, speed, vocabulary, load, speed, number)
@@ -109,6 +139,17 @@ def figures(windows: Sequence[Window]) -> Figures:
     )
 
 
+def errors(windows: Sequence[Window]) -> dict[str, list[float]]:
+    """Of predicted times to the first token, in percent, by where the prompt was computed. Prompts
+    that were not computed where it was decided are left out."""
+    found: dict[str, list[float]] = {"local": [], "remote": []}
+    for one in (record for window in windows for record in window.explained.values()):
+        was, told = one.get("outcome_ms"), (one.get("predicted_ms") or {}).get(one["path"])
+        if was and told and one["path"] == one.get("choice"):
+            found[one["path"]].append(100 * abs(told / was - 1))
+    return found
+
+
 Table = Mapping[str, Mapping[str, Figures]]
 """By load and system."""
 
@@ -129,8 +170,21 @@ def markdown(found: Table) -> str:
 
 
 def rows_of(found: Table) -> list[Row]:
-    """Workers with both sides against the best of the others, and against the trace's targets."""
+    """Workers with both sides against the others, and against the trace's targets."""
     return [one for load, each in found.items() for one in _held(load, each)]
+
+
+def predictions(windows: Sequence[Window]) -> Iterator[Row]:
+    """How far they were off, if workers with both sides were measured."""
+    mine = [window for window in windows if window.system == BOTH]
+    for path, off in errors(mine).items() if mine else ():
+        what = f"prompts computed {'here' if path == 'local' else 'at another worker'}"
+        if not off:
+            yield missing(f"{what}: error of predictions", "", "no such prompt had one")
+            continue
+        for name, (share, most) in ERRORS.items():
+            metric = f"{what}: error of {len(off)} predictions, {name}"
+            yield row(metric, percentile(off, share), "%", at_most=most)
 
 
 def _held(load: str, systems: Mapping[str, Figures]) -> Iterator[Row]:
@@ -138,6 +192,13 @@ def _held(load: str, systems: Mapping[str, Figures]) -> Iterator[Row]:
     if BOTH not in systems or not rest:
         return
     mine = systems[BOTH]
+    if load == CHANGE:
+        for name, one in rest.items():
+            if one.good:
+                yield versus(f"{load}: good", mine.good, "share", name, one.good, at_least=BETTER)
+            if most := one.tokens_s:
+                yield versus(f"{load}: tokens", mine.tokens_s, "1/s", name, most, at_least=BETTER)
+        return
     best = max(rest, key=lambda name: rest[name].good)
     if good := rest[best].good:  # else nobody is better
         yield versus(f"{load}: good", mine.good, "share", best, good, at_least=0.99)
@@ -183,9 +244,16 @@ def measured(running: Running, name: str, label: str, number: int, work: Workloa
     if window.result.dry:
         raise BenchError(f"{label}: no prompts left for the clients")
     window.system = name
+    if name == BOTH:
+        explain(window, running.url)
+    off = "".join(
+        f" | {path} predictions off by {median(each):.0f} % of {len(each)}"
+        for path, each in errors([window]).items()
+        if each
+    )
     others, bad = f"others used {100 * window.others:.0f} %", stats.failed(window.answers)
     why = f" | first failure: {bad[0].error[:200]}" if bad else ""
-    print(f"{label} | {name} | {figures([window])} | {others}{why}", flush=True)
+    print(f"{label} | {name} | {figures([window])} | {others}{off}{why}", flush=True)
     return window
 
 
@@ -194,13 +262,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--systems", nargs="+", choices=CHOICES, default=list(CHOICES))
-    known = [TRACE, *ANSWERS, LONGS]
+    known = [TRACE, *ANSWERS, PACED, LONGS, RATES, CHANGE]
     parser.add_argument("--loads", nargs="+", choices=known, default=known)
     parser.add_argument("--trace", type=Path, help="JSON lines, Mooncake's format")
     parser.add_argument("--speeds", type=float, nargs="+", default=[2.0, 4.0], help="of the trace")
     parser.add_argument("--requests", type=int, help="of the trace (those of --seconds)")
     parser.add_argument("--clients", type=int, default=16, help="of 1K/1K and 1K/200")
-    parser.add_argument("--seconds", type=float, default=45.0, help="in which requests are sent")
+    parser.add_argument("--paced", type=float, nargs=2, default=[0.4, 1.7], metavar="RATE",
+                        help="of 1K/1K and 1K/200")  # fmt: skip
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    parser.add_argument("--change", type=float, nargs=2, default=[4.0, 2.5], metavar="RATE",
+                        help="of both halves of change")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=16.0, help="in which requests are sent")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write results/splits.md")
     parser.add_argument("--even-if-busy", action="store_true", help="save also then, marked")
@@ -217,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     more = f"{markdown(found)}\n\n{NOTE}"
     print(f"\n{more}\n\n{quiet}", *troubles, sep="\n")
     title, save = "Workers with both sides on beside static splits", options.save and not troubles
-    status = finish("splits", rows_of(found), quiet=quiet.quiet, save=save, title=title, more=more,
+    rows = [*rows_of(found), *predictions(windows)]
+    status = finish("splits", rows, quiet=quiet.quiet, save=save, title=title, more=more,
                     even_if_busy=options.even_if_busy)  # fmt: skip
     return status or int(bool(troubles))
 

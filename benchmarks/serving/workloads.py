@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,12 @@ FASTEST = 200.0
 FIRST_LONG_S = 1.0
 STAGGER_S = 0.25
 SWEEP_IN, SWEEP_SHARE = 2048, 0.25
+Shape = tuple[int, int]
+"""Tokens of a prompt and of its answer."""
+MIXED: Mapping[Shape, float] = {
+    (SHORT_IN, SHORT_OUT): 1 - SWEEP_SHARE, (SWEEP_IN, LONG_OUT): SWEEP_SHARE
+}  # fmt: skip
+"""What `make bench-rates` asks, with the share of each."""
 CHAT_FIRST = 3000
 """A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
 TRACE_BLOCK, TRACE_MOST = 16, 8000
@@ -106,13 +112,30 @@ def warm_up(prompts: Prompts, lengths: Sequence[int]) -> Workload:
 
 
 def saturated(prompts: Prompts, seconds: float, clients: int, tokens: int, answer: int) -> Workload:
-    """So many clients, each asking again when it has its answer."""
+    """So many clients, each asking again when it has its answer. Their first answers have different
+    lengths: else all prompts would come together, then none for as long as an answer takes."""
     asks = []
     for client in range(clients):
         for number in range(int(seconds * FASTEST / answer) + 2):
             at_s = None if number else STAGGER_S * client
-            asks.append(Ask(Kind.SHORT, prompts(tokens), answer, f"client-{client}", at_s))
+            most = answer if number else max(1, answer * (client + 1) // clients)
+            asks.append(Ask(Kind.SHORT, prompts(tokens), most, f"client-{client}", at_s))
     return Workload(tuple(asks), seconds)
+
+
+def paced(
+    prompts: Prompts, rate: float, shapes: Mapping[Shape, float], begin_s: float, end_s: float
+) -> list[Ask]:
+    """Requests at random times (Poisson), of which as many come as are expected.
+
+    shapes: with what chance a request has each."""
+    draw, count = prompts.random, max(1, round(rate * (end_s - begin_s)))
+    times = sorted(draw.uniform(begin_s, end_s) for _ in range(count))
+    drawn = draw.choices([*shapes], [*shapes.values()], k=count)
+    return [
+        Ask(Kind.SHORT, prompts(tokens), answer, f"paced-{at_s}", at_s)
+        for at_s, (tokens, answer) in zip(times, drawn, strict=True)
+    ]
 
 
 def trace(file: Path, speed: float, vocabulary: range, *seed: object) -> list[Ask]:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bench_decode_policy import DEFAULT
-from benchmarks.bench_splits import BOTH, TURNS, Figures, loads, rows_of
+from benchmarks.bench_splits import BOTH, TURNS, Figures, loads, predictions, rows_of
 from benchmarks.serving import workloads
+from benchmarks.serving.load import Result
+from benchmarks.serving.meter import Use
+from benchmarks.serving.window import Window
 
 VOCABULARY = range(100, 9000)
 
 
 def options(**more: object) -> argparse.Namespace:
-    told = {"trace": None, "speeds": [2.0], "requests": 2, "seconds": 9.0}
-    return argparse.Namespace(**{**told, "clients": 3, "loads": ["trace", "1K/200"], **more})
+    told = {
+        "trace": None, "speeds": [2.0], "requests": 2, "seconds": 9.0, "clients": 3,
+        "paced": [1.0, 2.0], "rates": [2.0], "change": [4.0, 2.0], "loads": ["trace", "1K/200"],
+    }  # fmt: skip
+    return argparse.Namespace(**{**told, **more})
 
 
 class TestTrace:
@@ -48,13 +58,48 @@ class TestLoads:
         prompts = [a.prompt for each in (first, later) for w in each.values() for a in w.asks]
         assert len(set(prompts)) == len(prompts)
         assert len(first["trace 2x"].asks) == 2
-        assert {a.lane for a in first["1K/200"].asks} == {f"client-{n}" for n in range(3)}
+        clients = {a.lane: a.max_tokens for a in first["1K/200"].asks if a.at_s is not None}
+        assert clients == {"client-0": 66, "client-1": 133, "client-2": 200}
 
     def test_without_a_trace_the_others_are_measured(self) -> None:
         assert list(loads(options(), VOCABULARY, 0)) == ["1K/200"]
 
+    def test_paced_requests_come_at_random_times_as_often_as_asked(self) -> None:
+        found = loads(options(loads=["paced", "rates"], seconds=40.0), VOCABULARY, 0)
+        assert {k: len(w.asks) for k, w in found.items()} == {
+            "1K/1K paced": 80, "1K/200 paced": 80, "rates 2/s": 80
+        }  # fmt: skip
+        times = [a.at_s or 0.0 for a in found["1K/200 paced"].asks]
+        assert times == sorted(times)
+        assert 0 <= times[0] < times[-1] < 40
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        assert statistics.stdev(gaps) > 0.6 * statistics.mean(gaps), "not in step"
+        assert len({a.lane for a in found["rates 2/s"].asks}) == 80, "nobody waits for another"
+        shapes = Counter((len(a.prompt), a.max_tokens) for a in found["rates 2/s"].asks)
+        assert set(shapes) == {(32, 64), (2048, 4)}
+        assert 10 <= shapes[2048, 4] <= 30
+
+    def test_midway_long_prompts_become_long_answers(self) -> None:
+        work = loads(options(loads=["change"], seconds=10.0), VOCABULARY, 0)["change"]
+        early = [a for a in work.asks if (a.at_s or 0.0) < 5]
+        late = [a for a in work.asks if (a.at_s or 0.0) >= 5]
+        assert (len(early), len(late)) == (20, 10)
+        assert all(len(a.prompt) > 10 * a.max_tokens for a in early)
+        assert all(a.max_tokens > 10 * len(a.prompt) for a in late)
+
 
 class TestRows:
+    def test_in_the_changing_load_equal_is_not_better(self) -> None:
+        both = Figures(10, 0, 0.96, 50, 200, 24, 101)
+        turns, dead = both._replace(tokens_s=100), both._replace(good=0.0, tokens_s=0.0)
+        rows = rows_of({"change": {BOTH: both, TURNS: turns, "1p1d-cost": turns, "1-vllm": dead}})
+        assert [(r.metric, r.peer, r.ok) for r in rows] == [
+            ("change: good", TURNS, False),
+            ("change: tokens", TURNS, True),
+            ("change: good", "1p1d-cost", False),
+            ("change: tokens", "1p1d-cost", True),
+        ]
+
     def test_the_best_of_the_others_is_the_peer(self) -> None:
         both = Figures(10, 0, 0.96, 50, 200, 24, 96)
         turns = Figures(10, 0, 0.80, 50, 190, 90, 100)
@@ -83,3 +128,42 @@ class TestRows:
         missed = rows_of({"trace 2x": {BOTH: dead, TURNS: alive}})
         assert [r.ok for r in missed] == [False] * 4
         assert rows_of({"1K/1K": {BOTH: alive, TURNS: dead}}) == []
+
+
+def told(path: str, predicted: float, was: float | None, choice: str = "") -> dict[str, Any]:
+    other = 7 * predicted
+    both = {"local": predicted, "remote": other} if path == "local" else {"remote": predicted}
+    return {
+        "path": path, "choice": choice or path, "predicted_ms": both, "outcome_ms": was
+    }  # fmt: skip
+
+
+class TestPredictions:
+    def test_each_place_has_rows_of_its_own(self) -> None:
+        records = [
+            told("local", 110.0, 100.0),
+            told("local", 84.0, 100.0),
+            told("remote", 200.0, 100.0),
+            # Chosen, and taken back: what was predicted is not what happened.
+            told("local", 1.0, 100.0, choice="remote"),
+            told("local", 1.0, None),
+            {"path": "local", "choice": None, "predicted_ms": None, "outcome_ms": None},
+        ]
+        rows = list(predictions([self.window(BOTH, records), self.window(TURNS, [])]))
+        assert [(r.metric, r.value, r.ok) for r in rows] == [
+            ("prompts computed here: error of 2 predictions, median", 13.0, True),
+            ("prompts computed here: error of 2 predictions, p90", 15.4, True),
+            ("prompts computed at another worker: error of 1 predictions, median", 100.0, False),
+            ("prompts computed at another worker: error of 1 predictions, p90", 100.0, False),
+        ]
+
+    def test_without_predictions_of_a_place_the_row_says_so(self) -> None:
+        rows = list(predictions([self.window(BOTH, [])]))
+        assert [r.value for r in rows] == [None, None]
+        assert list(predictions([self.window(TURNS, [])])) == []
+
+    @staticmethod
+    def window(system: str, records: list[dict[str, Any]]) -> Window:
+        explained = {str(number): record for number, record in enumerate(records)}
+        result, use = Result([], 1.0, 0.0), Use(1.0, {})
+        return Window(system, "splits", "change", 0, 1.0, result, use, explained=explained)
