@@ -29,6 +29,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -271,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--paced", type=float, nargs=2, default=[0.4, 1.7], metavar="RATE",
                         help="of 1K/1K and 1K/200")  # fmt: skip
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
-    parser.add_argument("--change", type=float, nargs=2, default=[4.0, 2.5], metavar="RATE",
+    parser.add_argument("--change", type=float, nargs=2, default=[3.0, 2.0], metavar="RATE",
                         help="of both halves of change")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=16.0, help="in which requests are sent")
     parser.add_argument("--rounds", type=int, default=1)
@@ -283,12 +284,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.loads == [TRACE] and not options.trace:
         parser.error("the load trace needs --trace FILE")
     end_in_order()
-    quiet, windows = machine.OtherLoad(), list[Window]()
+    quiet, windows, began = machine.OtherLoad(), list[Window](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         troubles = campaign(options, Path(directory), quiet, windows)
     found = table_of(windows)
     more = f"{markdown(found)}\n\n{NOTE}"
-    print(f"\n{more}\n\n{quiet}", *troubles, sep="\n")
+    took = f"it took {(time.monotonic() - began) / 60:.1f} minutes"
+    print(f"\n{more}\n\n{quiet}", took, *troubles, sep="\n")
     title, save = "Workers with both sides on beside static splits", options.save and not troubles
     rows = [*rows_of(found), *predictions(windows)]
     status = finish("splits", rows, quiet=quiet.quiet, save=save, title=title, more=more,
