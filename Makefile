@@ -99,7 +99,7 @@ bench-flag: ## A decode worker in stock vLLM beside one of our own (3 minutes)
 bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
-bench-splits: ## Workers with both sides on beside static splits and plain vLLM (30 minutes)
+bench-splits: ## Workers with both sides on beside static splits and plain vLLM (35 minutes)
 bench-transfer: ## KV transfers against plain copies and sockets (minutes)
 bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)

@@ -18,6 +18,8 @@ first token comes within `router.ttft_ms` and the 99th percentile of its gaps is
 Under `change`, workers with both sides must be better than each of the others. After each of their
 windows, their frontend is asked what it predicted for each request (`pullfill explain`). How long a
 decision takes is a row of `make sim`.
+A round of everything sends requests for 20 minutes. With starts, warm-ups and last answers it
+should take 35; a run says at its end how long it took.
 --save writes results/splits.md. The exit status is 1 if a target is missed, if a system failed, or
 if the machine was not quiet.
 """
@@ -274,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     parser.add_argument("--change", type=float, nargs=2, default=[3.0, 2.0], metavar="RATE",
                         help="of both halves of change")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=16.0, help="in which requests are sent")
+    parser.add_argument("--seconds", type=float, default=15.0,
+                        help="in which requests are sent")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="write results/splits.md")
     parser.add_argument("--even-if-busy", action="store_true", help="save also then, marked")
