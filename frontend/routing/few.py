@@ -42,7 +42,12 @@ def few(workers: Iterable[Told]) -> int:
     tokens = sum(load.stream_tokens for load in loads)
     # A worker that does nothing tells nothing more, and its last share fades.
     prompts = sum(one.load.prompt_share * fade(one.age_s) for one in told)
-    base_s, stream_s, token_s = (sum(w.step_s[part] for w in loads) / count for part in range(3))
+    # A worker that had no streams does not know what they cost.
+    knowing = sum(load.streams + 1e-6 for load in loads)
+    base_s, stream_s, token_s = (
+        sum((load.streams + 1e-6) * load.step_s[part] for load in loads) / knowing
+        for part in range(3)
+    )
     best, fewest = float("inf"), count
     for k in range(min(_needed(loads), count), count + 1):
         share = max(0.0, prompts - _IDLE * (count - k)) / k
@@ -54,10 +59,10 @@ def few(workers: Iterable[Told]) -> int:
 
 
 def _needed(loads: list[LoadReport]) -> int:
-    """How many workers it takes for the seats and KV blocks of all requests."""
+    """How many workers it takes for the seats of all streams, and for the KV blocks in use."""
     shares = [1e-9]
     for used, whole in (
-        (sum(w.running + w.waiting for w in loads) + 1, sum(w.seats for w in loads)),
+        (sum(w.streams for w in loads) + 1, sum(w.seats for w in loads)),
         (
             sum(w.active_blocks for w in loads),
             sum(w.active_blocks + w.free_blocks for w in loads),

@@ -180,7 +180,9 @@ def fade(seconds: float) -> float:
 class Errors:
     """How many times as long as predicted steps took lately, those with prompts and streams.
 
-    keep: how many steps count."""
+    keep: how many steps count. new: whether fewer were measured. Then those without prompts are
+    noted, too: a worker that trusts its steps too little computes no prompts beside streams, and
+    would learn nothing."""
 
     # Until they are measured: few take twice as long.
     _PRIOR = (1.0,) * 80 + (1.1,) * 10 + (1.25,) * 5 + (1.5,) * 3 + (2.0, 2.5)
@@ -188,13 +190,19 @@ class Errors:
     def __init__(self, keep: int = 400) -> None:
         self._recent = deque(self._PRIOR, maxlen=keep)
         self._ordered = sorted(self._recent)
+        self._left = keep
         self._new = 0
+
+    @property
+    def new(self) -> bool:
+        return self._left > 0
 
     def stepped(self, predicted_s: float, took_s: float) -> None:
         """Note a step that has run."""
         if predicted_s <= 0:
             return
         self._recent.append(took_s / predicted_s)
+        self._left -= 1
         self._new += 1
         if self._new >= _EVERY:
             self._ordered, self._new = sorted(self._recent), 0

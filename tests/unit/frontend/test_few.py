@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pullfill.engine.front_wire import LoadReport
@@ -47,6 +48,13 @@ def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
     workers: list[Told], count: int
 ) -> None:
     assert few(workers) == count
+
+
+def test_what_streams_cost_is_told_by_those_that_have_some() -> None:
+    dear = msgspec.structs.replace(worker().load, step_s=(0.006, 0.003, 0.0))
+    assert few([worker(2), Told(dear, 0.0)]) == 1
+    told = msgspec.structs.replace(dear, streams=2)
+    assert few([Told(told, 0.0), worker()]) == 2
 
 
 def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
