@@ -273,38 +273,6 @@ def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
         until(lambda: not ranks.keys() & cluster.records("decode").keys(), 20, "their leases end")
 
 
-def test_a_prefill_worker_that_dies_costs_no_request(stock: Stock, oracle: Oracle) -> None:
-    cluster = stock.cluster
-    (other,) = cluster.of("prefill")
-    prompts = [random_prompt(900, seed=60 + number) for number in range(4)]
-    dying = cluster.add("prefill")
-    other.signal(signal.SIGSTOP)  # all jobs go to the one that dies
-    try:
-        dying.arm("prefill.before_commit=kill@1")
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(stock.ask, prompts))
-    finally:
-        other.signal(signal.SIGCONT)
-    until(lambda: not dying.alive, 20, "it has died")
-    assert_right(oracle, prompts, answers, STEPS, 1e-5)
-
-
-def test_a_client_that_leaves_holds_no_block(stock: Stock, oracle: Oracle) -> None:
-    (prefill,) = stock.cluster.of("prefill")
-    prefill.signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(openai.APITimeoutError):
-            ask(
-                stock.cluster, random_prompt(700, seed=70), STEPS,
-                stock.client.with_options(timeout=0.5),
-            )  # fmt: skip
-    finally:
-        prefill.signal(signal.SIGCONT)
-    stock.clean()
-    prompt = random_prompt(700, seed=71)
-    assert_right(oracle, [prompt], [stock.ask(prompt)], STEPS, 1e-5)
-
-
 def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
     cluster: Cluster, tmp_path: Path, oracle: Oracle
 ) -> None:
@@ -383,19 +351,22 @@ def test_any_engine_id_gives_a_name_that_can_be_used() -> None:
         assert is_name(name)
 
 
-def test_memory_that_cannot_be_shared_and_another_loop_are_refused(
+def test_another_side_and_loop_and_memory_that_cannot_be_shared_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from pullfill.worker import stock_core
 
     model = SimpleNamespace(enable_sleep_mode=True, enable_cumem_allocator=True)
     config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role="kv_consumer"), model_config=model,
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both"), model_config=model,
         parallel_config=SimpleNamespace(
             enable_expert_parallel=False, tensor_parallel_size=1, enable_elastic_ep=False,
             enable_fault_tolerance=True,
         ),
     )  # fmt: skip
+    with pytest.raises(ConfigError, match="kv_role is 'kv_both'"):
+        stock_core.check_config(config, stock_core.PullfillDecode)
+    config.kv_transfer_config.kv_role = "kv_consumer"
     with pytest.raises(ConfigError, match="--enable-fault-tolerance"):
         stock_core.check_config(config, stock_core.PullfillDecode)
     config.parallel_config.enable_fault_tolerance = False
@@ -428,8 +399,6 @@ def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
 @pytest.mark.parametrize(
     ("config", "flags", "told"),
     [
-        ({"kv_role": "kv_both"}, [], "kv_role is 'kv_both'"),
-        ({"kv_connector_extra_config": {"nat": "x"}}, [], "has no setting 'nat'"),
         (SEVERAL, [], "use it alone"),
         ({}, ["--dtype=bfloat16"], "its dtype is 'bfloat16', but that of"),
     ],

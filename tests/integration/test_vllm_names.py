@@ -21,18 +21,15 @@ from hypothesis import strategies as st
 import pullfill
 from pullfill.deploy import vllm_flags
 from pullfill.engine import features, front_wire
-from pullfill.engine.args import build_config, flag_parser, flags_read
-from pullfill.engine.kv import attention_of_rank, device_of, executor_without_model
+from pullfill.engine.args import build_config, flag_parser
+from pullfill.engine.kv import attention_of_rank
 from pullfill.engine.request_limits import targets_of
 from pullfill.engine.requests import UNTRACKED, own_request, prepare
 from pullfill.errors import BadMessage, ConfigError
 from pullfill.worker import memory
 from pullfill.worker.connector import WorkerConnector
 from pullfill.worker.context import WorkerContext
-from pullfill.worker.ports import StepReport
-from tests.support.chart import pods, render, the_container
 from tests.support.features import feature
-from tests.support.flags import split
 from tests.support.prompts import random_prompt
 from tools.vllm_names import missing
 
@@ -103,25 +100,6 @@ def test_workers_are_given_no_flag_of_vllms_api_server() -> None:
             assert not vllm_flags.for_worker([flag, "1"]), flag
 
 
-def test_vllms_own_parsers_take_the_flags_of_the_chart() -> None:
-    """Unit tests know only the names of these flags."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-
-    worker = AsyncEngineArgs.add_cli_args(flag_parser("worker"))
-    frontend = make_arg_parser(flag_parser("frontend"))
-    for template in pods(render(otlpTracesEndpoint="http://collector:4317")).values():
-        arguments = the_container(template)["args"]
-        if arguments[0] in ("decode", "prefill", "frontend"):
-            ours, rest = split(arguments)
-            parser = frontend if arguments[0] == "frontend" else worker
-            parsed = parser.parse_args(["--model", ours["model"], *rest])
-            assert parsed.served_model_name == ["qwen"]
-            assert parsed.otlp_traces_endpoint == "http://collector:4317"
-            with pytest.raises(ConfigError, match="--enforce-eagr"), flags_read():
-                parser.parse_args(["--model", ours["model"], *rest, "--enforce-eagr"])
-
-
 def test_kv_scales_are_where_vllm_keeps_them() -> None:
     """They are private to vLLM's layers, and a layer without them counts as unscaled."""
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
@@ -133,16 +111,6 @@ def test_kv_scales_are_where_vllm_keeps_them() -> None:
         compilation_config=SimpleNamespace(static_forward_context={"l": layer})
     )
     assert attention_of_rank(config, ["l"]).scales == {("l", (1.0,), (1.0,))}
-
-
-def test_vllms_flag_names_the_mock_and_the_mock_has_no_model() -> None:
-    named = "pullfill.testing.mock_executor.MockExecutor"
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(distributed_executor_backend=named),
-        additional_config={"mock": {"device": "cuda"}},
-    )
-    assert executor_without_model(config).KV_KIND == "mock"
-    assert device_of(config) == "cuda"
 
 
 @pytest.mark.essential
@@ -276,85 +244,18 @@ def test_positions_beyond_the_prompt_and_empty_features_are_refused() -> None:
             features.decode(features.encode(made), tokens=8)
 
 
-# --------------------------------------------------------------------------
-# Which side of a worker gets a call that vLLM makes to the connector. No engine runs.
-
-
 pytestmark = pytest.mark.engine
 
 
-class Half:
-    """Notes the calls about requests. mine: ids of its requests."""
-
-    def __init__(self, name: str, mine: set[str]) -> None:
-        self.name, self.mine = name, mine
-        self.context = WorkerContext("worker-1")
-        self.requests: list[tuple[str, str]] = []
-        self.has_work = False
-
-    def attached(self, context: WorkerContext, first: Any) -> None:
-        assert context is self.context
-
-    def owns(self, request_id: str) -> bool:
-        return request_id in self.mine
-
-    def matched(self, request: Any, hit: int) -> tuple[int, bool]:
-        self.requests.append(("matched", request.request_id))
-        return hit, False
-
-    def allocated(self, request: Any, tables: Any, external: int) -> None:
-        self.requests.append(("allocated", request.request_id))
-
-    def finished(self, request: Any, tables: Any) -> bool:
-        self.requests.append(("finished", request.request_id))
-        return self.name == "prefill"
-
-    def scheduled(self, output: Any) -> StepReport:
-        name = self.name
-        return StepReport({f"{name} {output}"}, {f"{name} failed"}, {f"{name} sent"})
-
-
-@pytest.fixture
-def connector() -> Any:
-    made: Any = WorkerConnector.__new__(WorkerConnector)
-    made._halves = [Half("decode", set()), Half("prefill", {"job"})]
-    made._contexts = [half.context for half in made._halves]
-    return made
-
-
-def test_a_job_goes_to_the_prefill_side_and_all_else_to_the_decode_side(connector: Any) -> None:
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
-    for name in ("job", "client"):
-        request = SimpleNamespace(request_id=name)
-        connector.get_num_new_matched_tokens(request, 3)
-        connector.update_state_after_alloc(request, blocks, 0)
-        assert connector.request_finished_all_groups(request, ([1],)) == (name == "job", None)
-    decode, prefill = connector._halves
-    assert prefill.requests == [(call, "job") for call in ("matched", "allocated", "finished")]
-    assert [name for _, name in decode.requests] == ["client"] * 3
-
-
 def test_both_sides_number_the_adapters_of_their_engine_together(
-    connector: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM would take two adapters with one number for one."""
     monkeypatch.setattr(memory, "attach", lambda *_: None)
-    decode, prefill = connector._contexts
+    connector: Any = WorkerConnector.__new__(WorkerConnector)
+    decode, prefill = connector._contexts = [WorkerContext("worker-1") for _ in range(2)]
+    connector._halves = [SimpleNamespace(attached=lambda *_: None) for _ in range(2)]
     assert prefill.adapters is not decode.adapters
     connector.attach({}, 1, None)
     assert prefill.adapters is decode.adapters
     assert prefill.ranks is decode.ranks
-
-
-def test_what_both_sides_report_of_a_step_reaches_vllm(connector: Any) -> None:
-    assert not connector.has_pending_push_work()
-    connector._halves[1].has_work = True
-    assert connector.has_pending_push_work()
-    connector._connector_metadata = connector.build_connector_meta("step")
-    found = connector.get_transfer_results(set())
-    assert found.finished_sending == {"decode sent", "prefill sent"}
-    failed = {"decode failed", "prefill failed"}
-    assert found.failed_recving == failed
-    assert found.finished_recving == {"decode step", "prefill step"} | failed
-    connector._connector_metadata = None
-    assert not connector.get_transfer_results(set()).finished_recving
