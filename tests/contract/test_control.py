@@ -12,13 +12,12 @@ from msgspec.structs import replace
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.ledger import Entry, JobState, Settle
-from pullfill.errors import ClaimRefused, Outcome, PeerUnavailable
+from pullfill.errors import Outcome, PeerUnavailable
 from pullfill.runtime import metrics
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import (
     WIRE_VERSION,
     Claim,
-    DrainAck,
     Draining,
     GiveUp,
     Goodbye,
@@ -30,27 +29,8 @@ from pullfill.wire import (
     encode,
 )
 from tests.support import framing
-from tests.support.control_rig import BLOCKS, Decode, Prefill, Raw, commit_of, hello
+from tests.support.control_rig import Decode, Prefill, Raw, hello
 from tests.support.waiting import soon
-
-# ------------------------------------------------------------------ the good path
-
-
-async def test_claim_grant_commit(decode: Decode, connect: Any) -> None:
-    prefill = await connect()
-    assert decode.server.peers.instances == ["prefill-1"]
-    decode.open()
-    grant = await prefill.claim()
-    assert (grant.attempt, grant.job_digest) == (1, b"digest")
-    assert 0 < grant.deadline_s <= 31
-    assert set(decode.fences.granted(grant.fence, writes=False) or ()) == set(BLOCKS)
-    assert set(decode.fences.granted(grant.fence, writes=True) or ()) == set(BLOCKS[1:])
-    assert (await prefill.commit(grant)).ok
-    (settle,) = decode.settled()
-    assert settle.loaded
-    again = await prefill.commit(grant)
-    assert (again.ok, again.reason) == (False, "stale")
-    assert decode.settled() == []
 
 
 async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw) -> None:
@@ -80,41 +60,6 @@ async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw
 
 
 # ------------------------------------------------------------------ refusals
-
-
-async def test_refusals_say_why(decode: Decode, connect: Any) -> None:
-    one, two = await connect("prefill-1"), await connect("prefill-2")
-
-    async def why(prefill: Prefill, job_id: str, incarnation: str = "i0") -> str:
-        with pytest.raises(ClaimRefused) as caught:
-            await prefill.claim(job_id, incarnation)
-        assert caught.value.retryable == (caught.value.reason == RefuseReason.HELD)
-        return caught.value.reason
-
-    assert await why(one, "nope") == RefuseReason.UNKNOWN_JOB
-    decode.open()
-    assert await why(one, "j", "i9") == RefuseReason.STALE_INCARNATION
-    grant = await one.claim()
-    assert await why(one, "j") == RefuseReason.HELD, "it is running here already"
-    assert not (await one.commit(grant, blocks=1)).ok
-    assert await why(two, "j") == RefuseReason.CLOSED
-    decode.open("k")
-    assert (await two.commit(await two.claim("k"))).ok
-    assert await why(one, "k") == RefuseReason.COMMITTED
-
-
-async def test_nobody_commits_in_anothers_name(decode: Decode, connect: Any, raw: Raw) -> None:
-    prefill = await connect()
-    decode.open()
-    grant = await prefill.claim()
-    await raw.hello()
-    raw.say(commit_of(grant, rid=7))
-    reply = await raw.hear()
-    assert (reply.rid, reply.ok, reply.reason) == (7, False, "stale")
-    raw.say(GiveUp(job_id="j", attempt=1, incarnation=grant.incarnation, cause="x", retry=False))
-    raw.say(commit_of(grant, rid=8))
-    assert not (await raw.hear()).ok
-    assert (await prefill.commit(grant)).ok
 
 
 async def test_another_wire_version_is_told_goodbye(raw: Raw) -> None:
@@ -162,28 +107,6 @@ async def test_nonsense_closes_the_connection_and_is_counted(
     await soon(lambda: len(decode.server.peers.pulling) == 1)
     assert decode.fences.in_use == 0
     assert (await other.commit(await other.claim())).ok, "the others go on"
-
-
-# ------------------------------------------------------------------ revoke, quiet, deadline
-
-
-async def test_revoke_then_quiet_frees_the_blocks(decode: Decode, connect: Any) -> None:
-    prefill = await connect()
-    decode.open()
-    grant = await prefill.claim()
-    let_go = decode.fences.hold(grant.fence)
-    decode.ledger.give_up("j", Outcome.CANCELLED)
-    await soon(lambda: prefill.revokes)
-    assert (prefill.revokes[0].job_id, prefill.revokes[0].attempt) == ("j", 1)
-    hold, settle = decode.settled()
-    assert hold.blocks == BLOCKS
-    assert not settle.loaded
-    assert decode.ledger.quarantined_blocks == len(BLOCKS)
-    let_go()
-    prefill.link.send(DrainAck())
-    await soon(lambda: decode.ledger.open_jobs == 0)
-    (release,) = decode.settled()
-    assert release.job_id == "j"
 
 
 async def test_the_timer_survives_a_failure(
@@ -267,19 +190,6 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
     await soon(lambda: decode.ledger.open_jobs == 0)
 
 
-@PATIENT
-async def test_proof_is_asked_for_when_the_writer_is_lost(decode: Decode) -> None:
-    writer, _ = await greeted(decode), await greeted(decode)
-    let_go = await writing(decode, writer)
-    decode.ledger._on_action = lambda: None
-    decode.ledger.give_up("j", Outcome.CANCELLED)
-    assert decode.ledger.take_actions(), "taken by the test: the timer was told nothing"
-    assert decode.ledger.quarantined_blocks
-    let_go()
-    writer.writer.close()
-    await soon(lambda: decode.ledger.open_jobs == 0)
-
-
 # --------------------------------------------------------------------------
 # The control channel when a connection, a waiting claim or the server itself ends.
 
@@ -322,18 +232,6 @@ async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None
     await soon(lambda: decode.ledger.find("j").attempt == 1)
     await soon(lambda: decode.fences.in_use == 0)
     assert (await other.claim()).attempt == 2
-
-
-async def test_stop_settles_what_hangs_on_the_connections(decode: Decode, connect: Any) -> None:
-    """The fences are closed after `stop`, so nothing may ask them for a proof any more."""
-    prefill = await connect()
-    decode.open()
-    decode.ledger.published("j", "receipt")
-    await prefill.claim()
-    await decode.server.stop()
-    assert decode.ledger.open_jobs == 0
-    assert decode.cancelled == ["receipt"]
-    assert len(decode.server.peers.pulling) == 0
 
 
 @pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -141,33 +140,3 @@ async def test_nobody_on_the_path_can_speak_for_a_worker(
             assert entry is None or entry.state is not JobState.COMMITTED
             assert not decode.ledger.was_committed("j")
         await prefill.link.close()
-
-
-async def test_what_was_recorded_cannot_be_played_to_a_new_connection(
-    decode: Decode, connect: Any, raw: Raw
-) -> None:
-    recorded: list[bytes] = []
-
-    def record(body: bytes) -> list[bytes]:
-        recorded.append(body)
-        return [body]
-
-    async with on_the_path(decode, record) as address:
-        prefill = await connect(key=KEY, address=address)
-        await prefill.link.close()
-    for body in recorded:
-        framing.write_body(raw.writer, body)
-    await asyncio.wait_for(framing.read(raw.reader, AuthChallenge), 10)
-    assert isinstance(await raw.hear(), Goodbye)
-    assert await raw.ended()
-
-
-@pytest.mark.parametrize("noise", [b"", struct.pack("<I", 65 << 10), b"GET / HTTP/1.1\r\n\r\n"])
-async def test_noise_before_the_proof_ends_that_connection_only(
-    connect: Any, raw: Raw, noise: bytes
-) -> None:
-    raw.writer.write(noise)
-    if not noise:
-        raw.writer.write_eof()
-    assert await raw.ended()
-    await connect(key=KEY)

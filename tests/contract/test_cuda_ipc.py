@@ -115,23 +115,6 @@ def test_after_a_gpu_error_only_the_end_of_the_process_is_proof(
         assert fences.try_revoke(next_one)
 
 
-def test_every_opening_is_given_back_and_sessions_share_a_stream(
-    gpu_rig: Rig, gpu_region: Region
-) -> None:
-    driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
-    sessions = [gpu_rig.connect(mine, gpu_region) for _ in range(3)]
-    assert (sum(driver.openings.values()), len(driver.streams)) == (3, 1), "one stream for all"
-    for changes in ({"num_layers": 1}, {"incarnation": "no"}):
-        with pytest.raises((PeerUnavailable, IncompatibleError)):
-            gpu_rig.connect(mine, gpu_region, **changes)
-    with pytest.raises(BadMessage, match="beyond its allocation"):
-        gpu_rig.transport.connect(mine.memory, described(gpu_region, memory_offset=4097))
-    assert sum(driver.openings.values()) == 3
-    for session in sessions:
-        session.close()
-    assert (sum(driver.openings.values()), len(driver.streams)) == (0, 1)
-
-
 def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -> None:
     """Many batches: each is over (synchronised) when its fence is left."""
     driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)

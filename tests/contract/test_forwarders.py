@@ -139,19 +139,6 @@ async def test_a_silent_server_is_an_error_not_a_hang(how: Any, role: str) -> No
 
 
 @each_stock
-async def test_a_lost_server_ends_its_waits(how: Any) -> None:
-    async with forwarding(*how, decode=2) as rig:
-        stuck = rig.decode[0]
-        stuck.stalls = asyncio.Event()
-        asked = [rig.begin(prompt=f"p{n}") for n in range(2)]
-        await soon(lambda: stuck.open)
-        stuck.alive = False
-        for one in asked:
-            assert (await one.ended()).status == 200
-        assert not stuck.open
-
-
-@each_stock
 async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
     async with forwarding(*how) as rig:
         rig.decode[0].stops = True
@@ -164,18 +151,6 @@ async def test_a_frontend_that_leaves_tells_all_its_clients(how: Any) -> None:
         assert got.parts[-1].startswith(b'data: {"error"')
         assert got.body.endswith(b"data: [DONE]\n\n")
         assert (await rig.ask()).status == 503
-
-
-@each_alone
-async def test_without_prefill_servers_a_decode_server_does_all(how: Any) -> None:
-    async with forwarding(*how) as rig:
-        rig.prefill[0].alive = False
-        await rig.states(failing=1)
-        got = await rig.ask()
-        assert got.status == 200
-        record = rig.requests.get(got.json["id"])
-        assert record.reason == "no_prefill"
-        assert rig.decode[0].remote == 0
 
 
 @each_stock

@@ -81,26 +81,6 @@ def test_any_mixture(nats: NatsServer, data: st.DataObject) -> None:
         asyncio.run(go(Path(directory)))
 
 
-# ------------------------------------------------------------------ prefill workers that fail
-
-
-async def test_a_worker_that_is_stopped_in_a_write_hands_its_job_on(make: Make) -> None:
-    async with make(clock=FakeClock()) as cluster:
-        decode, first = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
-        second = await cluster.prefill()
-        await first.puller.stop()
-        await first.puller.abandon()
-        await soon(lambda: decode.ledger.quarantined_blocks == len(served.table))
-        faults.resume()
-        await settled(served)
-        assert decode.right(served)
-        await cluster.check_clean()
-        assert (first.budget.completed, second.budget.completed) == (0, 1)
-
-
 # ------------------------------------------------------------------ bad messages
 
 
@@ -170,27 +150,6 @@ async def test_poison_and_forgery_write_nothing(
         assert decode.right(again), "the worker lives"
         await cluster.check_clean()
         assert prefill.budget.completed == 1
-
-
-# ------------------------------------------------------------------ decode workers that leave
-
-
-async def test_a_draining_decode_worker_gets_what_was_granted(make: Make) -> None:
-    """Its lease is revoked, so it leaves the directory at once; its requests go on."""
-    async with make() as cluster:
-        decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        prefill.engine.gate.clear()
-        served = decode.send(prompt(30))
-        await soon(lambda: prefill.tasks)
-        cluster.directory.remove("decode-1")
-        late = decode.send(prompt(20))
-        prefill.engine.gate.set()
-        await settled(served, late)
-        assert decode.right(served)
-        assert decode.right(late)
-        await cluster.check_clean()
-        await decode.control.stop()
-        await soon(lambda: not prefill.links.links)
 
 
 # --------------------------------------------------------------------------

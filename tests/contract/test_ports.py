@@ -46,7 +46,7 @@ from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import engines_of
-from tests.support.cluster import BLOCK, FLAGS
+from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.etcd import EtcdServer
 from tests.support.late import Late
 from tests.support.nats import NatsServer
@@ -62,7 +62,6 @@ mocked: Any = Late("pullfill.testing.mock_executor")
 
 pytestmark = pytest.mark.engine
 
-MOCK = ("--distributed-executor-backend", "pullfill.testing.mock_executor.MockExecutor")
 # The worker's, in each test another one: files in shared memory have it, and a test that runs late
 # may still remove its own.
 NAME = ""

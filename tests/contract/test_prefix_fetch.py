@@ -18,7 +18,7 @@ from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
 from pullfill.errors import PeerUnavailable, TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import Adapter, ExplainRecord, FenceToken, Lease, LeaseAsk, u32
-from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
+from tests.support.fetch_rig import FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 from tests.support.transfer_rigs import RIGS
@@ -115,45 +115,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
-async def test_a_prefix_is_read(pair: Pair) -> None:
-    tokens = prompt(PREFIX + 7)
-    pair.holder.cache(tokens[:PREFIX])
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    assert served.loaded
-    assert (told.fetch, told.fetched_from) == ("fetched", "holder")
-    assert (told.fetched_tokens, told.prefix_hit_tokens) == (PREFIX, 0)
-    assert told.kv_bytes > 0
-    assert told.timings_ms.fetch
-
-
-async def test_the_local_hit_may_change_while_the_holder_is_asked(pair: Pair) -> None:
-    tokens = prompt()
-    pair.holder.cache(tokens)
-    pair.asker.cache(tokens[:BLOCK])
-    grown = pair.asker.request(tokens, pair.holder.holds(PREFIX))
-    assert pair.asker.side.decide(grown, BLOCK) == (None, False)
-    pair.asker.cache(tokens[: 4 * BLOCK])
-    served = await pair.asker.admit(grown)
-    told = await pair.asker.end(served)
-    assert (told.prefix_hit_tokens, told.fetched_tokens) == (4 * BLOCK, PREFIX - 4 * BLOCK)
-
-    shrunk = pair.asker.request([*tokens[:-1], 7], pair.holder.holds(PREFIX))
-    assert pair.asker.side.decide(shrunk, 5 * BLOCK) == (None, False)
-    pair.asker.pool.cached.clear()
-    told = await pair.asker.end(await pair.asker.admit(shrunk))
-    assert (told.prefix_hit_tokens, told.fetched_tokens) == (0, 0), "the lease begins too late"
-
-
-@pytest.mark.parametrize("held", [0, LEAST - BLOCK, PREFIX // 2])
-async def test_the_holder_may_have_less_than_the_hint_says(pair: Pair, held: int) -> None:
-    tokens = prompt()
-    pair.holder.cache(tokens[:held])
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX))
-    fetched = held if held >= LEAST else 0
-    assert (told.fetch, told.fetched_tokens) == ("fetched" if fetched else "not_held", fetched)
-
-
 async def test_another_salt_is_another_prompt(pair: Pair) -> None:
     tokens = prompt()
     pair.holder.cache(tokens, salt="theirs")
@@ -169,15 +130,6 @@ async def test_workers_that_round_differently_read_nothing(
     monkeypatch.setattr(pair.holder.leases, "_computes", "another")
     assert (await pair.ask())[1].fetch == "unreachable"
     assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is not asked again at once"
-
-
-async def test_two_prompts_with_one_prefix_read_it_once(pair: Pair) -> None:
-    tokens = prompt(PREFIX)
-    pair.holder.cache(tokens)
-    hint = pair.holder.holds(PREFIX)
-    answers = await asyncio.gather(*(pair.asker.ask([*tokens, last], hint) for last in range(3)))
-    assert sorted(told.fetched_tokens for _, told in answers) == [0, 0, PREFIX]
-    assert sorted(told.prefix_hit_tokens for _, told in answers) == [0, PREFIX, PREFIX]
 
 
 async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
@@ -208,17 +160,6 @@ async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, ga
     gate.open.set()
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetch) == (False, "expired")
-
-
-async def test_a_request_that_is_cancelled_while_the_holder_is_asked(pair: Pair) -> None:
-    pair.holder.host.held = True
-    request = pair.request()
-    assert pair.asker.side.decide(request, 0) == (None, False)
-    await soon(lambda: pair.holder.leases.open)
-    pair.asker.side.request_finished(request.request_id)
-    pair.holder.host.held = False
-    pair.holder.host.run()
-    await soon(lambda: not pair.asker.fetches._running)
 
 
 @pytest.mark.parametrize("found", [False, True])
@@ -301,12 +242,6 @@ async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
         await known.use(at)
     known._not_before.clear()
     assert await known.use(at) is not first
-
-
-async def test_an_address_where_nobody_answers(pair: Pair) -> None:
-    await pair.holder.control.stop()
-    assert (await pair.ask())[1].fetch == "unreachable"
-    assert pair.asker.holders.away("holder")
 
 
 @pytest.mark.parametrize("lasting", [(3.0,), (0.03, 3.0)], ids=["whole", "cut off"])

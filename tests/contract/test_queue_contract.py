@@ -18,7 +18,7 @@ from pullfill.queue.contract import (
     Urgency,
 )
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
-from pullfill.queue.streams import Names, round_up_tokens
+from pullfill.queue.streams import Names
 from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
 from tests.support.waiting import soon
@@ -191,21 +191,6 @@ async def test_hand_back_frees_the_job_of_a_dead_worker_and_no_other(bench: Benc
     again = await (await bench.add_consumer()).pull(SOON_S)
     assert (again.job_id, again.number) == ("other", 2)
     await again.ack()
-
-
-async def test_depth_counts_jobs_and_tokens(bench: Bench) -> None:
-    receipts = [await bench.producer.publish(f"j{i}", b"", 1000 * i) for i in range(1, 5)]
-    expected = sum(round_up_tokens(1000 * i) for i in range(1, 5))
-    depth = bench.producer.depth()
-    assert (depth.depth_jobs, depth.depth_tokens) == (4, expected), "own publishes count at once"
-    job = await bench.consumer.pull(SOON_S)
-    await bench.depth_is(4, in_flight=1)
-    assert bench.producer.depth().depth_tokens == expected
-    assert await bench.producer.cancel(receipts[3])
-    assert bench.producer.depth().depth_tokens == expected - round_up_tokens(4000)
-    await job.ack()
-    await bench.depth_is(2, in_flight=0)
-    assert bench.producer.depth().depth_tokens == round_up_tokens(2000) + round_up_tokens(3000)
 
 
 @pytest.mark.essential

@@ -93,19 +93,6 @@ def hanging(
 # ---------------------------------------------------------------------- communicators come and go
 
 
-def test_no_communicator_before_the_first_batch_and_one_for_all_later_ones(make: Make) -> None:
-    place = make()
-    session, token = place.connect(), place.token()
-    assert place.world.constructed == 0
-    for first in range(0, 40, 10):
-        session.move("write", token, range(first, first + 10), range(first, first + 10))
-    session.move("read", token, [3], [3])
-    assert place.world.constructed == 2
-    assert place.moved(range(40))
-    session.close()
-    eventually(lambda: not place.world.comms, "not given up with the connection")
-
-
 @pytest.mark.parametrize(("layout", "staged"), [("dense", False), ("padded-heads", True)])
 def test_only_what_is_not_contiguous_is_staged(make: Make, layout: str, staged: bool) -> None:
     """24 blocks of a layer are three messages here; the owner's heads lie apart or not."""

@@ -363,20 +363,6 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
     assert_same(region.pages[:, 1], mine.pages[:, 1])
 
 
-def test_a_writer_that_goes_away_in_a_batch_frees_the_fence(make: Make) -> None:
-    _, region, _, session, token = start(make)
-    held = Held(session, "write", token)
-    (peer,) = served(region)
-    eventually(lambda: peer.inside == token)
-    session._connection._sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-    )
-    session._connection._sock.close()  # RST, as when its process is killed
-    revoke(region, token)
-    assert isinstance(held.finish(), Fenced | TransferFailed | OSError)
-    session.close()
-
-
 def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     """Also without a revoke: nothing waits for ever."""
     _, region, _, session, token = start(make, stall_s=0.25)

@@ -596,7 +596,7 @@ class Cluster:
         deciding += [w for w in self.of("frontend") if not w.stopped]
         until(lambda: all(w.router == wanted or not w.alive for w in deciding), 20, "settings act")
 
-    def assert_clean(self, within_s: float = 20.0) -> None:
+    def assert_clean(self) -> None:
         """Ledger, quarantine, queue and free blocks are back to the baseline (I3, I4)."""
         last: list[str] = []
 
@@ -605,7 +605,7 @@ class Cluster:
             return not last
 
         with contextlib.suppress(AssertionError):
-            until(clean, within_s, "clean")
+            until(clean, 20, "clean")
         assert not last, f"left behind: {last}"
 
     def log_errors(self) -> list[str]:
@@ -626,14 +626,12 @@ def command(cluster: Cluster, *words: str) -> list[str]:
     return [*PULLFILL, *words, *where, "--namespace", cluster.namespace]
 
 
-def pullfill(
-    cluster: Cluster, *words: str, timeout_s: float = 60.0, **env: str
-) -> subprocess.CompletedProcess[str]:
+def pullfill(cluster: Cluster, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `pullfill WORDS`. Its lines are not wrapped. env: more variables."""
     return subprocess.run(
         command(cluster, *words),
         capture_output=True,
         text=True,
-        timeout=patience(timeout_s),
+        timeout=patience(60.0),
         env={**os.environ, "COLUMNS": "400", **env},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -72,7 +71,6 @@ class Decode:
         name: str = "decode-1",
     ) -> None:
         self.name = name
-        self.cancelled: list[object] = []
         self.nakked: list[str] = []
         self.fences = LoopbackFences(8)
         self.handoff = handoff_of(name, self.fences, self)
@@ -101,7 +99,7 @@ class Decode:
     committed = claimed
 
     async def cancel(self, receipt: object) -> None:
-        self.cancelled.append(receipt)
+        """Nothing is published."""
 
     async def nak(self, subject: str, receipt: object) -> None:
         if not subject.startswith("ack"):
@@ -137,7 +135,6 @@ class Prefill:
         key: ClusterKey | None = None,
         address: str | None = None,
         silent_s: float = SILENT_S,
-        open_transfer_worker: Callable[[WorkerRecord], Awaitable[Any]] | None = None,
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
@@ -146,7 +143,7 @@ class Prefill:
             self.directory,  # type: ignore[arg-type]
             hello(name, compat),
             COMPAT,
-            open_transfer_worker or self._no_transfer_worker,
+            self._no_transfer_worker,
             key,
             silent_s=silent_s,
         )
@@ -172,20 +169,18 @@ class Prefill:
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:
         return await self.link.claim(job_id, incarnation, f"ack.{job_id}")
 
-    async def commit(self, grant: Grant, blocks: int = 2) -> Any:
-        return await self.link.commit(lambda rid: commit_of(grant, rid, blocks))
-
-
-def commit_of(grant: Grant, rid: int = 1, blocks: int = 2) -> Commit:
-    return Commit(
-        rid=rid,
-        job_id=grant.job_id,
-        attempt=grant.attempt,
-        incarnation=grant.incarnation,
-        blocks=blocks,
-        kv_bytes=10,
-        timings=StageTimings(),
-    )
+    async def commit(self, grant: Grant) -> Any:
+        return await self.link.commit(
+            lambda rid: Commit(
+                rid=rid,
+                job_id=grant.job_id,
+                attempt=grant.attempt,
+                incarnation=grant.incarnation,
+                blocks=2,
+                kv_bytes=10,
+                timings=StageTimings(),
+            )
+        )
 
 
 class Raw:

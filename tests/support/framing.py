@@ -15,11 +15,11 @@ from pullfill.wire import decode, encode
 T = TypeVar("T")
 
 
-async def read_body(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> bytes:
+async def read_body(reader: asyncio.StreamReader) -> bytes:
     """The next frame. Raises EOFError, BadMessage."""
     try:
         (length,) = struct.unpack("<I", await reader.readexactly(4))
-        if length > limit:
+        if length > MAX_FRAME:
             raise BadMessage(f"a frame of {length} bytes")
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, OSError) as exc:

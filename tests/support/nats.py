@@ -81,10 +81,10 @@ class NatsServer(ServerProcess):
 
 
 class NatsCluster:
-    """Several servers with JetStream on free loopback ports."""
+    """Three servers with JetStream on free loopback ports."""
 
-    def __init__(self, directory: Path, count: int = 3) -> None:
-        ports = free_ports(count)
+    def __init__(self, directory: Path) -> None:
+        ports = free_ports(3)
         routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in ports)
         self.members = [
             NatsServer(

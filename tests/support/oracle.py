@@ -65,16 +65,13 @@ class Oracle:
         model: Path,
         *,
         max_model_len: int = 4096,
-        log: Path | None = None,
         forked: bool = True,
         **engine_args: Any,
     ) -> None:
         self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
-        if log is None:
-            handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
-            os.close(handle)
-            log = Path(name)
-        self.log = log
+        handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
+        os.close(handle)
+        self.log = Path(name)
         self._forked = forked
         self._child: subprocess.Popen[bytes] | Forked | None = None
         self._link: Any = None

@@ -13,6 +13,8 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
 
+from tests.support.waiting import until
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -88,12 +90,13 @@ class Receiver:
         (span,) = self.named(name)
         return span
 
-    def wait_for(self, *names: str, trace: str, within_s: float = 30.0) -> None:
+    def wait_for(self, *names: str, trace: str) -> None:
         """Return as soon as there is a span of each name in the trace."""
-        until = time.monotonic() + within_s
-        while missing := set(names) - {s.name for s in list(self.spans) if s.trace == trace}:
-            assert time.monotonic() < until, (missing, sorted({s.name for s in self.spans}))
-            time.sleep(0.05)
+
+        def there() -> bool:
+            return set(names) <= {s.name for s in list(self.spans) if s.trace == trace}
+
+        until(there, 30, f"all of {names}")
 
 
 class _Service(service_grpc.TraceServiceServicer):

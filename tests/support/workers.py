@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.membership import Make, Membership
+from pullfill.registry.membership import Membership
 from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, WorkerState
 from tests.support.transfer_rigs import COMPAT
 
@@ -33,7 +33,7 @@ def record(instance_id: str, incarnation: str = "i0", **changes: Any) -> WorkerR
     return WorkerRecord(**(fields | changes))
 
 
-def region(instance_id: str, incarnation: str, rank: int = 0, **changes: Any) -> RegionDescriptor:
+def region(instance_id: str, incarnation: str) -> RegionDescriptor:
     fields: dict[str, Any] = dict.fromkeys(
         ("nbytes", "base_offset", "num_layers", "num_blocks", "num_kv_heads",
          "page_bytes", "layer_stride", "block_stride", "head_stride"), 1
@@ -41,32 +41,32 @@ def region(instance_id: str, incarnation: str, rank: int = 0, **changes: Any) ->
     fields |= {
         "instance_id": instance_id,
         "incarnation": incarnation,
-        "rank": rank,
+        "rank": 0,
         "host_id": "h",
         "compat": COMPAT,
         "endpoints": {"shm": "/x"},
     }
-    return RegionDescriptor(**(fields | changes))
+    return RegionDescriptor(**fields)
 
 
-def maker(instance_id: str, ranks: int = 1, made: list[str] | None = None, **changes: Any) -> Make:
-    """A `make` for Membership. made: gets each incarnation."""
+def member(
+    client: EtcdClient,
+    namespace: str,
+    instance_id: str,
+    *,
+    ttl_s: int = 2,
+    made: list[str] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Membership:
+    """A Membership. made: gets each incarnation. changes: of its record."""
 
     def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
         if made is not None:
             made.append(incarnation)
-        regions = [region(instance_id, incarnation, rank) for rank in range(ranks)]
-        return record(instance_id, incarnation, **changes), regions
+        told = record(instance_id, incarnation, **(changes or {}))
+        return told, [region(instance_id, incarnation)]
 
-    return make
-
-
-def member(client: EtcdClient, namespace: str, instance_id: str, **options: Any) -> Membership:
-    """A Membership. Its TTL is 2 s by default. changes: of its record."""
-    changes = options.pop("changes", {})
-    made = options.pop("made", None)
-    ttl_s = options.pop("ttl_s", 2)
-    make = maker(instance_id, made=made, **changes)
     return Membership(client, namespace, ttl_s, make, **options)
 
 
