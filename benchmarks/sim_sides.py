@@ -26,8 +26,9 @@ from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import Told, few
+from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
-from pullfill.worker.step_cost import Share, StepCost
+from pullfill.worker.step_cost import StepCost
 from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16

@@ -19,8 +19,8 @@ from pullfill.engine import request_limits
 from pullfill.engine.requests import OWN_CLIENT
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
+from pullfill.rate import Share
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
-from pullfill.worker.step_cost import Share
 from pullfill.worker.step_rule import LEAST_TOKENS, Prompt
 
 # The length of prompt that tells an engine's rate.

@@ -1,4 +1,4 @@
-"""One estimator for all that takes time: steps, prefills, links and reads.
+"""Estimators: one for all that takes time (prefills, links, reads), one for what share it takes.
 
 A `Rate` fits `y = a * x1 + b * x2` to the newest observations, with a and b at least 0. Old
 observations lose weight with each new one and with time, so a change of speed is learned from the
@@ -8,6 +8,8 @@ next few observations, however often they come.
 from __future__ import annotations
 
 import math
+
+from pullfill.clock import Clock
 
 # A rate that was not observed for this long is not believed any more, so that one bad
 # measurement cannot keep prompts away from a worker for ever.
@@ -22,6 +24,8 @@ _STAY = 0.02
 # one is as far off in the same direction, the speed has changed, and what was learned before is
 # forgotten.
 _CLIP = 4.0
+# Over how many seconds a share of the time is measured.
+SHARE_S = 10.0
 
 
 class Rate:
@@ -88,3 +92,30 @@ class Rate:
         elif a < 0:
             a, b = 0.0, (t2 / m22 if m22 else 0.0)
         self.a, self.b = max(0.0, a), max(0.0, b)
+
+
+class Share:
+    """What share of the time something took lately: of the last SHARE_S, about."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = self._at = clock.monotonic()
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Note that it took so long until now."""
+        now = self._clock.monotonic()
+        self._seconds = seconds + self._seconds * fade(now - self._at)
+        self._at = now
+
+    def share(self) -> float:
+        """Return the share, from 0 to 1."""
+        now = self._clock.monotonic()
+        # There is no time before the beginning.
+        whole = SHARE_S * (1.0 - fade(max(now - self._began, 0.5)))
+        return min(1.0, self._seconds * fade(now - self._at) / whole)
+
+
+def fade(seconds: float) -> float:
+    """What is left of a share after so long without any more."""
+    return math.exp(-seconds / SHARE_S)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pullfill.engine.front_wire import LoadReport
-from pullfill.worker.step_cost import fade
+from pullfill.rate import fade
 
 # What share of its time a worker without streams can spend on prompts.
 _IDLE = 0.8

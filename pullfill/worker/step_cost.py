@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pullfill.clock import Clock
-
 # What was learned is told again after so many steps.
 _EVERY = 16
 # What is left of the weight of a step with each later one: half after 1,400 steps.
@@ -27,8 +25,6 @@ _FACTOR_STEPS = 32.0
 # What never happened counts as this share of one step. See `Errors.beyond`.
 _UNSEEN = 0.3
 _ALL = 1 << 30
-# Over how many seconds a share of the time is measured.
-SHARE_S = 10.0
 
 
 class StepCost(msgspec.Struct, frozen=True):
@@ -148,33 +144,6 @@ class _Fit:
         # The engine has not changed by that. So what it takes now stays as it was told.
         if (after := self.of(x)) > 0 and self._count > _EVERY:
             self._factor *= min(max(before / after, 0.5), 2.0)
-
-
-class Share:
-    """What share of the time something took lately: of the last SHARE_S, about."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began = self._at = clock.monotonic()
-        self._seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Note that it took so long until now."""
-        now = self._clock.monotonic()
-        self._seconds = seconds + self._seconds * fade(now - self._at)
-        self._at = now
-
-    def share(self) -> float:
-        """Return the share, from 0 to 1."""
-        now = self._clock.monotonic()
-        # There is no time before the beginning.
-        whole = SHARE_S * (1.0 - fade(max(now - self._began, 0.5)))
-        return min(1.0, self._seconds * fade(now - self._at) / whole)
-
-
-def fade(seconds: float) -> float:
-    """What is left of a share after so long without any more."""
-    return math.exp(-seconds / SHARE_S)
 
 
 class Errors:
