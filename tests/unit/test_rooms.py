@@ -243,12 +243,12 @@ def test_the_root_does_not_hide_the_standard_library() -> None:
 
 # A test that needs a private name breaks with each change inside. Lower the ceiling with the count,
 # never raise it.
-PRIVATE_USES = 226
-_PRIVATE = re.compile(r"(?<!\bself)(?<!\bcls)\._(?!_)\w+")
+PRIVATE_USES = 223
+_PRIVATE = re.compile(r"(?<!\bself)(?<!\bcls)\._(?!_|replace\()\w+")
 
 
 def test_uses_of_private_attributes_may_only_fall() -> None:
-    """Each `x._name` in tests where x is not `self` or `cls`."""
+    """Each `x._name` in tests, x not `self` or `cls`. `_replace` of a NamedTuple is public."""
     found = [
         f"{path.relative_to(ROOT)}:{number}: {name}"
         for tree in ("tests", "benchmarks")
