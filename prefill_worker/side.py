@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from pullfill.config import ClusterRef
-from pullfill.engine import features, release
+from pullfill.engine import features
 from pullfill.engine.compat import rounding_digest
 from pullfill.options import WorkerOptions
 from pullfill.prefill_worker.decode_links import DecodeLinks
@@ -199,7 +199,7 @@ class PrefillRole(Role[PrefillContext]):
             regions=regions,
             computes=rounding_digest(config),
             adapters=config.lora_config is not None,
-            features=release.this.takes_features(config.model_config),
+            features=config.model_config.supports_multimodal_inputs,
             # At its start vLLM checks that the KV cache holds `max_model_len` tokens. One of them
             # is sampled.
             max_prompt_tokens=int(config.model_config.max_model_len) - 1,

@@ -7,4 +7,4 @@
 VLLM = "0.32.0"
 
 # PyTorch of each release of vLLM that passes `make test-vllm`. Others are refused.
-TORCH = {"0.32.0": "2.13.0", "0.31.0": "2.13.0", "0.30.0": "2.13.0"}
+TORCH = {"0.32.0": "2.13.0", "0.31.0": "2.13.0"}

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pullfill.engine import release
-
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput
 
@@ -44,10 +42,6 @@ class RewindableGenerator(torch.Generator):  # type: ignore[misc]
 
 class SeededCPUWorker(CPUWorker):  # type: ignore[misc]
     """Replaces the generator of each seeded request before the request is sampled."""
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> Any:
-        pool = release.this.memory_pool(tag)
-        return super()._maybe_get_memory_pool_context(tag) if pool is None else pool
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if not self.use_v2_model_runner:  # that one keeps seeds, and needs no help

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from pullfill.engine import release
 from pullfill.errors import BadMessage
 
 # Most bytes of a prompt's features. A frame of the control channel takes twice as many.
@@ -81,6 +80,6 @@ def limits(model_config: Any) -> Any:
     """Return how many features of a modality this engine takes in a prompt, as a function.
 
     model_config: vLLM's."""
-    if not release.this.takes_features(model_config):
+    if not model_config.supports_multimodal_inputs:
         return lambda _modality: 0
     return model_config.get_multimodal_config().get_limit_per_prompt

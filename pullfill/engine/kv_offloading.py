@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pullfill import releases
-from pullfill.engine import check, release
 from pullfill.engine.groups import BESIDE_TIER
 from pullfill.errors import ConfigError
 
@@ -36,11 +34,6 @@ def take(args: Any, device_type: str) -> dict[str, Any] | None:
         raise ConfigError(
             "pullfill runs beside vLLM's OffloadingConnector only: leave out "
             "--kv-offloading-backend"
-        )
-    if not release.this.offloads_kv:
-        raise ConfigError(
-            f"KV offloading is not tested with vLLM {check.require_version()}: leave it out, or "
-            f"install vLLM {releases.VLLM}"
         )
     settings = {"cpu_bytes_to_use": size * (1 << 30)}
     if device_type == "cpu":

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from pullfill.engine import release
 from pullfill.engine.request_limits import TARGET_HEADERS
 from pullfill.wire import u32
 
@@ -35,8 +34,9 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "trace_decode_token_ids": ((None,), "it replays given tokens from the first one"),
     "n": ((1,), "it is one of several choices (n > 1)"),
 }
+_PROMPT_LOGPROBS = ("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start")
 _ADJUSTED = {
-    "max_tokens", "min_tokens", *release.this.prompt_logprobs, "skip_reading_prefix_cache",
+    "max_tokens", "min_tokens", *_PROMPT_LOGPROBS, "skip_reading_prefix_cache",
 }  # fmt: skip
 _CHECKED = {"seed", "temperature", "bad_words", "_bad_words_token_ids", "extra_args"}
 # What vLLM's frontend does with the tokens, seeing one uninterrupted answer. And about the object.
@@ -110,9 +110,9 @@ def migration_request(request: Any, tokens: Sequence[int]) -> Any:
     if params.max_tokens is not None:
         params.max_tokens -= len(tokens)
     params.min_tokens = max(0, params.min_tokens - len(tokens))
-    if any(getattr(params, name) is not None for name in release.this.prompt_logprobs):
+    if any(getattr(params, name) is not None for name in _PROMPT_LOGPROBS):
         # They came with the first token. They were also why the prefix cache was not read.
-        for name in (*release.this.prompt_logprobs, "skip_reading_prefix_cache"):
+        for name in (*_PROMPT_LOGPROBS, "skip_reading_prefix_cache"):
             setattr(params, name, None)
     result = copy.copy(request)
     result.prompt_token_ids = [*request.prompt_token_ids, *tokens]

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill import releases
-from pullfill.engine import check, release
 from pullfill.errors import BadMessage, ConfigError
 
 # vLLM's names of methods, as in `--speculative-config`.
@@ -70,16 +68,9 @@ def _look_up(worker: Any, most: int) -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise ConfigError, one line that says what to do, if vLLM cannot speculate with this model.
-
-    On CPU its release may die of the first draft, or answer wrong."""
+    """Raise ConfigError, one line that says what to do, if vLLM, on CPU, would answer wrong."""
     if vllm_config.speculative_config is None or vllm_config.device_config.device_type != "cpu":
         return
-    if not release.this.speculates_on_cpu:
-        raise ConfigError(
-            f"--speculative-config: vLLM {check.require_version()} cannot speculate on CPU; leave "
-            f"it out, or install vLLM {releases.VLLM}"
-        )
     if vllm_config.model_config.has_inner_state:
         # `causal_conv1d_update_cpu` is not told how many drafts were accepted, so rejected ones
         # stay in the state. With a prefix cache of states it would need Triton.

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pullfill.engine import release, requests
+from pullfill.engine import requests
 from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.kv_events import Change, KvEvents, places_of
 
@@ -174,8 +174,8 @@ class PrefillChunks:
     def idle(self) -> bool:
         """Whether vLLM has no prompt to compute."""
         scheduler = self._scheduler
-        held = getattr(scheduler, release.this.held)
-        return not (scheduler.waiting or held or scheduler._inflight_prefills)
+        waits = scheduler.waiting or scheduler.kv_holding_waiting
+        return not (waits or scheduler._inflight_prefills)
 
     def whole(self, request: Any) -> bool:
         """Whether vLLM may not cut this prompt anywhere. With a smaller limit than its part that
@@ -202,7 +202,7 @@ class PrefillChunks:
         ]  # fmt: skip
         loading, come = _loading(), scheduler.finished_recving_kv_req_ids
         held = [
-            request for request in getattr(scheduler, release.this.held)
+            request for request in scheduler.kv_holding_waiting
             if request.status != loading or request.request_id in come
         ]  # fmt: skip
         return [*running, *held, *islice(scheduler.waiting, _MOST)]
@@ -271,8 +271,7 @@ class Seats:
 
     def __init__(self, core: Any = None) -> None:
         self._scheduler = core.scheduler if core is not None else None
-        self._limit = release.this.seats
-        self._most = getattr(self._scheduler, self._limit) if self._scheduler is not None else 0
+        self._most = self._scheduler.max_num_active_reqs if self._scheduler is not None else 0
         self._taken: set[str] = set()
 
     def take(self, request_id: str) -> None:
@@ -289,4 +288,4 @@ class Seats:
     def _tell(self) -> None:
         # vLLM reads its limit anew for each request that it admits, so a change counts at once.
         if self._scheduler is not None:
-            setattr(self._scheduler, self._limit, self._most - len(self._taken))
+            self._scheduler.max_num_active_reqs = self._most - len(self._taken)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import release
 from pullfill.engine.kv import NO_ATTENTION
 from tests.integration.test_joining import last_error
 from tests.support.cluster import STOCK, Cluster, Worker
@@ -358,8 +357,6 @@ def test_spec(served: Served) -> None:
 
     vLLM's CPU kernel for MLA rounds several tokens of a request in another way than one. So log
     probabilities of one engine with and without speculation may differ by more than TOLERANCE."""
-    if not release.this.speculates_on_cpu:
-        pytest.skip("vLLM 0.30 dies of its first draft on CPU, so pullfill refuses the flag")
     cluster, steps = served.cluster, 24
     if served.model.speculation:
         refused = cluster.launch("prefill", SPECULATE)

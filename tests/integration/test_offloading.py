@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.engine import release
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.prompts import (
@@ -26,13 +25,7 @@ from tests.support.prompts import (
 )
 from tests.support.zoo import ZOO
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not release.this.offloads_kv,
-        reason="refused at start with vLLM 0.30",
-    ),
-]
+pytestmark = pytest.mark.engine
 
 MEMORY, RANKS, WINDOWS = "memory", "a decode worker of two ranks", "windows"
 STEPS = 6

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import release
 from pullfill.engine.args import build_config
 from pullfill.engine.view import tier_of
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.late import Late
 
 torch: Any = Late("torch")
-pytestmark = pytest.mark.skipif(
-    not release.this.offloads_kv,
-    reason="refused at start with vLLM 0.30",
-)
 BLOCKS, LAYERS = 40, ("a", "b")
 
 

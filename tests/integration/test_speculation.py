@@ -12,20 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pullfill.engine import release, speculation
+from pullfill.engine import speculation
 from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.drafts import FEW, NGRAM, SPECULATE, small_model, terse_model
 from tests.support.oracle import Oracle
 from tests.support.prompts import forget_decode_prefixes, random_prompt, truth
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not release.this.speculates_on_cpu,
-        reason="vLLM 0.30 dies of its first draft on CPU, so pullfill refuses the flag",
-    ),
-]
+pytestmark = pytest.mark.engine
 
 LENGTHS = (3, 33, 34, 65, 66, 300, 1500)
 STEPS = 30

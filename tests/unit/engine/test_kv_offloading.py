@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import kv_offloading, release
+from pullfill.engine import kv_offloading
 from pullfill.errors import ConfigError
 
 
@@ -18,13 +18,6 @@ def args(**given: Any) -> Any:
         "kv_transfer_config": None, "kv_offloading_size": None, "kv_offloading_backend": "native",
     }  # fmt: skip
     return SimpleNamespace(**fields | given)
-
-
-def test_refused_with_a_release_that_it_was_not_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "this", release.of("0.30.0"))
-    with pytest.raises(ConfigError, match=r"is not tested with vLLM .*: leave it out"):
-        kv_offloading.take(args(kv_offloading_size=1.0), "cpu")
-    assert kv_offloading.take(args(), "cpu") is None
 
 
 def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:

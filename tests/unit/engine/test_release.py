@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -36,20 +34,4 @@ def test_an_engine_without_a_watermark_makes_none(version: str, keys: object | N
     """Before 0.32, vLLM left its default True in all requests. Then none could migrate."""
     params = SimpleNamespace(watermarking=True)
     release.of(version).settle_watermark(params, SimpleNamespace(watermark_config=keys))
-    assert params.watermarking is (keys is not None or version not in ("0.30.0", "0.31.0"))
-
-
-def test_the_oldest_asks_our_connector_for_memory_also_beside_kv_offloading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM 0.30 asks none of them, and its MultiConnector does not pass the question on."""
-    pool = object()
-    ours = SimpleNamespace(get_mem_pool_context=lambda: pool)
-    for group in (ours, SimpleNamespace(sub_connectors=[ours, object()])):
-        module: Any = SimpleNamespace(
-            get_kv_transfer_group=lambda group=group: group, has_kv_transfer_group=lambda: True
-        )
-        for name in ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer"):
-            monkeypatch.setitem(sys.modules, name, module)
-        assert release.of("0.30.0").memory_pool("kv_cache") is pool
-        assert release.of("0.30.0").memory_pool("weights") is None
+    assert params.watermarking is (keys is not None or version != "0.31.0")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import release, speculation
+from pullfill.engine import speculation
 from pullfill.errors import BadMessage, ConfigError
 
 PLAIN = SimpleNamespace(speculative_config=None, device_config=SimpleNamespace(device_type="cpu"))
@@ -44,18 +44,8 @@ def test_answers_that_are_not_greedy_are_refused_on_cpu_only() -> None:
         speculation.check_params(config(), params(temperature=0.5))
 
 
-def test_refused_on_cpu_where_vllm_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "this", release.of("0.30.0"))
-    speculation.check_config(PLAIN)
-    speculation.check_config(config(device="cuda"))
-    with pytest.raises(ConfigError, match="cannot speculate on CPU; leave it out"):
-        speculation.check_config(config())
-    monkeypatch.setattr(release, "this", release.of("0.31.0"))
+def test_refused_on_cpu_for_states_that_it_would_spoil() -> None:
     speculation.check_config(config())
-
-
-def test_refused_on_cpu_for_states_that_it_would_spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "this", release.of("0.31.0"))
     with pytest.raises(ConfigError, match="Mamba or linear attention; leave it out"):
         speculation.check_config(config(state=True))
     speculation.check_config(config(device="cuda", state=True))

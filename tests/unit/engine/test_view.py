@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import release, view
+from pullfill.engine import view
 from pullfill.engine.kv_events import Places
 from pullfill.engine.view import LOOK, PrefillChunks, Seats, View
 from pullfill.errors import Outcome
@@ -58,8 +58,8 @@ class Scheduler:
         self.running: list[Any] = []
         self.waiting = deque[Any]()
         self.finished_recving_kv_req_ids = {"come"}
-        setattr(self, release.this.held, [])
-        setattr(self, release.this.seats, SEATS)
+        self.kv_holding_waiting: list[Any] = []
+        self.max_num_active_reqs = SEATS
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class Scheduler:
 
     @property
     def seats(self) -> int:
-        return int(getattr(self, release.this.seats))
+        return self.max_num_active_reqs
 
     def get_request_counts(self) -> tuple[int, int]:
         return self.counts
@@ -127,8 +127,9 @@ def test_streams_come_first_then_prompts_in_their_order(monkeypatch: pytest.Monk
     made.waiting.extend(made.add(name, 100) for name in ("d", "new", "c"))
     chunks = PrefillChunks(made)
     assert chunks.streams() == (1, 99)
-    held = getattr(made, release.this.held)
-    held += [SimpleNamespace(request_id=name, status="loading") for name in ("loads", "come")]
+    made.kv_holding_waiting = [
+        SimpleNamespace(request_id=name, status="loading") for name in ("loads", "come")
+    ]
     assert [r.request_id for r in chunks.prompts()] == ["b", "a", "come", "d", "new", "c"]
     chunks.take({"a": 0, "b": 1, "c": 2, "d": 3, "new": -1}, 40, 90)
     assert [r.request_id for r in made.running] == ["stream", "a", "b"]
