@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pullfill.wire import Welcome
 from pullfill.worker.context import WorkerContext
 
 if TYPE_CHECKING:
@@ -23,3 +24,8 @@ class DecodeContext(WorkerContext):
     traces: RequestTraces
     ledger: Ledger
     blocks: JobBlocks
+
+    def welcome(self) -> Welcome:
+        """What a worker that connects is told first."""
+        regions = self.owner.describe() if self.owner is not None else ()
+        return Welcome(decode_instance=self.instance_id, regions=regions)

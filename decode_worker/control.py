@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 from pullfill.decode_worker.handoff import Handoff
@@ -51,7 +52,7 @@ class ControlServer:
         self,
         handoff: Handoff,
         *,
-        instance_id: str,
+        welcome: Callable[[], Welcome],
         compat: Compat,
         silent_s: float = SILENT_S,
         # The cluster key. A prefill worker that does not hold it is refused.
@@ -65,7 +66,7 @@ class ControlServer:
     ) -> None:
         self._handoff = handoff
         self.peers = handoff.peers
-        self._instance_id = instance_id
+        self._welcome = welcome
         self._compat = compat
         self._silent_s = silent_s
         self._key = key
@@ -175,14 +176,14 @@ class ControlServer:
         name = f"{hello.prefill_instance}#{next(self._serial)}"
         peer = Peer(
             name, hello, channel, self._loop.time(), self._reader_of(hello),
-            pulls=not hello.why, why_not=hello.why,
+            why_not=hello.why,
         )  # fmt: skip
         self.peers[peer.name] = peer
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
         self._handoff.pulling_changed()
-        channel.write(Welcome(decode_instance=self._instance_id))
+        channel.write(self._welcome())
         logger.info("prefill worker %s connected", peer.instance_id)
         short = f"short {peer.instance_id}"  # it may connect again every minute
         if hello.max_prompt_tokens and self._seldom.due(short) is not None:
@@ -246,8 +247,8 @@ class ControlServer:
 
     def _beat(self, peer: Peer, beat: Heartbeat) -> None:
         peer.channel.write(beat)
-        if (beat.pulls, beat.why) != (peer.pulls, peer.why_not):
-            peer.pulls, peer.why_not = beat.pulls, beat.why
-            state = "pulls again" if peer.pulls else f"pulls no jobs: {peer.why_not}"
+        if beat.why != peer.why_not:
+            peer.why_not = beat.why
+            state = f"pulls no jobs: {beat.why}" if beat.why else "pulls again"
             logger.warning("prefill worker %s %s", peer.instance_id, state)
             self._handoff.pulling_changed()

@@ -23,8 +23,7 @@ class Peer:
     # connects, closed when it is lost.
     reader: KvReader | None = None
     leaving: bool = False
-    # pulls, why_not: whether it pulls jobs of this decode worker, and why not.
-    pulls: bool = True
+    # Why it pulls no jobs of this decode worker. Empty: it pulls.
     why_not: str = ""
     load: Load = field(default_factory=Load)
 
@@ -50,10 +49,10 @@ class Peers(dict[str, Peer]):
 
     @property
     def pulling(self) -> list[Peer]:
-        return [p for p in list(self.values()) if p.pulls and not p.leaving]
+        return [p for p in list(self.values()) if not (p.why_not or p.leaving)]
 
     @property
     def not_pulling(self) -> list[str]:
         """One line for each prefill worker that pulls no jobs."""
-        idle = [p for p in list(self.values()) if not p.pulls]
-        return [f"{p.instance_id} pulls no jobs: {p.why_not or 'no reason given'}" for p in idle]
+        idle = [p for p in list(self.values()) if p.why_not]
+        return [f"{p.instance_id} pulls no jobs: {p.why_not}" for p in idle]

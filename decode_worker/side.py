@@ -55,14 +55,12 @@ from pullfill.transfer.gpu import copies
 from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import (
-    Compat,
     FenceToken,
     KvMode,
     LeaseHello,
     PrefillJob,
     QueueSettings,
     RefuseReason,
-    RegionDescriptor,
     RouterConfig,
     WorkerRecord,
     decode,
@@ -170,7 +168,7 @@ async def build(
     reach = reach_for(told.memories, options, key)
     control = ControlServer(
         handoff,
-        instance_id=told.instance_id,
+        welcome=context.welcome,
         compat=engine.compat,
         key=key,
         reach=reach if options.kv_mode is KvMode.PULL else None,
@@ -241,18 +239,17 @@ class DecodeSide(Service):
         """Number of requests of frontends that are not finished."""
         return self.frontends.requests
 
-    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        incarnation = record.incarnation
-        self.context.ledger.new_incarnation(incarnation)
+    def describe(self, record: WorkerRecord) -> WorkerRecord:
+        self.context.ledger.new_incarnation(record.incarnation)
         self.leases.renew()
-        described = describe(self.context.owner, incarnation, self.engine.compat)
-        record = msgspec.structs.replace(
+        if (owner := self.context.owner) is not None:
+            owner.renew(record.incarnation)
+        return msgspec.structs.replace(
             record,
             data=self.frontends.address,
             control=self.options.advertise_control or self.control.address,
             computes=self.checks.computes if self.checks else "",
         )
-        return record, described
 
     async def start(self, note: Callable[[], None]) -> None:
         # Frontends and prefill workers connect by themselves once the worker is registered.
@@ -444,16 +441,6 @@ def open_memory(
         why_not and f" ({why_not})",
     )
     return None
-
-
-def describe(owner: Owner | None, incarnation: str, compat: Compat) -> list[RegionDescriptor]:
-    """Describe the memory of each rank under `incarnation`. Empty: no transport reaches it.
-
-    From now on sessions and descriptors of the last incarnation are refused."""
-    if owner is None:
-        return []
-    owner.renew(incarnation)
-    return owner.describe(compat)
 
 
 class NoFences:

@@ -55,7 +55,7 @@ from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, Stop, exit_within, leave, until
 from pullfill.runtime.watched_files import WatchedFiles
-from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord, WorkerState
+from pullfill.wire import RouterConfig, WorkerRecord, WorkerState
 
 _log = log.get("frontend")
 _BACKLOG = 2048
@@ -338,9 +338,9 @@ class _Frontend:
 
         return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
-    def _record(self, model: str, incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+    def _record(self, model: str, incarnation: str) -> WorkerRecord:
         """Return what this frontend says of itself in the registry."""
-        record = WorkerRecord(
+        return WorkerRecord(
             instance_id=self._instance_id,
             incarnation=incarnation,
             role="frontend",
@@ -354,7 +354,6 @@ class _Frontend:
             http=self._url,
             restarts=restarts_so_far(),
         )
-        return record, []
 
     async def _http(
         self,

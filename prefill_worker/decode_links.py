@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from pullfill.wire import (
     Load,
     Ready,
     Refused,
+    RegionDescriptor,
     Revoke,
     ToPrefill,
     Trial,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = log.get("prefill_worker.decode_links")
 
+# Connects to the KV memory of the decode worker with this name.
+OpenTransferWorker = Callable[[str, Sequence[RegionDescriptor]], Awaitable[TransferWorker]]
+
 
 class DecodeLink(PeerLink):
     """The connection to one decode worker, and the transfer worker into its memory.
@@ -58,15 +62,17 @@ class DecodeLink(PeerLink):
 
     jobs: those that are claimed over it, or were granted over it, by id."""
 
-    heard, welcome = ToPrefill, Welcome
+    heard = ToPrefill
 
     def __init__(self, links: DecodeLinks, record: WorkerRecord) -> None:
         self.record = record
         self._links = links
         self.jobs: dict[str, Handoff] = {}
         self._said = ""
+        self._regions: Sequence[RegionDescriptor] = ()  # its KV memory, as of the last welcome
         self.transfer = SharedTransferWorker(
-            lambda: links.open_transfer_worker(record), record.instance_id
+            lambda: links.open_transfer_worker(record.instance_id, self._regions),
+            record.instance_id,
         )
         hello = replace(links.hello, max_prompt_tokens=0)
         if (most := links.hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
@@ -135,7 +141,8 @@ class DecodeLink(PeerLink):
     def greeting(self) -> Hello | LeaseHello:
         return replace(self._hello, why=self._links.why_none_of(self.record))
 
-    def on_welcome(self, welcome: Any) -> None:
+    def on_welcome(self, welcome: Welcome) -> None:
+        self._regions = welcome.regions
         self.transfer.forgive()
         if self._links.leaving:
             self.send(Draining())
@@ -170,7 +177,7 @@ class DecodeLink(PeerLink):
 
     def ping(self) -> Heartbeat:
         why = self._said = self._links.why_none_of(self.record)
-        return Heartbeat(pulls=not why, why=why, load=self._links.load())
+        return Heartbeat(why=why, load=self._links.load())
 
 
 class DecodeLinks:
@@ -189,7 +196,7 @@ class DecodeLinks:
         directory: Directory,
         hello: Hello,
         compat: Compat,
-        open_transfer_worker: Callable[[WorkerRecord], Awaitable[TransferWorker]],
+        open_transfer_worker: OpenTransferWorker,
         key: ClusterKey | None = None,
         *,
         load: Callable[[], Load] = Load,

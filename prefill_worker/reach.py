@@ -1,4 +1,4 @@
-"""Connects to the KV memory of decode workers: descriptors, transports, one session for all jobs.
+"""Connects to the KV memory of decode workers: transports, one session for all jobs.
 
 Each rank of a decode worker has a region of its own, and so has each rank here. The transfer worker
 uses one session over all of them (`transfer/connect.py`).
@@ -17,25 +17,20 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import BadMessage, IncompatibleError, PeerUnavailable, PullfillError
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
-from pullfill.registry.directory import Directory
 from pullfill.runtime import log
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import connect, why_not_better
 from pullfill.transfer.contract import LocalMemory, PeerTransport
-from pullfill.wire import Compat, WorkerRecord
+from pullfill.wire import RegionDescriptor
 
 logger = log.get("prefill_worker.reach")
 
-MAX_RANKS = 1024
-"""More than any engine has. A descriptor that says more is refused, so etcd is asked no further."""
-
 
 async def open_transfer_worker(
-    record: WorkerRecord,
+    name: str,
+    regions: Sequence[RegionDescriptor],
     *,
     memories: Sequence[LocalMemory],
-    directory: Directory,
-    compat: Compat,
     transports: Sequence[PeerTransport],
     absent: Mapping[str, str],
     credits: Credits,
@@ -43,25 +38,23 @@ async def open_transfer_worker(
 ) -> TransferWorker:
     """Connect to a decode worker's KV memory, each rank over the best transport.
 
-    memories: our own KV memory, of each rank. directory: has the descriptors.
+    name: the decode worker's. regions: its KV memory, of each rank.
+    memories: our own.
     transports: the ones that we have, best first.
     absent: why other transports are not among them, for people.
     copiers: gets the transfer worker, which may still copy when its connection has ended.
 
-    Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for descriptors or
-    answers that cannot be read: those are the decode worker's fault, never that of a job."""
+    Raises IncompatibleError, TransferFailed and PeerUnavailable. The last also for regions or
+    answers that make no sense: those are the decode worker's fault, never that of a job."""
     if not memories:
         raise IncompatibleError("no transport reaches this worker's KV memory", field="device")
-    name, find = record.instance_id, directory.descriptor
+    if not regions:
+        raise IncompatibleError("no transport reaches its KV memory", field="device")
     # On a thread of its own: it may wait for a worker that does not answer.
     run = partial(asyncio.get_running_loop().run_in_executor, SerialExecutor())
     try:
-        first = await find(name, 0, expect=compat)
-        if first.world_size > MAX_RANKS:
-            raise BadMessage(f"{name} says it has {first.world_size} ranks")
-        more = [await find(name, n, expect=compat) for n in range(1, first.world_size)]
-        better = await run(why_not_better, first, transports, absent)
-        session = await run(connect, memories, [first, *more], transports)
+        better = await run(why_not_better, regions[0], transports, absent)
+        session = await run(connect, memories, regions, transports)
     except BadMessage as exc:
         raise PeerUnavailable(f"cannot connect to the KV memory: {exc}") from exc
     logger.info("writing to %s over %s", name, session.transport)

@@ -22,7 +22,7 @@ from pullfill.runtime import log
 from pullfill.transfer.connect import backends, pulled_over
 from pullfill.transfer.contract import OwnerFences, proved
 from pullfill.transfer.owners import Owner
-from pullfill.wire import Compat, FenceToken, RegionDescriptor
+from pullfill.wire import FenceToken, RegionDescriptor
 from pullfill.worker.context import WorkerContext
 
 logger = log.get("prefill_worker.read_grants")
@@ -30,7 +30,6 @@ logger = log.get("prefill_worker.read_grants")
 
 def open_region(
     context: WorkerContext,
-    compat: Compat,
     *,
     host: str,
     port: int = 0,
@@ -58,7 +57,7 @@ def open_region(
     )
     context.opened(owner)
     owner.listen(host, port, advertise)
-    return tuple(owner.describe(compat))
+    return owner.describe()
 
 
 class ReadGrants:

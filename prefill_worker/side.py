@@ -42,7 +42,7 @@ from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import Hello, QueueSettings, RegionDescriptor, WorkerRecord
+from pullfill.wire import Hello, QueueSettings, WorkerRecord
 from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Neighbour, Role, Service
 
@@ -140,9 +140,8 @@ class PrefillRole(Role[PrefillContext]):
             transports = peer_transports(options.transports, memories, self._key, options.host)
             absent = why_absent(options.transports, memories[0])
         reach = partial(
-            open_transfer_worker, memories=memories, directory=self._directory,
-            compat=engine.compat, transports=transports, absent=absent, credits=credits,
-            copiers=self.copiers,
+            open_transfer_worker, memories=memories, transports=transports, absent=absent,
+            credits=credits, copiers=self.copiers,
         )  # fmt: skip
         links = DecodeLinks(
             self._directory, self._hello, engine.compat, reach, self._key,
@@ -190,7 +189,7 @@ class PrefillRole(Role[PrefillContext]):
         """Open our KV memory to decode workers that read it. Returns what to say of us."""
         options, config = self._options, engine.view.config
         regions = open_region(
-            engine.context, engine.compat, host=options.host, port=options.kv_port,
+            engine.context, host=options.host, port=options.kv_port,
             advertise=options.advertise_kv, transports=options.transports, key=self._key,
         )  # fmt: skip
         return Hello(
@@ -223,9 +222,8 @@ class PrefillService(Service):
         self._healths = healths
         self._computes = hello.computes
 
-    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        # Decode workers get our regions with Hello.
-        return msgspec.structs.replace(record, computes=self._computes), []
+    def describe(self, record: WorkerRecord) -> WorkerRecord:
+        return msgspec.structs.replace(record, computes=self._computes)
 
     async def start(self, note: Callable[[], None]) -> None:
         def checked() -> None:

@@ -32,7 +32,7 @@ from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.kv_protocol import STALL_S
 from pullfill.transfer.stream.stream_peer import endpoint_of
 from pullfill.transfer.stream.stream_server import StreamServer
-from pullfill.wire import Compat, RegionDescriptor
+from pullfill.wire import RegionDescriptor
 
 logger = log.get("transfer.gpu")
 
@@ -251,9 +251,9 @@ class Owner:
                 found[name] = endpoint_of(self._address, detail)
         return {n: e for n, e in found.items() if self._offered is None or n in self._offered}
 
-    def describe(self, compat: Compat) -> list[RegionDescriptor]:
-        """The registry record of each rank, in order."""
-        return [
+    def describe(self) -> tuple[RegionDescriptor, ...]:
+        """What peers are told of each rank, in order."""
+        return tuple(
             RegionDescriptor(
                 instance_id=self._instance_id,
                 incarnation=self._incarnation,
@@ -263,12 +263,11 @@ class Owner:
                 nbytes=memory.nbytes,
                 first_head=memory.first_head,
                 first_layer=memory.first_layer,
-                compat=compat,
                 endpoints=self.endpoints(rank),
                 **asdict(memory.layout),
             )
             for rank, memory in enumerate(self._memories)
-        ]
+        )
 
     def renew(self, incarnation: str) -> None:
         """Take a new incarnation, after the owner registered again. Sessions and descriptors of the

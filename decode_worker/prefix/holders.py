@@ -27,10 +27,10 @@ from pullfill.wire import (
     LeaseEnd,
     LeaseEnded,
     LeaseHello,
-    LeaseWelcome,
     NoLease,
     PrefixHolder,
     ToAsker,
+    Welcome,
 )
 
 logger = log.get("decode_worker.holders")
@@ -57,7 +57,7 @@ class Holder(PeerLink):
 
     reader: reads its KV memory, from the welcome on. over: it has ended for good."""
 
-    heard, welcome = ToAsker, LeaseWelcome
+    heard = ToAsker
     reader: KvReader
     over = False
 
@@ -74,7 +74,7 @@ class Holder(PeerLink):
         self._readers = readers
         self._reads = 0
 
-    def on_welcome(self, welcome: LeaseWelcome) -> None:
+    def on_welcome(self, welcome: Welcome) -> None:
         open_session = self._reach(welcome.regions)
         self.reader = KvReader(self.name, open_session, self._readers)
 

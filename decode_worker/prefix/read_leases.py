@@ -1,6 +1,6 @@
 """Read leases: other decode workers copy cached blocks out of this worker's KV memory.
 
-    asker: LeaseHello → LeaseWelcome, with the descriptors of our memory
+    asker: LeaseHello → Welcome
     LeaseAsk ──its own thread──▶ vLLM's block hashes of the prompt
              ──engine thread──▶ cached blocks found and pinned, fence opened ──▶ Lease
     LeaseEnd ──▶ fence revoked, LeaseEnded ──proved──▶ engine thread: blocks let go
@@ -37,7 +37,6 @@ from pullfill.wire import (
     LeaseEnd,
     LeaseEnded,
     LeaseHello,
-    LeaseWelcome,
     NoLease,
     ToHolder,
     u32,
@@ -133,11 +132,7 @@ class ReadLeases:
             return
         asker = _Asker(channel, hello.decode_instance)
         self._askers.add(asker)
-        assert self._context.owner is not None
-        regions = self._context.owner.describe(self._compat)
-        channel.write(
-            LeaseWelcome(decode_instance=self._context.instance_id, regions=tuple(regions))
-        )
+        channel.write(self._context.welcome())
         logger.info("decode worker %s may read our prefix cache", asker.name)
         try:
             await channel.hear(ToHolder, partial(self._hears, asker))

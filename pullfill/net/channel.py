@@ -43,7 +43,7 @@ MAX_FRAME = 16 << 20
 MAX_BACKLOG = 4 * MAX_FRAME
 # Bytes of a frame from somebody who has not said who it is.
 FIRST_FRAME = 64 << 10
-# Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 800 bytes.
+# Bytes of a frame with a `Hello`. It describes the memory of each rank, in about 500 bytes.
 HELLO_FRAME = 2 << 20
 # Reading from the socket pauses while twice as many bytes wait to be handled.
 _AHEAD = 1 << 20

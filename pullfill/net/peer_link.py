@@ -24,7 +24,7 @@ from pullfill.net.channel import Channel, dial, introduce, split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S, Goodbye, Heartbeat, Hello, LeaseHello
+from pullfill.wire import ALIVE_INTERVAL_S, SILENT_S, Goodbye, Heartbeat, Hello, LeaseHello, Welcome
 
 logger = log.get("net.peer_link")
 
@@ -48,11 +48,9 @@ class PeerLink:
     key: the cluster key. The peer must hold the same one.
     dial_s: longest time from the dial to the welcome.
     idle_s: a connection that nothing needs ends after this long.
-    heard: what the peer may say. A message with a `rid` answers the question of that number.
-    welcome: its first message."""
+    heard: what the peer may say. A message with a `rid` answers the question of that number."""
 
     heard: ClassVar[Any]
-    welcome: ClassVar[type]
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class PeerLink:
         """The first message of the connection that is made now."""
         return self._hello
 
-    def on_welcome(self, welcome: Any) -> None:
+    def on_welcome(self, welcome: Welcome) -> None:
         """The connection is up from now on. A PullfillError ends it."""
 
     def on_message(self, message: Any) -> None:
@@ -250,20 +248,20 @@ class PeerLink:
             if self._welcomed:
                 self.on_lost()
 
-    async def _greet(self, channel: Channel) -> Any:
+    async def _greet(self, channel: Channel) -> Welcome:
         try:
             await introduce(channel, self._key, self.greeting())
-            first = await channel.read(self.heard)
+            first: Any = await channel.read(self.heard)
         except EOFError:
             raise PeerUnavailable(
                 "it ended the connection without a welcome; its log says why"
             ) from None
         if isinstance(first, Goodbye):
             raise PeerUnavailable(f"refused: {first.reason}")
-        if not isinstance(first, self.welcome):
+        if not isinstance(first, Welcome):
             raise BadMessage("no welcome")
-        if first.decode_instance != self.name:  # type: ignore[attr-defined]
-            raise PeerUnavailable(f"its address is now used by {first.decode_instance}")  # type: ignore[attr-defined]
+        if first.decode_instance != self.name:
+            raise PeerUnavailable(f"its address is now used by {first.decode_instance}")
         return first
 
     def _on_message(self, message: Any) -> None:

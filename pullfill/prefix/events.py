@@ -80,7 +80,6 @@ class Original:
             PrefixPage(
                 epoch=self.epoch,
                 at=self.next,
-                upto=self.next,
                 page=number,
                 last=number + 1 == len(parts),
                 hashes=struct.pack(f"<{len(part)}Q", *part),
@@ -154,14 +153,9 @@ class Replica:
         if page.last:
             self.healing["snapshots"] += 1
             self._believe(page.epoch, page.at)
-            if page.at == page.upto:  # else events that are newer than some pages come first
-                self._become(State.WARM, now)
+            self._become(State.WARM, now)
 
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
-        if not (events.first or self._epoch):
-            # A neighbouring build answers with all events of its life while it has them.
-            self._index.forget(self._name)
-            self._believe(events.epoch, 0)
         if (events.epoch, events.first) != (self._epoch, self._next):
             return self._lost("gaps", now)
         self._apply(events)

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -533,21 +533,9 @@ class EtcdClient:
 
     async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
         """Write if the key is still as it was at `mod_revision` (0: absent). True if written."""
-        return await self.put_all([(key, value)], 0, mod_revision)
-
-    async def put_all(
-        self, items: Sequence[tuple[str, bytes]], lease_id: int, mod_revision: int | None = None
-    ) -> bool:
-        """Write several keys, all or none. True if written.
-
-        mod_revision: write only if they are as they were then. None: write in any case."""
-        compare = [
-            {"key": key.encode(), "target": "MOD", "mod_revision": mod_revision}
-            for key, _ in items
-            if mod_revision is not None
-        ]
-        puts = [{"request_put": _put(key, value, lease_id)} for key, value in items]
-        done = await self.call("/kv/txn", {"compare": compare, "success": puts}, _Done)
+        unchanged = {"key": key.encode(), "target": "MOD", "mod_revision": mod_revision}
+        write = {"request_put": _put(key, value, None)}
+        done = await self.call("/kv/txn", {"compare": [unchanged], "success": [write]}, _Done)
         return done.succeeded
 
     # ------------------------------------------------------------------ leases

@@ -1,4 +1,4 @@
-"""Who is in the cluster: a watched copy of the worker records, and descriptors on demand.
+"""Who is in the cluster: a watched copy of the worker records.
 
 Life: `start`, which returns once the first snapshot is in, → `close`. asyncio thread only.
 While etcd does not answer, the members stay as last known.
@@ -15,24 +15,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from pullfill.clock import SYSTEM_CLOCK
-from pullfill.errors import (
-    BadMessage,
-    IncompatibleError,
-    OtherVersion,
-    PeerUnavailable,
-    PullfillError,
-)
+from pullfill.errors import BadMessage, IncompatibleError, OtherVersion, PullfillError
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import (
-    Compat,
-    RegionDescriptor,
-    WorkerRecord,
-    decode,
-)
+from pullfill.wire import WorkerRecord, decode
 
 # --------------------------------------------------------------------------- once
 
@@ -162,7 +151,6 @@ class Directory(Follower):
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
-        self._descriptors: dict[tuple[str, int], RegionDescriptor] = {}
         self._beats: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> Self:
@@ -191,43 +179,6 @@ class Directory(Follower):
     def workers(self, role: str) -> dict[str, WorkerRecord]:
         """Members with `role` by instance id, ready and draining ones."""
         return {r.instance_id: r for r in self._members.values() if r.role == role}
-
-    async def descriptor(
-        self, instance_id: str, rank: int = 0, *, expect: Compat | None = None
-    ) -> RegionDescriptor:
-        """Return one rank's memory of a member. Loaded once for each incarnation.
-
-        Raises PeerUnavailable (no such member, or nothing readable published), IncompatibleError
-        (`expect` differs; names the field), RegistryUnavailable."""
-        found = self._descriptors.get((instance_id, rank))
-        if found is None:
-            found = await self._load(instance_id, rank)
-        if expect is not None and (differences := expect.differs_from(found.compat)):
-            field, ours, theirs = differences[0]
-            raise IncompatibleError(
-                f"the KV memory of {instance_id} rank {rank} does not fit: its {field} is "
-                f"{theirs!r}, ours is {ours!r}",
-                field=field,
-            )
-        return found
-
-    async def _load(self, instance_id: str, rank: int) -> RegionDescriptor:
-        kv = await self._client.get(keys.descriptor(self._namespace, instance_id, rank))
-        # A worker that is both has two records.
-        members = [r for r in self._members.values() if r.instance_id == instance_id]
-        if not members or kv is None:
-            raise PeerUnavailable(f"{instance_id} rank {rank} is not registered (any more)")
-        try:
-            found = decode(kv.value, RegionDescriptor)
-        except BadMessage as exc:
-            raise PeerUnavailable(f"the descriptor of {instance_id} cannot be read: {exc}") from exc
-        if (found.instance_id, found.rank) != (instance_id, rank):
-            raise PeerUnavailable(f"the descriptor at {instance_id} rank {rank} is another's")
-        if all(found.incarnation != member.incarnation for member in members):
-            # Its record or its descriptor is about to change. A later call finds that they agree.
-            raise PeerUnavailable(f"{instance_id} is registering again")
-        self._descriptors[instance_id, rank] = found
-        return found
 
     # ------------------------------------------------------------------ following
 
@@ -281,7 +232,4 @@ class Directory(Follower):
             del self._members[key]
         else:
             self._members[key] = new
-        if old is not None and (new is None or new.incarnation != old.incarnation):
-            for cached in [c for c in self._descriptors if c[0] == old.instance_id]:
-                del self._descriptors[cached]
         self._tell(old, new)

@@ -42,14 +42,6 @@ def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
     return (role, instance_id) if slash and is_name(role) and is_name(instance_id) else None
 
 
-def descriptors_prefix(namespace: str, instance_id: str) -> str:
-    return f"{namespace_prefix(namespace)}descriptors/{_checked(instance_id, 'instance id')}/"
-
-
-def descriptor(namespace: str, instance_id: str, rank: int) -> str:
-    return f"{descriptors_prefix(namespace, instance_id)}{rank}"
-
-
 def adapters_prefix(namespace: str) -> str:
     return f"{namespace_prefix(namespace)}adapters/"
 

@@ -1,6 +1,6 @@
-"""How this process is known to the cluster: its worker key and descriptors, on its lease.
+"""How this process is known to the cluster: its worker key, on its lease.
 
-Life: `join` → `leave`. Meanwhile the lease is kept alive and our own keys are watched:
+Life: `join` → `leave`. Meanwhile the lease is kept alive and our own key is watched:
 
 - lease revoked: `revoked` is set, and nothing is registered again. The owner drains.
 - outage of etcd: the owner serves on. Once etcd answers, we register on a new lease, with a new
@@ -38,7 +38,7 @@ from pullfill.registry.directory import refuse_if_incompatible
 from pullfill.registry.watch import Put, Synced, watch_prefix
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import end
-from pullfill.wire import RegionDescriptor, WorkerRecord, WorkerState, decode, encode
+from pullfill.wire import WorkerRecord, WorkerState, decode, encode
 
 _log = log.get("registry.membership")
 
@@ -190,15 +190,15 @@ class EtcdLease:
 
 # --------------------------------------------------------------------------- the registration
 
-Make = Callable[[str], tuple[WorkerRecord, list[RegionDescriptor]]]
+Make = Callable[[str], WorkerRecord]
 
 
 class Membership:
     """See the module.
 
     ttl_s: whole seconds (etcd's floor is 2).
-    make: called on the loop with a new incarnation. Returns the record and the descriptors (one per
-        rank) to publish. The record's `state` is replaced.
+    make: called on the loop with a new incarnation. Returns the record to publish, of which `state`
+        is replaced.
     lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
     checking: whether the record says `checking` in place of `ready`. `refresh` follows a change.
@@ -226,7 +226,6 @@ class Membership:
         self.lease: EtcdLease | None = None
         self._task: asyncio.Task[None] | None = None
         self._record: WorkerRecord | None = None
-        self._descriptors: list[RegionDescriptor] = []
         self.incarnation = ""
         self._stale = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -238,12 +237,12 @@ class Membership:
         Raises IncompatibleError (field, both values, who) and RegistryUnavailable. Then nothing is
         registered."""
         incarnation = new_incarnation()
-        record, descriptors = self._make(incarnation)
+        record = self._make(incarnation)
         give_up, backoff = self._clock.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
             try:
                 await refuse_if_incompatible(self._client, self._namespace, record)
-                await self._register(incarnation, record, descriptors)
+                await self._register(incarnation, record)
                 break
             except RegistryUnavailable as exc:
                 # etcd may go away while a worker loads its model.
@@ -272,7 +271,7 @@ class Membership:
         self.refresh()
 
     def refresh(self) -> None:
-        """Write our keys again soon."""
+        """Write our key again soon."""
         self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
@@ -287,15 +286,13 @@ class Membership:
 
     # ------------------------------------------------------------------ registering
 
-    async def _register(
-        self, incarnation: str, record: WorkerRecord, descriptors: list[RegionDescriptor]
-    ) -> None:
-        """Write everything on a new lease.
+    async def _register(self, incarnation: str, record: WorkerRecord) -> None:
+        """Write the record on a new lease.
 
         Then look again: of two that joined at the same moment and do not fit, the later leaves."""
         lease = await EtcdLease.grant(self._client, self._ttl_s, clock=self._clock)
         try:
-            self._record, self._descriptors = record, descriptors
+            self._record = record
             await self._write(lease)
             lease.start()
             await refuse_if_incompatible(self._client, self._namespace, record, registered=True)
@@ -305,28 +302,20 @@ class Membership:
         self.lease, self.incarnation = lease, incarnation
         _log.info("registered %s as %s", record.instance_id, incarnation[:8])
 
-    def _expected(self) -> dict[bytes, bytes]:
-        """Our keys and what they must hold."""
+    def _expected(self) -> tuple[str, bytes]:
+        """Our key and what it must hold."""
         record = self._record
         assert record is not None
         state = self._state
         if state is WorkerState.READY and self._checking():
             state = WorkerState.CHECKING
         record = msgspec.structs.replace(record, state=state)
-        name = keys.worker(self._namespace, record.role, record.instance_id)
-        items = {
-            keys.descriptor(self._namespace, record.instance_id, d.rank): encode(d)
-            for d in self._descriptors
-        }
-        items[name] = encode(record)
-        return {key.encode(): value for key, value in items.items()}
+        return keys.worker(self._namespace, record.role, record.instance_id), encode(record)
 
     async def _write(self, lease: EtcdLease) -> None:
-        """Write all our keys in one transaction."""
         # The lock keeps an older state from landing last.
         async with self._writing:
-            items = [(key.decode(), value) for key, value in self._expected().items()]
-            await self._client.put_all(items, lease.id)
+            await self._client.put(*self._expected(), lease.id)
 
     # ------------------------------------------------------------------ holding
 
@@ -346,39 +335,38 @@ class Membership:
             await self._reregister()
 
     async def _hold(self, lease: EtcdLease) -> LeaseFate:
-        assert self._record is not None
-        record = self._record
-        watched = [keys.worker(self._namespace, record.role, record.instance_id)]
-        if self._descriptors:
-            watched.append(keys.descriptors_prefix(self._namespace, record.instance_id))
-        helpers = [asyncio.create_task(self._watch_own_keys(lease, prefix)) for prefix in watched]
-        helpers.append(asyncio.create_task(self._rewrite(lease)))
+        helpers = [
+            asyncio.create_task(self._watch_own_key(lease)),
+            asyncio.create_task(self._rewrite(lease)),
+        ]
         try:
             return await lease.wait()
         finally:
             await end(*helpers)
 
-    async def _watch_own_keys(self, lease: EtcdLease, prefix: str) -> None:
-        """Watch our keys under `prefix`. What others have changed is written again.
+    async def _watch_own_key(self, lease: EtcdLease) -> None:
+        """Watch our key. What others have changed is written again.
 
         The lease is told of a broken stream and of a key that is gone."""
-        seen: dict[bytes, bytes] = {}
+        key, _ = self._expected()
+        seen: bytes | None = None
         synced = False
-        async for event in watch_prefix(self._client, prefix, on_break=lease.interrupted):
+        async for event in watch_prefix(self._client, key, on_break=lease.interrupted):
             if isinstance(event, Synced):
                 synced = True
+            elif event.key != key.encode():
+                continue  # of a worker whose name begins like ours
             elif isinstance(event, Put):
-                seen[event.key] = event.value
-                if event.key == prefix.encode() and self._replaced_by(event.value):
+                seen = event.value
+                if self._replaced_by(seen):
                     with contextlib.suppress(PullfillError):  # the next event tries again
                         await self._client.revoke_lease(lease.id)
                     lease.check_now()
                     continue
             else:
-                seen.pop(event.key, None)
+                seen = None
                 lease.check_now()
-            ours = {k: v for k, v in self._expected().items() if k.startswith(prefix.encode())}
-            if synced and any(seen.get(key) != value for key, value in ours.items()):
+            if synced and seen != self._expected()[1]:
                 self._stale.set()
 
     def _replaced_by(self, value: bytes) -> bool:
@@ -398,7 +386,7 @@ class Membership:
         return True
 
     async def _rewrite(self, lease: EtcdLease) -> None:
-        """Write our keys again each time `_stale` is set."""
+        """Write our key again each time `_stale` is set."""
         backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()
@@ -423,7 +411,7 @@ class Membership:
                 if made is None:
                     await self._client.ping(1.0)
                     incarnation = new_incarnation()
-                    made = (incarnation, *self._make(incarnation))
+                    made = incarnation, self._make(incarnation)
                 await self._register(*made)
                 _log.warning("registered again as %s", self.incarnation[:8])
                 return

@@ -28,7 +28,7 @@ from pullfill.errors import BadMessage, OtherVersion
 #   that it knows it.
 # - Whatever else changes needs a new WIRE_VERSION. Its processes have streams of their own
 #   (`Compat.hash`), and none joins a namespace in which the other version lives.
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 Count = Annotated[int, Meta(ge=0)]
 Id = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -49,15 +49,11 @@ class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
 
 
 class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
-    """One page of a snapshot. A follower that has all pages applies all events from `at` on.
-
-    upto: number of the next event when this page was read. It is `at` unless a neighbouring build
-    reads its pages one after another, while blocks change."""
+    """One page of a snapshot. A follower that has all pages applies all events from `at` on."""
 
     v: Version = WIRE_VERSION
     epoch: Epoch
     at: Count
-    upto: Count
     # Counted from 0.
     page: Count
     # Whether no page follows.

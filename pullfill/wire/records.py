@@ -115,7 +115,6 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
     layer_stride: Count
     block_stride: Count
     head_stride: Count
-    compat: Compat
     endpoints: dict[str, str]
 
 
@@ -260,8 +259,6 @@ class ForwardStage(Message, frozen=True, kw_only=True):
     end_ms: Finite
     # How it was chosen.
     choice: DecodeChoice | None = None
-    # Not used: the first builds said here what named the server.
-    source: str = ""
 
 
 class ExplainRecord(Message, frozen=True, kw_only=True):

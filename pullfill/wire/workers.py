@@ -144,10 +144,13 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
 
 
 class Welcome(Message, tag="welcome", frozen=True, kw_only=True):
-    """The decode worker accepts the connection."""
+    """The decode worker accepts the connection.
+
+    regions: its KV memory, one region for each rank. Empty: nobody can reach it."""
 
     v: Version = WIRE_VERSION
     decode_instance: Id
+    regions: tuple[RegionDescriptor, ...] = ()
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
@@ -163,8 +166,6 @@ class Load(Message, frozen=True, kw_only=True):
     tokens_per_s: Finite = 0.0
     # Tokens that are computed and belong to jobs that are not committed.
     done_tokens: Count = 0
-    # Not used: the first builds said here how many prefill workers there are.
-    pool: Count = 0
 
 
 class Claim(Message, tag="claim", frozen=True, kw_only=True):
@@ -307,10 +308,9 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
 
     Each side treats the other as gone when it hears nothing for SILENT_S."""
 
-    # False while the prefill worker pulls no jobs of this decode worker: its engine is stuck, NATS
-    # does not answer it, or the self-check has not passed. A change is sent at once.
-    pulls: bool = True
-    # The reason if `pulls` is False, for people.
+    # Why the prefill worker pulls no jobs of this decode worker, for people: its engine is stuck,
+    # NATS does not answer it, or the self-check has not passed. Empty: it pulls. A change is sent
+    # at once.
     why: Text = ""
     load: Load = Load()
 
@@ -344,14 +344,6 @@ class LeaseHello(Message, tag="lease_hello", frozen=True, kw_only=True):
     compat: Id
     # Digest of what decides how the asker rounds (`engine.compat.rounding_digest`).
     computes: Text
-
-
-class LeaseWelcome(Message, tag="lease_welcome", frozen=True, kw_only=True):
-    """The holder accepts the connection. regions: its KV memory, one region for each rank."""
-
-    v: Version = WIRE_VERSION
-    decode_instance: Id
-    regions: tuple[RegionDescriptor, ...]
 
 
 class LeaseAsk(Message, tag="lease_ask", frozen=True, kw_only=True):
@@ -404,4 +396,4 @@ class LeaseEnded(Message, tag="lease_ended", frozen=True, kw_only=True):
 
 
 ToHolder = LeaseAsk | LeaseEnd
-ToAsker = LeaseWelcome | Goodbye | Lease | NoLease | LeaseEnded
+ToAsker = Welcome | Goodbye | Lease | NoLease | LeaseEnded

@@ -13,7 +13,7 @@ from pullfill.engine.view import View
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import Compat, QueueSettings, RegionDescriptor, WorkerRecord
+from pullfill.wire import Compat, QueueSettings, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.memory import Copier
@@ -46,8 +46,8 @@ class Engine(Generic[C]):
 class Service(Protocol):
     """A side that serves. asyncio thread."""
 
-    def describe(self, record: WorkerRecord) -> tuple[WorkerRecord, list[RegionDescriptor]]:
-        """Return what to publish: the record with the role's own fields, and descriptors.
+    def describe(self, record: WorkerRecord) -> WorkerRecord:
+        """Return what to publish: the record with the role's own fields.
 
         Everything granted under another incarnation than the record's is void from now on."""
 

@@ -33,7 +33,6 @@ from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import (
     Compat,
     QueueSettings,
-    RegionDescriptor,
     WorkerRecord,
     WorkerState,
 )
@@ -180,9 +179,7 @@ class Worker:
             revoked=self.revoked,
         )
 
-    def _describe(
-        self, role: str, service: Service, incarnation: str
-    ) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+    def _describe(self, role: str, service: Service, incarnation: str) -> WorkerRecord:
         engine = self._engine
         return service.describe(
             WorkerRecord(

@@ -320,7 +320,7 @@ async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Decode, raw
     unchecked, checked = raw, await decode.raw()
     await unchecked.hello()
     await checked.hello()
-    unchecked.say(Heartbeat(pulls=False, why="self_check_pending"))
+    unchecked.say(Heartbeat(why="self_check_pending"))
     await soon(lambda: len(decode.server.peers.pulling) == 1)
     decode.open()
     job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, to="p")

@@ -43,7 +43,6 @@ from pullfill.wire import FenceToken, RegionDescriptor
 from pullfill.worker.context import WorkerContext
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
-    COMPAT,
     DENSE,
     Region,
     Rig,
@@ -390,7 +389,7 @@ class GpuRanks:
 def seen_by_others(owner: Owner) -> list[RegionDescriptor]:
     """As another process gets them: no process may map its own GPU memory."""
     found = []
-    for descriptor in owner.describe(COMPAT):
+    for descriptor in owner.describe():
         endpoint = IpcEndpoint.decode(descriptor.endpoints["cuda_ipc"])
         theirs = msgspec.structs.replace(endpoint.memory, pid=1)
         there = {"cuda_ipc": msgspec.structs.replace(endpoint, memory=theirs).encode()}

@@ -21,7 +21,7 @@ from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.puller import Puller
-from pullfill.prefill_worker.reach import MAX_RANKS, open_transfer_worker
+from pullfill.prefill_worker.reach import open_transfer_worker
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamDelivery
@@ -46,7 +46,7 @@ from tests.support.handoff_rig import (
 from tests.support.nats import NatsServer
 from tests.support.transfer_rigs import DENSE, tcp_rig
 from tests.support.waiting import soon
-from tests.support.workers import FakeDirectory, record
+from tests.support.workers import FakeDirectory
 
 
 class SlowProducer:
@@ -425,16 +425,6 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
 # ------------------------------------------------------------------ what is said of the memory
 
 
-class Registry:
-    """A `Directory` as far as descriptors go."""
-
-    def __init__(self, *descriptors: RegionDescriptor) -> None:
-        self._descriptors = descriptors
-
-    async def descriptor(self, name: str, rank: int, *, expect: object) -> RegionDescriptor:
-        return self._descriptors[rank]
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
     """A prefill worker's memory, and a decode worker's that is served over tcp."""
@@ -444,18 +434,17 @@ def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor
     region.owner.close()
 
 
-async def opened(memories: list[LocalMemory], *descriptors: RegionDescriptor) -> Any:
-    directory: Any = Registry(*descriptors)
+async def opened(memories: list[LocalMemory], *regions: RegionDescriptor) -> Any:
     transports = [StreamTransport(TcpKind())]
     return await open_transfer_worker(
-        record("decode-1"), memories=memories, directory=directory, compat=COMPATIBLE,
-        transports=transports, absent={}, credits=Credits(1 << 30), copiers=WeakSet(),
+        "decode-1", regions, memories=memories, transports=transports, absent={},
+        credits=Credits(1 << 30), copiers=WeakSet(),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": MAX_RANKS + 1}],
+    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": 2}],
     ids=["nbytes", "incarnation", "world_size"],
 )
 async def test_a_descriptor_that_contradicts_itself_or_its_worker(

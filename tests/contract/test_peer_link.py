@@ -32,7 +32,7 @@ from tests.support.waiting import soon
 class Link(PeerLink):
     """Notes what it is told."""
 
-    heard, welcome = ToPrefill, Welcome
+    heard = ToPrefill
 
     def __init__(self, address: str, **more: Any) -> None:
         self.unwanted: list[Any] = []

@@ -300,7 +300,7 @@ class ProbeRole(Role[WorkerContext]):
             self.told.append("engine gone")
 
         return SimpleNamespace(
-            describe=lambda record: (record, []), start=nothing, checking=str, reasons=list,
+            describe=lambda record: record, start=nothing, checking=str, reasons=list,
             told=dict, status=dict, jobs=dict, refresh_metrics=lambda: None, stop_taking=nothing,
             finished=finished, give_up=give_up, engine_gone=engine_gone,
         )  # fmt: skip
@@ -621,7 +621,7 @@ async def test_a_decode_side_serves(
         service = await build(made.engine)
         output = await asyncio.wrap_future(made.submit.add(request("a")))
         assert len(output.new_token_ids) == 1
-        record, descriptors = service.describe(
+        record = service.describe(
             WorkerRecord(
                 instance_id=NAME, incarnation="i1", role="decode", state=WorkerState.READY,
                 model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
@@ -629,7 +629,7 @@ async def test_a_decode_side_serves(
         )  # fmt: skip
         assert record.data
         assert record.control
-        assert descriptors
+        assert service.context.welcome().regions
         load = service.status()["load"]
         assert (load["requests"], load["open_jobs"]) == (0, 0)
         await service.stop_taking()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec import to_builtins
 
-from pullfill.errors import ConfigError, IncompatibleError, PeerUnavailable, RegistryUnavailable
+from pullfill.errors import ConfigError, IncompatibleError, RegistryUnavailable
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, live_workers, revoke_worker
@@ -25,7 +25,7 @@ from pullfill.wire import (
 )
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.waiting import soon
-from tests.support.workers import compat, member, record, region
+from tests.support.workers import compat, member, record
 
 # ------------------------------------------------------------------ client
 
@@ -169,7 +169,7 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     me = member(client, ns, "decode-1", ttl_s=5)
     await me.join()
     assert (await registered(client, ns))["decode-1"].incarnation == me.incarnation
-    kv = await client.get(keys.descriptor(ns, "decode-1", 0))
+    kv = await client.get(keys.worker(ns, "decode", "decode-1"))
     assert kv.lease == me.lease.id
     assert await me.set_state(WorkerState.DRAINING)
     assert (await registered(client, ns))["decode-1"].state is WorkerState.DRAINING
@@ -180,7 +180,6 @@ async def test_join_state_leave(client: EtcdClient, ns: str) -> None:
     await me.leave()
     await me.leave()
     assert await registered(client, ns) == {}
-    assert await client.get(keys.descriptor(ns, "decode-1", 0)) is None
     assert not me.revoked.is_set()
     assert not await me.set_state(WorkerState.READY)
 
@@ -199,20 +198,19 @@ async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClien
     await me.leave()
 
 
-async def test_keys_deleted_or_overwritten_by_hand_come_back(client: EtcdClient, ns: str) -> None:
+async def test_a_key_deleted_or_overwritten_by_hand_comes_back(client: EtcdClient, ns: str) -> None:
     me = member(client, ns, "decode-1", ttl_s=60)
     await me.join()
-    worker, memory = keys.worker(ns, "decode", "decode-1"), keys.descriptor(ns, "decode-1", 0)
-    for key in (worker, memory):
-        before = await client.get(key)
-        for vandal in (client.delete(key), client.put(key, b"garbage")):
-            await vandal
-            async with asyncio.timeout(10):
-                async for event in watch_prefix(client, key):
-                    if isinstance(event, Put) and event.value == before.value:
-                        break
-            now = await client.get(key)
-            assert now.lease == me.lease.id
+    key = keys.worker(ns, "decode", "decode-1")
+    before = await client.get(key)
+    for vandal in (client.delete(key), client.put(key, b"garbage")):
+        await vandal
+        async with asyncio.timeout(10):
+            async for event in watch_prefix(client, key):
+                if isinstance(event, Put) and event.value == before.value:
+                    break
+        now = await client.get(key)
+        assert now.lease == me.lease.id
     assert not me.revoked.is_set()
     await me.leave()
 
@@ -374,54 +372,4 @@ async def test_directory_ignores_malformed_records_and_says_so_once(
         await soon(lambda: bool(directory.workers("prefill")))
     assert directory.workers("decode") == {"decode-1": good}
     assert caplog.text.count("ignoring") == 2
-    await directory.close()
-
-
-async def test_descriptors_are_cached_until_the_incarnation_goes(
-    client: EtcdClient, ns: str
-) -> None:
-    directory = Directory(client, ns, ["decode"])
-    await directory.start()
-    with pytest.raises(PeerUnavailable):
-        await directory.descriptor("decode-1", 0)
-
-    worker, memory = keys.worker(ns, "decode", "decode-1"), keys.descriptor(ns, "decode-1", 0)
-    await client.put(memory, encode(region("decode-1", "i1")))
-    await client.put(worker, encode(record("decode-1", "i1")))
-    await soon(lambda: bool(directory.workers("decode")))
-    found = await directory.descriptor("decode-1", 0, expect=compat())
-    assert found.incarnation == "i1"
-    with pytest.raises(IncompatibleError, match="isa") as caught:
-        await directory.descriptor("decode-1", 0, expect=compat(isa="amx"))
-    assert caught.value.field == "isa"
-    with pytest.raises(PeerUnavailable):
-        await directory.descriptor("decode-1", 1)
-
-    await client.put(memory, b"damaged")
-    assert await directory.descriptor("decode-1", 0) is found
-    await client.put(worker, encode(record("decode-1", "i2")))
-    await soon(lambda: directory.workers("decode")["decode-1"].incarnation == "i2")
-    with pytest.raises(PeerUnavailable, match="cannot be read"):
-        await directory.descriptor("decode-1", 0)
-    await client.put(memory, encode(region("decode-1", "i1")))  # a late one of the old life
-    with pytest.raises(PeerUnavailable, match="again"):
-        await directory.descriptor("decode-1", 0)
-    await client.put(memory, encode(region("decode-1", "i2")))
-    assert (await directory.descriptor("decode-1", 0)).incarnation == "i2"
-    await client.delete(worker)
-    await soon(lambda: not directory.workers("decode"))
-    with pytest.raises(PeerUnavailable):
-        await directory.descriptor("decode-1", 0)
-    await directory.close()
-
-
-async def test_a_worker_that_is_both_has_one_memory(client: EtcdClient, ns: str) -> None:
-    directory = Directory(client, ns, ["decode", "prefill"])
-    await directory.start()
-    for role, incarnation in (("prefill", "i1"), ("decode", "i2")):
-        both = record("worker-1", incarnation, role=role)
-        await client.put(keys.worker(ns, role, "worker-1"), encode(both))
-    await client.put(keys.descriptor(ns, "worker-1", 0), encode(region("worker-1", "i2")))
-    await soon(lambda: all(directory.workers(role) for role in ("decode", "prefill")))
-    assert (await directory.descriptor("worker-1", 0)).incarnation == "i2"
     await directory.close()

@@ -318,7 +318,7 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         await client.ping(2.0)
         lease, _, _ = await client.grant_lease(5)
         worker = keys.worker("demo", "decode", "decode-1")
-        assert await client.put_all([(worker, b"one")], lease)
+        await client.put(worker, b"one", lease)
         assert await client.put_if(keys.config("demo", "router"), b"two", mod_revision=0)
         assert (await client.keep_alive(lease)).ttl > 0
         await soon(lambda: seen == [b"one", b"two"], HANG_S)

@@ -76,8 +76,9 @@ class Decode:
         self.handoff = handoff_of(name, self.fences, self)
         self.ledger = self.handoff.ledger
         self.server = ControlServer(
-            self.handoff, instance_id=name, compat=COMPAT, silent_s=silent_s, key=key
-        )
+            self.handoff, welcome=lambda: Welcome(decode_instance=name), compat=COMPAT,
+            silent_s=silent_s, key=key,
+        )  # fmt: skip
         self._raws: list[Raw] = []
 
     async def raw(self) -> Raw:
@@ -163,7 +164,7 @@ class Prefill:
     def link_lost(self) -> None:
         self.lost += 1
 
-    async def _no_transfer_worker(self, record: WorkerRecord) -> Any:
+    async def _no_transfer_worker(self, name: str, regions: Any) -> Any:
         raise PeerUnavailable("this test moves nothing")
 
     async def claim(self, job_id: str = "j", incarnation: str = "i0") -> Grant:

@@ -123,7 +123,7 @@ class FetchWorker(DecodeHalf):
             self.context, self.host, self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
         )  # fmt: skip
         self.control = ControlServer(
-            self.handoff, instance_id=name, compat=COMPATIBLE, leases=self.leases
+            self.handoff, welcome=self.context.welcome, compat=COMPATIBLE, leases=self.leases
         )
         hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes="c")
         self.holders = Holders(hello, self._reach, None)

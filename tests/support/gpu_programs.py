@@ -44,7 +44,6 @@ from pullfill.transfer.shm.files import RegionFiles
 from pullfill.transfer.shm.kv_pool import describe
 from pullfill.transfer.stream.stream_peer import StreamTransport
 from pullfill.wire import FenceToken, RegionDescriptor
-from tests.support.transfer_rigs import COMPAT
 from tests.support.transfer_writer import Program, obey
 
 
@@ -138,7 +137,7 @@ def owner(
     )
     made = Owner(files, ranks, "i1", instance_id="gpu-owner", kinds=kinds)
     made.listen("127.0.0.1")
-    (descriptor,) = made.describe(COMPAT)
+    (descriptor,) = made.describe()
     print(msgspec.json.encode(descriptor).decode(), flush=True)
     for line in sys.stdin:
         print(_obey(line.split(), kv, made), flush=True)

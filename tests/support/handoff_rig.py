@@ -104,7 +104,7 @@ class DecodeHalf:
         self.ledger = self.handoff.ledger
         self.control = ControlServer(
             self.handoff,
-            instance_id=name,
+            welcome=lambda: self.context.welcome(),
             compat=COMPATIBLE,
             reach=self._reach if kv_mode is KvMode.PULL else None,
         )
@@ -289,11 +289,12 @@ class PrefillHalf:
         """What the engine and the transfer workers do for jobs now."""
         return [job.task for job in self.puller._jobs.values() if job.task is not None]
 
-    async def _open_transfer_worker(self, record: WorkerRecord) -> TransferWorker:
-        region = self._cluster.decodes[record.instance_id].region
-        connect = self._cluster.rig.connect
-        session = await asyncio.to_thread(connect, self.local, region)
-        return TransferWorker(session, record.instance_id, [self.local.memory], self.credits)
+    async def _open_transfer_worker(
+        self, name: str, regions: Sequence[RegionDescriptor]
+    ) -> TransferWorker:
+        connect = self._cluster.rig.transport.connect
+        session = await asyncio.to_thread(connect, self.local.memory, *regions)
+        return TransferWorker(session, name, [self.local.memory], self.credits)
 
     async def stop(self) -> None:
         await self.puller.close()

@@ -163,7 +163,7 @@ class Rig:
         owner, data = self.make_owner(layout, instance_id, incarnation=incarnation, slots=slots)
         data[:] = random_bytes(data.nbytes, seed)
         memory = memory_over(data, layout)
-        (descriptor, *_) = owner.describe(COMPAT)
+        (descriptor, *_) = owner.describe()
         self.regions.append(Region(owner, data, memory, descriptor))
         return self.regions[-1]
 

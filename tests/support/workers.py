@@ -9,7 +9,7 @@ import msgspec
 
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
-from pullfill.wire import Compat, RegionDescriptor, WorkerRecord, WorkerState
+from pullfill.wire import Compat, WorkerRecord, WorkerState
 from tests.support.transfer_rigs import COMPAT
 
 
@@ -33,22 +33,6 @@ def record(instance_id: str, incarnation: str = "i0", **changes: Any) -> WorkerR
     return WorkerRecord(**(fields | changes))
 
 
-def region(instance_id: str, incarnation: str) -> RegionDescriptor:
-    fields: dict[str, Any] = dict.fromkeys(
-        ("nbytes", "base_offset", "num_layers", "num_blocks", "num_kv_heads",
-         "page_bytes", "layer_stride", "block_stride", "head_stride"), 1
-    )  # fmt: skip
-    fields |= {
-        "instance_id": instance_id,
-        "incarnation": incarnation,
-        "rank": 0,
-        "host_id": "h",
-        "compat": COMPAT,
-        "endpoints": {"shm": "/x"},
-    }
-    return RegionDescriptor(**fields)
-
-
 def member(
     client: EtcdClient,
     namespace: str,
@@ -61,11 +45,10 @@ def member(
 ) -> Membership:
     """A Membership. made: gets each incarnation. changes: of its record."""
 
-    def make(incarnation: str) -> tuple[WorkerRecord, list[RegionDescriptor]]:
+    def make(incarnation: str) -> WorkerRecord:
         if made is not None:
             made.append(incarnation)
-        told = record(instance_id, incarnation, **(changes or {}))
-        return told, [region(instance_id, incarnation)]
+        return record(instance_id, incarnation, **(changes or {}))
 
     return Membership(client, namespace, ttl_s, make, **options)
 

@@ -57,15 +57,6 @@ def test_a_gap_brings_a_snapshot(pair: Pair) -> None:
     assert (pair.replica.healing["gaps"], pair.replica.healing["snapshots"]) == (1, 2)
 
 
-def test_the_events_of_a_neighbouring_build_are_enough_from_the_first_on(pair: Pair) -> None:
-    """It answers with these instead of a snapshot while it has all of them."""
-    pair.replica.ask(0)
-    for event in (*pair.store(1, 2), *pair.store(3)):
-        assert pair.replica.take(event, pair.now) is None
-    assert pair.replica.state is State.WARM
-    assert pair.index.match([1, 2, 3]) == {5: 3}
-
-
 def test_an_index_that_differs_is_found_and_replaced(pair: Pair) -> None:
     pair.store(1, 2, 3)
     pair.heal(pair.replica.ask(0))

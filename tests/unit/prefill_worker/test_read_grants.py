@@ -23,7 +23,7 @@ from pullfill.wire import FenceToken, KvMode
 from pullfill.worker import memory
 from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
-from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, pages, random_bytes
+from tests.support.transfer_rigs import DENSE, extent, memory_over, pages, random_bytes
 
 
 class TransferWorker:
@@ -113,7 +113,7 @@ class Prefill:
         self.data[:] = random_bytes(self.data.nbytes, seed=5)
         self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
         self.regions = open_region(
-            self.context, COMPAT, host="127.0.0.1", transports=transports, key=None, **where
+            self.context, host="127.0.0.1", transports=transports, key=None, **where
         )
 
 

@@ -46,7 +46,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, encode
 from pullfill.wire import decode as decode_message
 from pullfill.worker.context import WorkerContext
-from tests.support.transfer_rigs import COMPAT, memory_over, pages, shm_rig
+from tests.support.transfer_rigs import memory_over, pages, shm_rig
 
 PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4
 
@@ -96,7 +96,7 @@ class Owned:
 
     worker: RankedWorker
     owner: Owner
-    descriptors: list[RegionDescriptor]
+    descriptors: Sequence[RegionDescriptor]
 
 
 def own(directory: Path, rects: list[Rect], *, listen: bool = True, **options: Any) -> Owned:
@@ -113,7 +113,7 @@ def own(directory: Path, rects: list[Rect], *, listen: bool = True, **options: A
     owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds={"tcp": TcpKind()}, **options)
     if listen:
         owner.listen("127.0.0.1")
-    return Owned(worker, owner, owner.describe(COMPAT))
+    return Owned(worker, owner, owner.describe())
 
 
 @pytest.fixture(autouse=True)

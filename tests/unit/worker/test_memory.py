@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.decode_worker.side import NoFences, describe, open_memory
+from pullfill.decode_worker.side import NoFences, open_memory
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.options import WorkerOptions
@@ -18,7 +18,6 @@ from pullfill.transfer.owners import Owner, RankRegion, region_of
 from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
-from tests.support.transfer_rigs import COMPAT
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
 STAGE = RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)
@@ -50,7 +49,6 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
     assert context.memories == []
     assert context.geometry == Geometry(2 * LAYERS, PAGE, "cuda")
     assert "every prompt is prefilled by this worker (no driver)" in caplog.text
-    assert describe(None, "i1", COMPAT) == []
     with pytest.raises(OverloadedError):
         NoFences().open([1])
 
@@ -61,7 +59,7 @@ def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int)
     owner = opened(context, told(tmp_path, ranks))
     assert owner is not None
     assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = describe(owner, "i1", COMPAT)
+    found = owner.describe()
     assert [(d.rank, d.world_size, d.first_head) for d in found] == [
         (rank, ranks, rank) for rank in range(ranks)
     ]
