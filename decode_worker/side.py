@@ -47,7 +47,6 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
-from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log
 from pullfill.snapshot import Demand
 from pullfill.transfer.connect import backends
@@ -59,14 +58,13 @@ from pullfill.wire import (
     KvMode,
     LeaseHello,
     PrefillJob,
-    QueueSettings,
     RefuseReason,
     RouterConfig,
     WorkerRecord,
     decode,
 )
 from pullfill.worker.context import WorkerContext
-from pullfill.worker.sides import Engine, Role, Service
+from pullfill.worker.sides import Engine, Role, Servers, Service
 
 logger = log.get("decode_worker.side")
 
@@ -74,34 +72,27 @@ logger = log.get("decode_worker.side")
 async def build(
     engine: Engine[WorkerContext],
     half: DecodeHalf,
-    etcd: EtcdClient,
+    servers: Servers,
     cluster: ClusterRef,
     options: WorkerOptions,
     *,
     router: Settings[RouterConfig],
-    queue: Settings[QueueSettings],
-    kept: SelfChecks,
     events: KvEvents,
     parts: AsyncExitStack,
 ) -> DecodeSide:
     """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
 
-    kept: results of self-checks. events: of the engine's prefix cache."""
+    events: of the engine's prefix cache."""
     view, turns, told = engine.view, engine.loop, engine.context
     config, wake_engine = view.config, turns.wake
     loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
     copies.when_broken(engine.fail)
 
     # The job queue of this model.
-    producer = await JetStreamProducer.connect(
-        cluster.nats_url,
-        Names(cluster.namespace, engine.compat.hash()),
-        settings=queue.current,
-        wait_s=options.connect_timeout_s,
-        connect_options=cluster.security.nats.options(),
-    )
+    names = Names(cluster.namespace, engine.compat.hash())
+    producer = JetStreamProducer(servers.nats, names, servers.queue.current)
     parts.push_async_callback(producer.close)
-    queue.subscribe(producer.configure)
+    servers.queue.subscribe(producer.configure)
 
     # The KV memory, and who may write to it.
     incarnation = new_incarnation()
@@ -117,7 +108,7 @@ async def build(
     peers, links = Peers(), Links()
     traces = RequestTraces(
         told.instance_id,
-        outage=lambda: "; ".join(outages(producer.health, etcd.health, peers, ledger)),
+        outage=lambda: "; ".join(outages(producer.health, servers.etcd.health, peers, ledger)),
     )
     context = DecodeContext(
         told.instance_id,
@@ -148,7 +139,7 @@ async def build(
     )
 
     # The prefill workers' connections, and what they say about jobs.
-    trials, checks = checks_for(context, config, engine.compat, turns, kept) or (None, None)
+    trials, checks = checks_for(context, config, engine.compat, turns, servers.kept) or (None, None)
     if checks is not None:
         parts.push_async_callback(checks.close)
     handoff = Handoff(
@@ -182,7 +173,7 @@ async def build(
     num_blocks = config.cache_config.num_gpu_blocks
     draining = threading.Event()
     outlook = Outlook(
-        context, producer, peers, links, meter, checks, etcd.health, draining, num_blocks
+        context, producer, peers, links, meter, checks, servers.etcd.health, draining, num_blocks
     )
     hello = LeaseHello(
         decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
@@ -212,7 +203,7 @@ async def build(
     await frontends.begin(options.host, options.data_port)
     return DecodeSide(
         engine, context, frontends, control, leases, outlook, draining, checks, meter, options,
-        etcd, cluster.namespace,
+        servers.etcd, cluster.namespace,
     )  # fmt: skip
 
 
@@ -331,10 +322,7 @@ class DecodeRole(Role[WorkerContext]):
         self._events = KvEvents()
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
-        self._etcd, namespace = etcd, self._cluster.namespace
-        self._kept = await SelfChecks(etcd, namespace).start()
-        parts.push_async_callback(self._kept.close)
-        self._router = await Settings(etcd, namespace, RouterConfig).start()
+        self._router = await Settings(etcd, self._cluster.namespace, RouterConfig).start()
         parts.push_async_callback(self._router.close)
 
     def adjust(self, config: Any) -> None:
@@ -348,14 +336,11 @@ class DecodeRole(Role[WorkerContext]):
         return self._half
 
     async def build(
-        self,
-        engine: Engine[WorkerContext],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
+        self, engine: Engine[WorkerContext], servers: Servers, parts: AsyncExitStack
     ) -> Service:
         self._side = await build(
-            engine, self._half, self._etcd, self._cluster, self._options, router=self._router,
-            queue=queue, kept=self._kept, events=self._events, parts=parts,
+            engine, self._half, servers, self._cluster, self._options, router=self._router,
+            events=self._events, parts=parts,
         )  # fmt: skip
         return self._side
 

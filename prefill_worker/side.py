@@ -33,8 +33,6 @@ from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.live_settings import Settings
-from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log
 from pullfill.runtime.health import ServerHealth, servers_json
 from pullfill.runtime.lifecycle import end, until
@@ -42,9 +40,9 @@ from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import Hello, QueueSettings, WorkerRecord
+from pullfill.wire import Hello, WorkerRecord
 from pullfill.worker.context import SchedulerHalf
-from pullfill.worker.sides import Engine, Neighbour, Role, Service
+from pullfill.worker.sides import Engine, Neighbour, Role, Servers, Service
 
 logger = log.get("prefill_worker")
 
@@ -74,7 +72,6 @@ class PrefillRole(Role[PrefillContext]):
         self.copiers: weakref.WeakSet[TransferWorker] = weakref.WeakSet()
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
-        self._etcd = etcd
         self._directory = Directory(
             etcd,
             self._cluster.namespace,
@@ -84,8 +81,6 @@ class PrefillRole(Role[PrefillContext]):
         )
         await self._directory.start()
         parts.push_async_callback(self._directory.close)
-        self._kept = await SelfChecks(etcd, self._cluster.namespace).start()
-        parts.push_async_callback(self._kept.close)
 
     def adjust(self, config: Any) -> None:
         if self._beside is None:  # else the decode side orders all prompts, in vLLM's fcfs queue
@@ -100,25 +95,17 @@ class PrefillRole(Role[PrefillContext]):
         return context.scheduler
 
     async def build(
-        self,
-        engine: Engine[PrefillContext],
-        queue: Settings[QueueSettings],
-        parts: AsyncExitStack,
+        self, engine: Engine[PrefillContext], servers: Servers, parts: AsyncExitStack
     ) -> Service:
         """Make the memory, what pulls jobs, and what runs them, in this order."""
         copies.when_broken(engine.fail)
         self._hello = self.open_memory(engine)
         self._engine, options = engine, self._options
         config, context = engine.view.config, engine.context
-        consumer = await JetStreamConsumer.connect(
-            self._cluster.nats_url,
-            Names(self._cluster.namespace, engine.compat.hash()),
-            settings=queue.current,
-            wait_s=options.connect_timeout_s,
-            connect_options=self._cluster.security.nats.options(),
-        )
+        names = Names(self._cluster.namespace, engine.compat.hash())
+        consumer = JetStreamConsumer(servers.nats, names, servers.queue.current)
         parts.push_async_callback(consumer.close)
-        parts.callback(queue.subscribe(consumer.configure))
+        parts.callback(servers.queue.subscribe(consumer.configure))
 
         tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
         tasks = PrefillEngine(
@@ -145,7 +132,7 @@ class PrefillRole(Role[PrefillContext]):
         )  # fmt: skip
         links = DecodeLinks(
             self._directory, self._hello, engine.compat, reach, self._key,
-            load=context.scheduler.load, kept=self._kept,
+            load=context.scheduler.load, kept=servers.kept,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 
@@ -158,7 +145,7 @@ class PrefillRole(Role[PrefillContext]):
         if self._beside is not None:
             yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
             parts.push_async_callback(end, yields)
-        healths = [consumer.health, self._etcd.health]
+        healths = [consumer.health, servers.etcd.health]
         return PrefillService(engine, puller, healths, self._hello)
 
     def _own(self, delivery: Delivery) -> bool:

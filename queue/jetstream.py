@@ -34,6 +34,7 @@ from pullfill.queue.nats_connection import (
 from pullfill.queue.streams import (
     EXPECTED_STREAM,
     MSG_ID,
+    NOT_SET,
     STREAM_NOT_FOUND,
     Names,
     QueueEnd,
@@ -72,9 +73,9 @@ class JetStreamProducer(QueueEnd):
 
     health: whether the server counts and stores jobs."""
 
-    role = "producer"
-
-    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
+    def __init__(
+        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
+    ) -> None:
         super().__init__(connection, names, settings)
         self._depth = DepthCache()
         self._answering = False
@@ -293,9 +294,9 @@ class JetStreamConsumer(QueueEnd):
 
     health: whether the server answers pulls."""
 
-    role = "consumer"
-
-    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
+    def __init__(
+        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
+    ) -> None:
         super().__init__(connection, names, settings)
         self.letters = DeadLetters(self.connection, self.names)
         self._turns = Turns()
@@ -313,7 +314,7 @@ class JetStreamConsumer(QueueEnd):
         self._tasks = Tasks()
 
     async def close(self) -> None:
-        """Close, once the server has read all acks, or after about 1 s."""
+        """Take no more jobs. Returns once the server has read all acks, or after about 1 s."""
         await end(self._repairing)
         await self.drain()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,7 +1,7 @@
 """One NATS connection, which is up or being dialled.
 
-Life: `start` dials until the first success, for at most `wait_s`. Then a task dials again after
-each loss, until `close`.
+Life: `use` by all that need it → `start` dials until the first success, for at most `wait_s`. Then
+a task dials again after each loss, until `close`.
 
 A connection whose server answers no PING is given up, and so is one on which the client reads no
 more.
@@ -53,6 +53,7 @@ _MORE_ROOM = (
 _CLIENT_TASKS = ("_reading_task", "_flusher_task", "_ping_interval_task")
 _FULL = frozenset({10077, 10047, 10023, 10028, 10002})
 """max_msgs reached (discard new), and the server out of storage or over an account limit."""
+Setup = Callable[[], Awaitable[object]]
 _GONE = (nats.errors.UnexpectedEOF, nats.errors.StaleConnectionError, ConnectionError)
 
 
@@ -103,18 +104,17 @@ class NatsConnection:
         self._seldom = log.Seldom(60.0)
         self._task: asyncio.Task[None] | None = None
         self._burials = Tasks()
+        self._users: list[tuple[Setup, Callable[[], object]]] = []
 
-    async def start(
-        self,
-        wait_s: float,
-        setup: Callable[[], Awaitable[object]],
-        on_down: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Dial. Raises QueueUnavailable after `wait_s` (nothing is left running), or ConfigError.
+    def use(self, setup: Setup, on_down: Callable[[], object]) -> None:
+        """Call it before `start`.
 
         setup: makes streams and subscriptions. Runs on each new connection before it counts as up.
         on_down: called when a connection that was up is lost."""
-        self._setup, self._on_down = setup, on_down
+        self._users.append((setup, on_down))
+
+    async def start(self, wait_s: float) -> None:
+        """Dial. Raises ConfigError, or QueueUnavailable after `wait_s`: nothing is left running."""
         backoff, why = Backoff(0.05, 1.0), None
         try:
             async with asyncio.timeout(wait_s) as limit:
@@ -286,7 +286,8 @@ class NatsConnection:
         except (nats.errors.Error, OSError) as exc:
             raise self._meant(exc) from None
         self._ended.clear()
-        await self._setup()
+        for setup, _ in self._users:
+            await setup()
         self.up = True
         self.health.ok()
         self._changed.set()
@@ -352,7 +353,8 @@ class NatsConnection:
         if was_up:
             self.health.failed(self._cause)
             self._changed.set()
-            self._on_down()
+            for _, on_down in self._users:
+                on_down()
         if client is not None:
             self._burials.begin(_bury(client), "close a connection to NATS")
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
 from pullfill.ids import is_name
@@ -191,18 +191,21 @@ def consumer(names: Names, urgency: Urgency) -> Config:
 
 class QueueEnd(ABC):
     """What producer and consumer share: a connection to NATS, the streams and the consumers of one
-    queue. `connect` makes one.
+    queue. Works once the connection has started. The producer and the consumer of one worker may
+    use the same one.
 
     settings: the values of `queue.*`. Call `configure` when they change.
     ack_wait_s: seconds without a heartbeat after which a job is delivered again.
     max_deliver: how often that happens before it is a dead letter."""
 
-    role: ClassVar[str]
     # As the consumer of normal jobs has them on the server. The others follow it.
     ack_wait_s: float
     max_deliver: int
 
-    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
+    def __init__(
+        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
+    ) -> None:
+        connection.use(self._connected, self._on_down)
         self.connection = connection
         self.health = connection.health
         self.names = names
@@ -212,34 +215,17 @@ class QueueEnd(ABC):
         self._settings = settings
         self._applying: asyncio.Task[None] | None = None
 
-    @classmethod
-    async def connect(
-        cls,
-        url: str,
-        names: Names,
-        *,
-        settings: QueueSettings = NOT_SET,
-        wait_s: float = 30.0,
-        connect_options: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Connect, and make the streams if they are not there.
-
-        Raises QueueUnavailable after `wait_s`, ConfigError."""
-        self = cls(NatsConnection(url, cls.role, connect_options), names, settings)
-        await self.connection.start(wait_s, self._connected, self._on_down)
-        return self
-
     @abstractmethod
     async def _connected(self) -> None:
-        """A connection was made. What fails over the first one is raised by `connect`."""
+        """A connection was made. What fails over the first one ends its `start`."""
 
     def _on_down(self) -> None:
         """A connection was lost."""
         self.stream_id = ""
 
     async def close(self) -> None:
+        """Use the connection no more. It stays open."""
         await end(self._applying)
-        await self.connection.close()
 
     @property
     def publish_timeout_s(self) -> float:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pullfill.engine.view import View
+from pullfill.queue.nats_connection import NatsConnection
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
+from pullfill.registry.self_checks import SelfChecks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
@@ -41,6 +43,19 @@ class Engine(Generic[C]):
     def of(self, context: Any) -> Engine[Any]:
         """Return the same engine with the context of another side."""
         return replace(self, context=context)
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What the sides of one worker share of NATS and etcd.
+
+    nats: it is dialled once all sides are built.
+    queue: settings. kept: results of self-checks."""
+
+    etcd: EtcdClient
+    nats: NatsConnection
+    queue: Settings[QueueSettings]
+    kept: SelfChecks
 
 
 class Service(Protocol):
@@ -123,9 +138,7 @@ class Role(ABC, Generic[C]):
         """Open what needs etcd, but no engine. The model loads meanwhile."""
 
     @abstractmethod
-    async def build(
-        self, engine: Engine[C], queue: Settings[QueueSettings], parts: AsyncExitStack
-    ) -> Service:
+    async def build(self, engine: Engine[C], servers: Servers, parts: AsyncExitStack) -> Service:
         """Make the side, ready to be registered. What it opens, it pushes onto `parts`."""
 
 

@@ -25,9 +25,11 @@ from pullfill.engine.life import EngineWatchdog, Life
 from pullfill.engine.view import View
 from pullfill.net.this_host import host_id
 from pullfill.options import WorkerOptions
+from pullfill.queue.nats_connection import NatsConnection
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
+from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import (
@@ -39,7 +41,7 @@ from pullfill.wire import (
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
-from pullfill.worker.sides import Engine, Role, Service
+from pullfill.worker.sides import Engine, Role, Servers, Service
 
 logger = log.get("worker")
 
@@ -118,15 +120,22 @@ class Worker:
             await role.watch(etcd, parts)
         queue = await Settings(etcd, namespace, QueueSettings).start()
         parts.push_async_callback(queue.close)
+        kept = await SelfChecks(etcd, namespace).start()
+        parts.push_async_callback(kept.close)
+        security = self._cluster.security.nats
+        nats = NatsConnection(self._cluster.nats_url, self._instance_id, security.options())
+        parts.push_async_callback(nats.close)
+        servers = Servers(etcd, nats, queue, kept)
         engines = await life.ready
         self._engine = engines[0]
         contexts = [engine.context for engine in engines]
         kv = memory.KvMemory(contexts, [role.copiers for role in self._roles])
         parts.push_async_callback(memory.end, life, kv)
         for role, engine in zip(self._roles, engines, strict=True):
-            service = await role.build(engine, queue, parts)
+            service = await role.build(engine, servers, parts)
             membership = self._membership(etcd, role.name, service)
             self._sides.append(Side(role.name, service, membership))
+        await nats.start(options.connect_timeout_s)
         self._guard = EngineWatchdog(life, options.engine_stall_s, self._on_stuck)
         probe = ProbeServer(
             options.host, self._ready, self._status, self._refresh_metrics, self._more

@@ -16,6 +16,7 @@ from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import PUBLISH_TIMEOUT_S, Names
 from pullfill.wire import QueueSettings
 from tests.support.nats import NatsCluster, NatsServer, dead_letters
+from tests.support.queue_ends import connected
 from tests.support.waiting import patience, soon
 
 pytestmark = pytest.mark.slow
@@ -89,8 +90,8 @@ async def test_no_stored_job_is_lost_over_three_kills(tmp_path: Path) -> None:
     settings = QueueSettings(ack_wait_s=1.0, max_deliver=20, publish_timeout_s=0.3)
     how: dict[str, Any] = {"settings": settings, "wait_s": HANG_S}
     with NatsServer(tmp_path) as server:
-        producer = await JetStreamProducer.connect(server.url, names, **how)
-        workers = [await JetStreamConsumer.connect(server.url, names, **how) for _ in range(2)]
+        producer = await connected(JetStreamProducer, server.url, names, **how)
+        workers = [await connected(JetStreamConsumer, server.url, names, **how) for _ in range(2)]
         traffic = Traffic(producer, *workers)
         for _ in range(3):
             await traffic.more(50)
@@ -113,16 +114,16 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
     stream = names.stream
     try:
         await cluster.start()
-        first = await JetStreamProducer.connect(
-            cluster.url, names, settings=QueueSettings(replicas=3), wait_s=HANG_S
+        first = await connected(
+            JetStreamProducer, cluster.url, names, settings=QueueSettings(replicas=3), wait_s=HANG_S
         )
         await first.close()
         leader = await cluster.leader(stream)
         url = ",".join([leader.url, *(m.url for m in cluster.members if m is not leader)])
         how: dict[str, Any] = {"settings": settings, "wait_s": HANG_S}
         how["connect_options"] = {"dont_randomize": True}  # connected to the leader
-        producer = await JetStreamProducer.connect(url, names, **how)
-        consumer = await JetStreamConsumer.connect(url, names, **how)
+        producer = await connected(JetStreamProducer, url, names, **how)
+        consumer = await connected(JetStreamConsumer, url, names, **how)
         before = await cluster.info(stream)
         assert before["config"]["num_replicas"] == 3
         identity = producer.stream_id

@@ -34,9 +34,11 @@ from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import own_request
 from pullfill.errors import BadMessage, ConfigError, NotNow
 from pullfill.options import WorkerOptions
+from pullfill.queue.nats_connection import NatsConnection
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
+from pullfill.registry.self_checks import SelfChecks
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import context as contexts
@@ -44,7 +46,7 @@ from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
-from pullfill.worker.sides import Engine, Role
+from pullfill.worker.sides import Engine, Role, Servers
 from pullfill.worker.worker import engines_of
 from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.etcd import EtcdServer
@@ -282,12 +284,14 @@ class ProbeRole(Role[WorkerContext]):
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
 
-    async def build(self, engine: Engine[Any], queue: Any, parts: AsyncExitStack) -> Any:
+    async def build(self, engine: Engine[Any], servers: Any, parts: AsyncExitStack) -> Any:
         self._dead = engine.dead
         ProbeRole.loops = [asyncio.get_running_loop()]
         self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
 
         async def nothing(*_: Any, **__: Any) -> None: ...
+
+        servers.nats.start = nothing  # there is none
 
         async def finished() -> None:
             await asyncio.sleep(self.finish_s)
@@ -610,8 +614,19 @@ async def decode_role(
         await role.watch(client, parts)
         queue = await Settings(client, ns, QueueSettings).start()
         parts.push_async_callback(queue.close)
+        kept = await SelfChecks(client, ns).start()
+        parts.push_async_callback(kept.close)
+        connection = NatsConnection(nats.url, NAME)
+        parts.push_async_callback(connection.close)
+        servers = Servers(client, connection, queue, kept)
         made = await parts.enter_async_context(adapter(model, sides))
-        yield role, made, lambda engine: role.build(engine, queue, parts)
+
+        async def build(engine: Engine[Any]) -> Any:
+            service = await role.build(engine, servers, parts)
+            await connection.start(10.0)
+            return service
+
+        yield role, made, build
 
 
 async def test_a_decode_side_serves(

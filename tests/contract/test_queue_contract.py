@@ -21,6 +21,7 @@ from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStrea
 from pullfill.queue.streams import Names
 from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
+from tests.support.queue_ends import connected
 from tests.support.waiting import soon
 
 ACK_WAIT_S = 1.0
@@ -66,11 +67,11 @@ async def make(nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         names = Names("test", secrets.token_hex(8))
 
         async def add() -> JetStreamConsumer:
-            consumer = await JetStreamConsumer.connect(nats.url, names, settings=settings)
+            consumer = await connected(JetStreamConsumer, nats.url, names, settings=settings)
             opened.append(consumer)
             return consumer
 
-        producer = await JetStreamProducer.connect(nats.url, names, settings=settings)
+        producer = await connected(JetStreamProducer, nats.url, names, settings=settings)
         opened.append(producer)
         return Bench(names, producer, await add(), add)
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
 
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.queue import nats_connection
@@ -24,6 +25,7 @@ from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DEFAULTS, NOT_SET, Names, consumer_of
 from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
+from tests.support.queue_ends import connected
 from tests.support.waiting import soon
 
 HANG_S = 15.0
@@ -42,8 +44,8 @@ def names() -> Names:
 
 async def both(server: NatsServer, names: Names, settings: QueueSettings = SETTINGS) -> Pair:
     return (
-        await JetStreamProducer.connect(server.url, names, settings=settings, wait_s=HANG_S),
-        await JetStreamConsumer.connect(server.url, names, settings=settings, wait_s=HANG_S),
+        await connected(JetStreamProducer, server.url, names, settings=settings, wait_s=HANG_S),
+        await connected(JetStreamConsumer, server.url, names, settings=settings, wait_s=HANG_S),
     )
 
 
@@ -106,7 +108,7 @@ async def test_jobs_whose_last_worker_died_become_dead_letters(
         lambda: producer.connection.api(pending), good=lambda info: not info["num_ack_pending"]
     )
     await producer.publish("b", b"other", 10)
-    comes = await JetStreamConsumer.connect(nats.url, names, settings=settings, wait_s=HANG_S)
+    comes = await connected(JetStreamConsumer, nats.url, names, settings=settings, wait_s=HANG_S)
     letters = await soon(lambda: dead_letters(producer.connection, names))
     assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
     assert await comes.pull(5), "what waits is no dead letter"
@@ -120,7 +122,7 @@ async def test_nobody_there_ends_with_advice(
         taken.bind(("127.0.0.1", 0))
         url = f"nats://user:secret@127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(QueueUnavailable, match="nats-server") as caught:
-            await JetStreamProducer.connect(url, names, wait_s=0.5)
+            await connected(JetStreamProducer, url, names, wait_s=0.5)
     (line,) = caplog.messages
     assert line.startswith("waiting for NATS at nats://127.0.0.1:")
     assert "secret" not in line + str(caught.value)
@@ -174,6 +176,30 @@ async def test_an_old_delivery_does_not_ack_a_job_of_a_new_stream(
     await job.ack()
 
 
+async def test_both_ends_of_a_worker_use_one_connection(server: NatsServer, names: Names) -> None:
+    """Also over the next one. And `pullfill_up` says what is true of both."""
+    connection = NatsConnection(server.url, "worker-1")
+    producer = JetStreamProducer(connection, names, SETTINGS)
+    consumer = JetStreamConsumer(connection, names, SETTINGS)
+    try:
+        await connection.start(HANG_S)
+        for name in ("first", "second"):
+            await publish_when_available(producer, name)
+            job = await pulled(consumer)
+            await job.ack()
+            assert job.job_id == name
+            assert REGISTRY.get_sample_value("pullfill_up", {"server": "nats"}) == 1
+            server.kill()
+            await soon(lambda: not connection.up)
+            assert REGISTRY.get_sample_value("pullfill_up", {"server": "nats"}) == 0
+            await asyncio.to_thread(server.restart)
+        await consumer.close()
+        await publish_when_available(producer, "third")
+    finally:
+        await producer.close()
+        await connection.close()
+
+
 @pytest.mark.parametrize("what", ["stream", NORMAL])
 @pytest.mark.essential
 async def test_a_deleted_stream_or_consumer_is_made_again(
@@ -216,7 +242,7 @@ async def test_a_pull_that_was_withdrawn_has_left_the_server(
     """nats-py buffers its commands, but not its PING. So on a busy machine the server may answer a
     PING before it learns that the pull's inbox is not read any more. A job would be lost there."""
     producer, leaving = lasting
-    other = await JetStreamConsumer.connect(nats.url, names, wait_s=HANG_S)
+    other = await connected(JetStreamConsumer, nats.url, names, wait_s=HANG_S)
     pulling = asyncio.create_task(leaving.pull(HANG_S))
     info = f"CONSUMER.INFO.{names.stream}.{NORMAL}"
     await soon(lambda: producer.connection.api(info), good=lambda found: found["num_waiting"])
@@ -353,7 +379,7 @@ async def test_a_stream_of_another_kind_is_refused_with_advice(
     await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     await producer.connection.api(f"STREAM.CREATE.{names.stream}", other)
     with pytest.raises(ConfigError, match="nats stream rm"):
-        await JetStreamProducer.connect(nats.url, names, wait_s=HANG_S)
+        await connected(JetStreamProducer, nats.url, names, wait_s=HANG_S)
     async with asyncio.timeout(HANG_S):
         while "nats stream rm" not in str(consumer.health.status().error):
             with contextlib.suppress(PullfillError):
@@ -366,7 +392,7 @@ async def test_a_server_with_too_little_room_is_told_so(tmp_path: Path) -> None:
     extra = f"jetstream {{ {store} }}"  # dead letters reserve 256 MiB
     with NatsServer(tmp_path, extra=extra) as server:
         with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store") as caught:
-            await JetStreamProducer.connect(server.url, Names("test", "room"), wait_s=1.0)
+            await connected(JetStreamProducer, server.url, Names("test", "room"), wait_s=1.0)
     assert "10047" in str(caught.value)
     assert "nats-server -js" not in str(caught.value)
 

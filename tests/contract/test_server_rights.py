@@ -27,6 +27,7 @@ from pullfill.wire import QueueSettings
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer, dead_letters
+from tests.support.queue_ends import connected
 from tests.support.waiting import soon
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +92,12 @@ async def test_what_waiting_cannot_mend_ends_at_once_and_says_which_key_to_check
     security = write(tmp_path, text, password=password)
     async with asyncio.timeout(HANG_S):  # not the 100 s that it would wait for a dead server
         with pytest.raises(ConfigError, match=advice) as caught:
-            await JetStreamProducer.connect(
-                locked_nats.url, QUEUE, wait_s=100.0, connect_options=security.nats.options()
+            await connected(
+                JetStreamProducer,
+                locked_nats.url,
+                QUEUE,
+                wait_s=100.0,
+                connect_options=security.nats.options(),
             )
     assert caught.value.retryable, "while certificates and passwords are renewed, it passes"
     assert "[nats]" in str(caught.value)
@@ -257,11 +262,21 @@ async def test_jobs_dead_letters_and_surveys_with_the_rights_of_one_namespace(
     nats: NatsServer,
 ) -> None:
     options = {"user": "demo", "password": PASSWORD}
-    producer = await JetStreamProducer.connect(
-        nats.url, QUEUE, settings=SETTINGS, wait_s=HANG_S, connect_options=options
+    producer = await connected(
+        JetStreamProducer,
+        nats.url,
+        QUEUE,
+        settings=SETTINGS,
+        wait_s=HANG_S,
+        connect_options=options,
     )
-    consumer = await JetStreamConsumer.connect(
-        nats.url, QUEUE, settings=SETTINGS, wait_s=HANG_S, connect_options=options
+    consumer = await connected(
+        JetStreamConsumer,
+        nats.url,
+        QUEUE,
+        settings=SETTINGS,
+        wait_s=HANG_S,
+        connect_options=options,
     )
     try:
         await producer.publish("acked", b"body", 7)

@@ -54,6 +54,7 @@ from tests.support.control_rig import handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
 from tests.support.kv_engine import BLOCK, LAYOUT, NUM_BLOCKS, KvEngine, compute, holds
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
+from tests.support.queue_ends import connected
 from tests.support.transfer_rigs import COMPAT, RIGS, Region, Rig
 from tests.support.waiting import soon
 from tests.support.workers import FakeDirectory
@@ -349,8 +350,8 @@ class Cluster:
         await asyncio.sleep(0.01)  # closed transports let go of their sockets
 
     async def decode(self, name: str = "decode-1") -> DecodeHalf:
-        producer = await JetStreamProducer.connect(
-            self.server.url, self.names, settings=self.settings
+        producer = await connected(
+            JetStreamProducer, self.server.url, self.names, settings=self.settings
         )
         decode = DecodeHalf(
             self.rig,
@@ -369,7 +370,9 @@ class Cluster:
         return QueueSettings(ack_wait_s=self.ack_wait_s, max_deliver=self.max_deliver)
 
     async def consumer(self) -> JetStreamConsumer:
-        return await JetStreamConsumer.connect(self.server.url, self.names, settings=self.settings)
+        return await connected(
+            JetStreamConsumer, self.server.url, self.names, settings=self.settings
+        )
 
     async def prefill(
         self, *, chunk: int = 8, pull: bool = True, longest: int = 999, reaches: bool = True

@@ -21,9 +21,7 @@ async def test_a_start_ends_in_its_time_though_a_cancellation_is_lost(
             await asyncio.sleep(60.0)
         raise ApiError(500, 10047, "insufficient storage")
 
-    async def nothing() -> None: ...
-
     monkeypatch.setattr(NatsConnection, "_dial", dial)
     async with asyncio.timeout(20.0):
         with pytest.raises(QueueUnavailable, match=r"raise jetstream\.max_file_store"):
-            await NatsConnection("nats://127.0.0.1:1", "x").start(0.01, nothing)
+            await NatsConnection("nats://127.0.0.1:1", "x").start(0.01)
