@@ -1,9 +1,9 @@
 """Copies KV blocks between this worker and one decode worker, on a thread of its own.
 
 Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
-chunk is written the engine computes the next one, because the copy does not hold the GIL. With
-`push` the engine waits instead. A small copy in shared memory is made on the engine's own thread.
-With `pull` nothing is written: the blocks are kept until `let_go`, for the decode worker to read.
+chunk is written the engine computes the next one, because the copy does not hold the GIL. A small
+copy in shared memory is made on the engine's own thread. With `pull` nothing is written: the blocks
+are kept until `let_go`, for the decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`SerialExecutor`). Every submitted operation
@@ -27,9 +27,6 @@ from pullfill.transfer.session import GroupSession
 from pullfill.wire import KvMode
 
 logger = log.get("prefill_worker.transfer_worker")
-
-_PUSH_S = 30.0
-"""How long an engine step may wait for its write. A dead or silent peer ends it sooner."""
 
 # Bytes that are copied in less time than a thread needs to wake up. One more wake-up for each job
 # made the prefill side's CPU per job 1.2 times as high.
@@ -110,15 +107,13 @@ class TransferWorker:
         last: bool,
         done: Done,
     ) -> None:
-        """Write whole blocks, or keep them in pull mode. With `push` returns when they are there.
+        """Write whole blocks, or keep them in pull mode.
 
         last: with these blocks the task has ended well."""
         operation = _Operation(task, "write", local, remote, last, done)
         if task.mode is KvMode.PULL:
             return self._keep(operation)
         self._submit(operation)
-        if task.mode is KvMode.PUSH and not task.wait_quiet(_PUSH_S):
-            logger.warning("a write took more than %.0f s; the engine goes on", _PUSH_S)
 
     def let_go(self, task: PrefillTask) -> None:
         """Pull mode: give the blocks of a task back to the engine. Any thread.

@@ -310,9 +310,9 @@ class WorkerOptions(RoleOptions):
     http_port: int = flag(0, "Port of /live, /ready, /metrics and /status; 0: any", **PORT)
     kv_mode: KvMode = flag(
         KvMode.PUSH_ASYNC,
-        "push_async: prefill workers write KV while they compute the next chunk; push: they "
-        "write, then compute; pull: the decode worker reads it",
-        metavar="push_async|push|pull",
+        "push_async: prefill workers write KV while they compute the next chunk; pull: the decode "
+        "worker reads it",
+        metavar="push_async|pull",
         role="decode",
         up=True,
     )

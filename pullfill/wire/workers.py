@@ -85,8 +85,6 @@ class KvMode(enum.StrEnum):
 
     # The prefill worker writes each chunk while it computes the next one.
     PUSH_ASYNC = "push_async"
-    # It writes each chunk before it computes the next one.
-    PUSH = "push"
     # It keeps the blocks until the decode worker has read them.
     PULL = "pull"
 

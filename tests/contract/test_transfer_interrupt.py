@@ -20,7 +20,7 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream import kv_protocol
 from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import FenceToken, KvMode
+from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
 from tests.support.fakes import prefill_task
 from tests.support.nccl_rig import PairKind
@@ -125,17 +125,15 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     ends: list[BaseException | None] = []
     token = region.owner.fences.open(BLOCKS)
     task = prefill_task(
-        transfer_worker, ends.append, tokens=range(1024), block=16, blocks=BLOCKS, fence=token,
-        mode=KvMode.PUSH,
-    )  # fmt: skip
-    step = threading.Thread(
-        target=transfer_worker.write, args=(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
+        transfer_worker, ends.append, tokens=range(1024), block=16, blocks=BLOCKS, fence=token
     )
+    transfer_worker.write(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
+    step = threading.Thread(target=transfer_worker.flush, args=(task,))  # before a preemption
     step.start()
     assert stuck.reached.wait(20)
     transfer_worker.close()
     step.join(20)
-    assert not step.is_alive(), "the step waits for as long as a push may take"
+    assert not step.is_alive(), "the step waits for as long as a flush may take"
     assert transfer_worker.flush(task, 20)
     assert isinstance(ends[0], TransferFailed)
     assert transfer_worker.join(20)

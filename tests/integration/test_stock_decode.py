@@ -303,13 +303,13 @@ def test_settings_are_the_flags_of_a_decode_worker() -> None:
 
     place = {"etcd": "http://e", "nats": "nats://n", "namespace": "ns"}
     cluster, options = settings_of(
-        {**place, "kv_port": "7000", "kv_mode": "push", "reserve_seats": True}, "decode", "m", "d-1"
+        {**place, "kv_port": "7000", "kv_mode": "pull", "reserve_seats": True}, "decode", "m", "d-1"
     )
     assert (cluster.namespace, cluster.etcd_url, cluster.nats_url) == tuple(
         place[key] for key in ("namespace", "etcd", "nats")
     )
     assert (options.model, options.instance_id, options.kv_port) == ("m", "d-1", 7000)
-    assert options.kv_mode is KvMode.PUSH
+    assert options.kv_mode is KvMode.PULL
     assert options.reserve_seats
     for wrong, told in (
         ({"kv_port": 70000}, "out of 0 to 65535"),

@@ -202,9 +202,9 @@ def test_work_submitted_after_the_end_is_answered_too(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
     """The decode worker leaves while a step computes; the step's writes come after. Unanswered,
-    they would keep the request's blocks for ever. Nor does a push wait for them."""
+    they would keep the request's blocks for ever."""
     transfer_worker.close()
-    calls = Calls(transfer_worker, KvMode.PUSH)
+    calls = Calls(transfer_worker)
     assert transfer_worker.flush(calls.task)
     transfer_worker.write(calls.task, [1], [6], True, calls.done)
     assert len(calls.callbacks) == 1
@@ -232,23 +232,6 @@ def test_without_a_thread_for_it_an_operation_is_answered(
 
 
 # ------------------------------------------------------------------ modes
-
-
-def test_push_returns_when_the_blocks_are_there(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = Calls(transfer_worker, KvMode.PUSH)
-    session.gate.clear()
-    write = (calls.task, [1], [6], True, calls.done)
-    engine = threading.Thread(target=transfer_worker.write, args=write)
-    engine.start()
-    assert session.entered.wait(10)
-    engine.join(0.02)
-    assert engine.is_alive(), "the step waits"
-    assert not transfer_worker.join(0.0), "a copy runs"
-    session.gate.set()
-    engine.join(10)
-    assert calls.callbacks == [None]
 
 
 def test_pull_after_a_preemption_keeps_the_new_blocks(
