@@ -15,7 +15,7 @@ N ?= 10
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo flaky lint format chaos chaos-report soak sim sim-splits bench bench-quick clean
+.PHONY: help install install-nixl install-bench up down status test test-vllm test-fast spine zoo flaky lint format chaos chaos-report soak sim sim-splits sim-fleet bench bench-quick clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ sim: install ## Simulate where prompts are prefilled: the policy cost against th
 
 sim-splits: install ## Simulate workers with both sides beside static splits (minutes)
 	$(BIN)/python -m benchmarks.sim_splits --save
+
+sim-fleet: install ## Simulate 8, 64 and 1,000 GPU workers with both sides (minutes)
+	$(BIN)/python -m benchmarks.sim_fleet --save
 
 bench: install-nixl ## Serving beside aggregated vLLM, NIXL and others: all of it (30 minutes)
 	$(BIN)/python -m benchmarks.bench_serving --save $(ARGS)

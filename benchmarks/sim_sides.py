@@ -1,6 +1,6 @@
 """Simulates workers with one side, workers with both sides, and plain vLLM servers.
 
-sim.py and sim_splits.py use it.
+sim.py, sim_splits.py and sim_fleet.py use it.
 
 A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
 running requests first, in order, one token for each that generates and a chunk for each prompt,
@@ -239,6 +239,9 @@ class Product(Rule):
         if not self.plans:
             return super().plan()
         engine, most = self.engine, self.engine.options.step_tokens
+        if not engine.undone:  # most steps
+            self.model.plan((), (), most)
+            return 0, min(most, len(engine.running) + 1)
         own: list[Prompt] = []
         jobs: list[Prompt] = []
         streams = 0
@@ -273,7 +276,7 @@ class Product(Rule):
 
     def remote(self, request: Request) -> bool:
         engine, world = self.engine, self.engine.world
-        pullers = [one for one in engine.cluster.engines if one is not engine and one.rule.pulls()]
+        pullers = [one for one in engine.cluster.pullers() if one is not engine]
         queue = engine.cluster.queue
         jobs = len(queue) + sum(one.jobs for one in pullers)
         tokens = sum(r.left for r in queue) + sum(one.job_tokens() for one in pullers)
@@ -317,6 +320,8 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.arrived: deque[Request] = deque()
+        # All whose prompts are not computed, so nobody has to look for them among all streams.
+        self.undone: dict[str, Request] = {}
         self.cache: set[int] = set()
         self.own = self.jobs = 0
         self.quiet_since = -math.inf
@@ -337,10 +342,10 @@ class Engine:
 
     def backlog(self) -> int:
         """Prompt tokens, own and pulled, that are not computed."""
-        return sum(r.left for r in [*self.running, *self.waiting] if not r.made)
+        return sum(r.left for r in self.undone.values())
 
     def job_tokens(self) -> int:
-        return sum(r.left for r in [*self.running, *self.waiting] if r.job_of is not None)
+        return sum(r.left for r in self.undone.values() if r.job_of is not None)
 
     def load(self) -> LoadReport:
         """What the worker has told others, at most TELL_S ago."""
@@ -362,15 +367,18 @@ class Engine:
     def add(self, request: Request) -> None:
         """A client's request."""
         self.own += 1
+        if self.own == 1:
+            self.cluster.changed()
         request.home = self
         request.hit = request.computed = self.hit(request)
-        self.waiting.append(request)
+        self._wait(request)
         self._wake()
 
     def _goes(self, request: Request) -> bool:
         """Decide where the prompt of a request is computed."""
         request.remote = self.cluster.pulls and self.rule.remote(request)
         if request.remote:
+            del self.undone[request.name]
             self.cluster.put(request)
         return request.remote
 
@@ -378,15 +386,19 @@ class Engine:
         """Pull the job of a request."""
         if request.home is self:
             request.remote = False
-            self.waiting.append(request)
+            self._wait(request)
         else:
             self.jobs += 1
             job = Request(
                 f"j{request.name}", request.at, request.prompt - 1, 0, request.blocks,
                 request.ttft_s, request.itl_s, request.hit, request.hit, job_of=request,
             )  # fmt: skip
-            self.waiting.append(job)
+            self._wait(job)
         self._wake()
+
+    def _wait(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.undone[request.name] = request
 
     def bring(self, request: Request) -> None:
         """The KV of a request has come."""
@@ -401,12 +413,18 @@ class Engine:
             self._stepping = True
             self._step()
 
+    def _quiet(self) -> None:
+        self.cluster.changed()
+        self.cluster.pull(self)
+
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> None:
         self.cluster.pull(self)
         while self.arrived:
-            self.waiting.appendleft(self.arrived.popleft())
+            request = self.arrived.popleft()
+            self.waiting.appendleft(request)
+            self.undone[request.name] = request
         threshold, budget = self.rule.plan()
         parts = self._schedule(threshold, budget)
         if not parts:
@@ -450,6 +468,8 @@ class Engine:
             r.computed += count
             if r.computed < r.prompt:
                 continue
+            if not r.made:
+                del self.undone[r.name]
             if r.job_of is not None:
                 over.append(r)
                 continue
@@ -469,7 +489,8 @@ class Engine:
                 self.cluster.over(r)
                 if not self.own:
                     self.quiet_since = now
-                    self.world.at(now + QUIET_S + 1e-6, lambda: self.cluster.pull(self))
+                    self.cluster.changed()
+                    self.world.at(now + QUIET_S + 1e-6, self._quiet)
         self._step()
 
 
@@ -490,6 +511,7 @@ class Cluster:
         self.decode = [one for one in self.engines if one.sides != "prefill"]
         self.pulls = options.rule != "plain" and any(o.sides != "decode" for o in self.engines)
         self.over: Callable[[Request], None] = lambda request: None
+        self._pullers: list[Engine] | None = None
         self._turn = itertools.count()
         # Prompt tokens of what the frontend has sent since each worker told its load.
         self.sent: list[list[int]] = [[] for _ in sides]
@@ -528,6 +550,16 @@ class Cluster:
 
     # ------------------------------------------------------------------ the queue
 
+    def pullers(self) -> list[Engine]:
+        """The workers that pull jobs now. Found anew only after `changed`: there may be 1,000."""
+        if self._pullers is None:
+            self._pullers = [one for one in self.engines if one.rule.pulls()]
+        return self._pullers
+
+    def changed(self) -> None:
+        """A worker has its first request, or none, or has had none for QUIET_S."""
+        self._pullers = None
+
     def put(self, request: Request) -> None:
         self.queue.append(request)
         self.world.at(self.world.now + WAY_S, self.offer)
@@ -535,7 +567,7 @@ class Cluster:
     def offer(self) -> None:
         """Give jobs to the workers that want them: first to one without streams."""
         while self.queue:
-            able = [one for one in self.engines if one.rule.wants() > 0]
+            able = [one for one in self.pullers() if one.rule.wants() > 0]
             if not able:
                 if not self._given_up():
                     return
@@ -551,8 +583,7 @@ class Cluster:
 
     def _given_up(self) -> bool:
         """By the rules of today, a job goes back when the last worker stops pulling."""
-        rules = [one.rule for one in self.engines]
-        if not isinstance(rules[0], Product) or any(rule.pulls() for rule in rules):
+        if self.pullers():
             return False
         request = self.queue.popleft()
         assert request.home is not None
@@ -562,7 +593,8 @@ class Cluster:
 
     def pull(self, engine: Engine) -> None:
         """Called before each step of a worker."""
-        self.offer()
+        if self.queue and (engine.rule.wants() > 0 or not self.pullers()):
+            self.offer()
 
     def commit(self, request: Request) -> None:
         home = request.home
