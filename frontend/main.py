@@ -234,7 +234,7 @@ class _Frontend:
                 etcd,
                 cluster.namespace,
                 options.lease_ttl_s,
-                partial(self._record, prepared.names[0]),
+                partial(self._records, prepared.names[0]),
             )
             await membership.join(options.connect_timeout_s)
             stack.push_async_callback(membership.leave)
@@ -338,9 +338,9 @@ class _Frontend:
 
         return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
 
-    def _record(self, model: str, incarnation: str) -> WorkerRecord:
+    def _records(self, model: str, incarnation: str) -> list[WorkerRecord]:
         """Return what this frontend says of itself in the registry."""
-        return WorkerRecord(
+        record = WorkerRecord(
             instance_id=self._instance_id,
             incarnation=incarnation,
             role="frontend",
@@ -354,6 +354,7 @@ class _Frontend:
             http=self._url,
             restarts=restarts_so_far(),
         )
+        return [record]
 
     async def _http(
         self,

@@ -1,6 +1,6 @@
-"""How this process is known to the cluster: its worker key, on its lease.
+"""How this process is known to the cluster: a key for each of its sides, on its lease.
 
-Life: `join` → `leave`. Meanwhile the lease is kept alive and our own key is watched:
+Life: `join` → `leave`. Meanwhile the lease is kept alive and our own keys are watched:
 
 - lease revoked: `revoked` is set, and nothing is registered again. The owner drains.
 - outage of etcd: the owner serves on. Once etcd answers, we register on a new lease, with a new
@@ -190,19 +190,20 @@ class EtcdLease:
 
 # --------------------------------------------------------------------------- the registration
 
-Make = Callable[[str], WorkerRecord]
+Make = Callable[[str], list[WorkerRecord]]
 
 
 class Membership:
     """See the module.
 
     ttl_s: whole seconds (etcd's floor is 2).
-    make: called on the loop with a new incarnation. Returns the record to publish, of which `state`
-        is replaced.
+    make: called on the loop with a new incarnation. Returns the records to publish, one for each
+        side. Their `state` is replaced.
     lease: our lease, which lives as far as we know. None: not registered.
     incarnation: of the last registration. Empty before `join`.
-    checking: whether the record says `checking` in place of `ready`. `refresh` follows a change.
-    revoked: set when somebody has revoked our lease. Two sides of one worker share it.
+    checking: whether the record of this role says `checking` in place of `ready`. `refresh` follows
+        a change.
+    revoked: set when somebody has revoked our lease.
     """
 
     def __init__(
@@ -213,8 +214,7 @@ class Membership:
         make: Make,
         *,
         clock: Clock = BOOT_CLOCK,
-        checking: Callable[[], bool] = lambda: False,
-        revoked: asyncio.Event | None = None,
+        checking: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -225,11 +225,11 @@ class Membership:
         self._state = WorkerState.READY
         self.lease: EtcdLease | None = None
         self._task: asyncio.Task[None] | None = None
-        self._record: WorkerRecord | None = None
+        self._records: list[WorkerRecord] = []
         self.incarnation = ""
         self._stale = asyncio.Event()
         self._writing = asyncio.Lock()
-        self.revoked = revoked or asyncio.Event()
+        self.revoked = asyncio.Event()
 
     async def join(self, wait_s: float = 0.0) -> None:
         """Register. While etcd does not answer, try again for `wait_s`.
@@ -237,12 +237,12 @@ class Membership:
         Raises IncompatibleError (field, both values, who) and RegistryUnavailable. Then nothing is
         registered."""
         incarnation = new_incarnation()
-        record = self._make(incarnation)
+        records = self._make(incarnation)
         give_up, backoff = self._clock.monotonic() + wait_s, Backoff(longest_s=1.0)
         while True:
             try:
-                await refuse_if_incompatible(self._client, self._namespace, record)
-                await self._register(incarnation, record)
+                await refuse_if_incompatible(self._client, self._namespace, records[0])
+                await self._register(incarnation, records)
                 break
             except RegistryUnavailable as exc:
                 # etcd may go away while a worker loads its model.
@@ -271,7 +271,7 @@ class Membership:
         self.refresh()
 
     def refresh(self) -> None:
-        """Write our key again soon."""
+        """Write our keys again soon."""
         self._stale.set()
 
     async def leave(self, timeout_s: float = 2.0) -> None:
@@ -286,36 +286,37 @@ class Membership:
 
     # ------------------------------------------------------------------ registering
 
-    async def _register(self, incarnation: str, record: WorkerRecord) -> None:
-        """Write the record on a new lease.
+    async def _register(self, incarnation: str, records: list[WorkerRecord]) -> None:
+        """Write the records on a new lease.
 
         Then look again: of two that joined at the same moment and do not fit, the later leaves."""
         lease = await EtcdLease.grant(self._client, self._ttl_s, clock=self._clock)
         try:
-            self._record = record
+            self._records = records
             await self._write(lease)
             lease.start()
-            await refuse_if_incompatible(self._client, self._namespace, record, registered=True)
+            await refuse_if_incompatible(self._client, self._namespace, records[0], registered=True)
         except BaseException:
             await lease.revoke()
             raise
         self.lease, self.incarnation = lease, incarnation
-        _log.info("registered %s as %s", record.instance_id, incarnation[:8])
+        _log.info("registered %s as %s", records[0].instance_id, incarnation[:8])
 
-    def _expected(self) -> tuple[str, bytes]:
-        """Our key and what it must hold."""
-        record = self._record
-        assert record is not None
+    def _key(self, record: WorkerRecord) -> str:
+        return keys.worker(self._namespace, record.role, record.instance_id)
+
+    def _expected(self, record: WorkerRecord) -> bytes:
+        """What the key of one of our records must hold."""
         state = self._state
-        if state is WorkerState.READY and self._checking():
+        if state is WorkerState.READY and self._checking(record.role):
             state = WorkerState.CHECKING
-        record = msgspec.structs.replace(record, state=state)
-        return keys.worker(self._namespace, record.role, record.instance_id), encode(record)
+        return encode(msgspec.structs.replace(record, state=state))
 
     async def _write(self, lease: EtcdLease) -> None:
         # The lock keeps an older state from landing last.
         async with self._writing:
-            await self._client.put(*self._expected(), lease.id)
+            for record in self._records:
+                await self._client.put(self._key(record), self._expected(record), lease.id)
 
     # ------------------------------------------------------------------ holding
 
@@ -335,20 +336,18 @@ class Membership:
             await self._reregister()
 
     async def _hold(self, lease: EtcdLease) -> LeaseFate:
-        helpers = [
-            asyncio.create_task(self._watch_own_key(lease)),
-            asyncio.create_task(self._rewrite(lease)),
-        ]
+        helpers = [asyncio.create_task(self._watch(lease, record)) for record in self._records]
+        helpers.append(asyncio.create_task(self._rewrite(lease)))
         try:
             return await lease.wait()
         finally:
             await end(*helpers)
 
-    async def _watch_own_key(self, lease: EtcdLease) -> None:
-        """Watch our key. What others have changed is written again.
+    async def _watch(self, lease: EtcdLease, record: WorkerRecord) -> None:
+        """Watch the key of one of our records. What others have changed is written again.
 
         The lease is told of a broken stream and of a key that is gone."""
-        key, _ = self._expected()
+        key = self._key(record)
         seen: bytes | None = None
         synced = False
         async for event in watch_prefix(self._client, key, on_break=lease.interrupted):
@@ -358,7 +357,7 @@ class Membership:
                 continue  # of a worker whose name begins like ours
             elif isinstance(event, Put):
                 seen = event.value
-                if self._replaced_by(seen):
+                if self._replaced(record, seen):
                     with contextlib.suppress(PullfillError):  # the next event tries again
                         await self._client.revoke_lease(lease.id)
                     lease.check_now()
@@ -366,17 +365,16 @@ class Membership:
             else:
                 seen = None
                 lease.check_now()
-            if synced and seen != self._expected()[1]:
+            if synced and seen != self._expected(record):
                 self._stale.set()
 
-    def _replaced_by(self, value: bytes) -> bool:
+    def _replaced(self, record: WorkerRecord, value: bytes) -> bool:
         """Whether a process with our id that has started after us has written this."""
-        assert self._record is not None
         try:
             other = decode(value, WorkerRecord)
         except BadMessage:  # written by hand
             return False
-        if other.started_at <= self._record.started_at:
+        if other.started_at <= record.started_at:
             return False
         _log.error(
             "another worker is called %s, too (host %s, pid %d), and has started later: leaving. "
@@ -386,7 +384,7 @@ class Membership:
         return True
 
     async def _rewrite(self, lease: EtcdLease) -> None:
-        """Write our key again each time `_stale` is set."""
+        """Write our keys again each time `_stale` is set."""
         backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()

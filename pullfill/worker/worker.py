@@ -15,8 +15,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
@@ -66,21 +64,12 @@ def engines_of(
     return [engine.of(context) for context in contexts]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side that serves, and its registration: a worker with both sides has two keys."""
-
-    name: str
-    service: Service
-    membership: Membership
-
-
 class Worker:
     """See the module.
 
     roles: how its sides are made, decode first. They are fixed: both, or one of them.
     stays: see `Report`.
-    revoked: set when somebody has revoked the lease of a side."""
+    revoked: set when somebody has revoked the lease. There once it is built."""
 
     def __init__(
         self,
@@ -99,8 +88,7 @@ class Worker:
         self._started_at = time.time()
         self._state = WorkerState.READY
         self._leaving = False
-        self._sides: list[Side] = []
-        self.revoked = asyncio.Event()
+        self._sides: dict[str, Service] = {}
 
     async def build(self, life: Life[list[Engine[Any]]], parts: AsyncExitStack) -> None:
         """Make the sides once the engine is ready. What it opens, it pushes onto `parts`.
@@ -132,9 +120,15 @@ class Worker:
         kv = memory.KvMemory(contexts, [role.copiers for role in self._roles])
         parts.push_async_callback(memory.end, life, kv)
         for role, engine in zip(self._roles, engines, strict=True):
-            service = await role.build(engine, servers, parts)
-            membership = self._membership(etcd, role.name, service)
-            self._sides.append(Side(role.name, service, membership))
+            self._sides[role.name] = await role.build(engine, servers, parts)
+        self._membership = Membership(
+            etcd,
+            namespace,
+            options.lease_ttl_s,
+            self._describe,
+            checking=lambda side: bool(self._sides[side].checking()),
+        )
+        self.revoked = self._membership.revoked
         await nats.start(options.connect_timeout_s)
         self._guard = EngineWatchdog(life, options.engine_stall_s, self._on_stuck)
         probe = ProbeServer(
@@ -146,10 +140,10 @@ class Worker:
 
     async def register(self, parts: AsyncExitStack) -> None:
         """Serve, so that others find this worker. See `build`."""
-        for side in self._sides:
-            parts.push_async_callback(side.membership.leave)
-            await side.membership.join(self._options.connect_timeout_s)
-            await side.service.start(side.membership.refresh)
+        parts.push_async_callback(self._membership.leave)
+        await self._membership.join(self._options.connect_timeout_s)
+        for service in self.services:
+            await service.start(self._membership.refresh)
         self._guard.start()
         parts.push_async_callback(self._guard.stop)
         serving = " and ".join(role.serving for role in self._roles)
@@ -158,13 +152,13 @@ class Worker:
     @property
     def services(self) -> list[Service]:
         """Those of its sides, decode first."""
-        return [side.service for side in self._sides]
+        return list(self._sides.values())
 
     async def stop_taking(self) -> None:
         """Take no new work, and tell everybody. There is no way back."""
         self._leaving, self._state = True, WorkerState.DRAINING
-        states = [side.membership.set_state(self._state) for side in self._sides]
-        await asyncio.gather(*(one.stop_taking() for one in self.services), *states)
+        told = self._membership.set_state(self._state)
+        await asyncio.gather(*(one.stop_taking() for one in self.services), told)
 
     def _on_stuck(self, stuck: bool) -> None:
         """Take no work while the engine is stuck. What is in the engine stays there, and goes
@@ -172,41 +166,33 @@ class Worker:
         if self._leaving or self.revoked.is_set():
             return  # it leaves anyway
         self._state = WorkerState.DRAINING if stuck else WorkerState.READY
-        for side in self._sides:
-            side.service.engine_stuck(stuck)
-            side.membership.note_state(self._state)
+        for service in self.services:
+            service.engine_stuck(stuck)
+        self._membership.note_state(self._state)
 
     # ------------------------------------------------------------------ what others are told
 
-    def _membership(self, etcd: EtcdClient, role: str, service: Service) -> Membership:
-        return Membership(
-            etcd,
-            self._cluster.namespace,
-            self._options.lease_ttl_s,
-            partial(self._describe, role, service),
-            checking=lambda: bool(service.checking()),
-            revoked=self.revoked,
-        )
+    def _describe(self, incarnation: str) -> list[WorkerRecord]:
+        sides = self._sides.items()
+        return [side.describe(self._record(name, incarnation)) for name, side in sides]
 
-    def _describe(self, role: str, service: Service, incarnation: str) -> WorkerRecord:
+    def _record(self, role: str, incarnation: str) -> WorkerRecord:
         engine = self._engine
-        return service.describe(
-            WorkerRecord(
-                instance_id=self._instance_id,
-                incarnation=incarnation,
-                role=role,
-                state=self._state,
-                model=engine.served_name,
-                model_path=self._options.model,
-                compat=engine.compat,
-                host=self._options.host,
-                host_id=host_id(),
-                pid=os.getpid(),
-                started_at=self._started_at,
-                http=self._http,
-                max_model_len=engine.view.config.model_config.max_model_len,
-                restarts=restarts_so_far(),
-            )
+        return WorkerRecord(
+            instance_id=self._instance_id,
+            incarnation=incarnation,
+            role=role,
+            state=self._state,
+            model=engine.served_name,
+            model_path=self._options.model,
+            compat=engine.compat,
+            host=self._options.host,
+            host_id=host_id(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            http=self._http,
+            max_model_len=engine.view.config.model_config.max_model_len,
+            restarts=restarts_so_far(),
         )
 
     @property
@@ -224,7 +210,8 @@ class Worker:
         detail = {"state": self._shown_state, "degraded": bool(reasons), "reasons": reasons}
         detail |= self._guard.detail()
         # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.
-        checked = any(s.service.checking() for s in self._sides if s.name == "decode")
+        decode = self._sides.get("decode")
+        checked = decode is not None and decode.checking()
         return self._state is WorkerState.READY and not checked, detail
 
     def _status(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, live_workers, revoke_worker
 from pullfill.registry.live_settings import Settings
+from pullfill.registry.membership import Membership
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import (
     WIRE_VERSION,
@@ -195,6 +196,29 @@ async def test_revoked_lease_is_noticed_at_once_and_stays_gone(client: EtcdClien
     assert not await me.set_state(WorkerState.DRAINING)
     assert await registered(client, ns) == {}
     assert await revoke_worker(client, ns, "prefill-1") is None
+    await me.leave()
+
+
+async def test_both_sides_of_a_worker_are_on_one_lease(client: EtcdClient, ns: str) -> None:
+    def make(incarnation: str) -> list[WorkerRecord]:
+        return [record("worker-1", incarnation, role=role) for role in ("decode", "prefill")]
+
+    me = Membership(client, ns, 60, make, checking=lambda role: role == "prefill")
+    await me.join()
+    both = {worker.record.role: worker for worker in await live_workers(client, ns)}
+    assert {role: worker.record.state for role, worker in both.items()} == {
+        "decode": WorkerState.READY, "prefill": WorkerState.CHECKING,
+    }  # fmt: skip
+    assert {worker.lease_id for worker in both.values()} == {me.lease.id}
+    await client.delete(keys.worker(ns, "prefill", "worker-1"))
+
+    async def back() -> bool:
+        return len(await live_workers(client, ns)) == 2
+
+    await soon(back)
+    assert await revoke_worker(client, ns, "worker-1")
+    await asyncio.wait_for(me.revoked.wait(), 10)
+    assert await live_workers(client, ns) == []
     await me.leave()
 
 

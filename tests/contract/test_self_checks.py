@@ -161,7 +161,7 @@ async def test_a_prefill_worker_registers_as_checking(client: EtcdClient) -> Non
     links = DecodeLinks(directory, hello, COMPAT, no_transfer_worker, kept=results)
     us = record("prefill-1", role="prefill", compat=COMPAT, computes="ours")
     membership = Membership(
-        client, "registers", 5, lambda _: us, checking=lambda: bool(links.checking)
+        client, "registers", 5, lambda _: [us], checking=lambda _: bool(links.checking)
     )
 
     async def state() -> WorkerState:

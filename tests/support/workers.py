@@ -45,10 +45,10 @@ def member(
 ) -> Membership:
     """A Membership. made: gets each incarnation. changes: of its record."""
 
-    def make(incarnation: str) -> WorkerRecord:
+    def make(incarnation: str) -> list[WorkerRecord]:
         if made is not None:
             made.append(incarnation)
-        return record(instance_id, incarnation, **(changes or {}))
+        return [record(instance_id, incarnation, **(changes or {}))]
 
     return Membership(client, namespace, ttl_s, make, **options)
 

@@ -42,10 +42,9 @@ def test_a_decode_worker_is_not_ready_before_it_gets_requests(role: str, ready: 
     """Kubernetes would end the old pod while frontends send nothing to the new one."""
     why = "self_check_pending"
     service: Any = SimpleNamespace(checking=lambda: why, reasons=list, told=dict)
-    side: Any = SimpleNamespace(name=role, service=service)
     options = WorkerOptions(model="m")
     worker: Any = Worker([], "w-1", ClusterRef("n", "e", "q"), options)
-    worker._sides.append(side)
+    worker._sides[role] = service
     worker._guard = SimpleNamespace(detail=dict)
     said, detail = worker._ready()
     assert (said, detail["state"], detail["reasons"]) == (ready, WorkerState.CHECKING, [why])
