@@ -65,21 +65,6 @@ def test_blocks_have_the_hashes_that_a_frontend_computes(held: Held) -> None:
     assert len(held) == 8
 
 
-def test_a_block_that_is_stored_twice_is_told_once_and_removed_once(held: Held) -> None:
-    held.store(stored(A))
-    assert list(held.store(stored(A))) == []
-    removed = Removed(ON_GPU, handles(A)[2:])
-    assert list(held.remove(removed)) == hashes(A)[2:]
-    assert list(held.remove(removed)) == []
-    assert len(held) == 2
-
-
-def test_blocks_after_an_unknown_block_are_left_out(held: Held) -> None:
-    assert list(held.store(stored(A, after=1))) == []
-    assert list(held.remove(Removed(ON_GPU, handles(A)))) == []
-    assert len(held) == 0
-
-
 def test_blocks_from_an_image_on_are_left_out(held: Held) -> None:
     image = stored(A)
     image = Stored(ON_GPU, image.handles, None, image.tokens, "", [None, (("id", 3),), None, None])

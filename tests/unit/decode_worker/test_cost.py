@@ -140,18 +140,6 @@ def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
 # ------------------------------------------------------------------ the next step
 
 
-def test_a_step_is_limited_only_while_streams_run(rig: Rig) -> None:
-    prompt = Prompt("job", 0, 2000, rig.clock.monotonic() + 2.0, rig.clock.monotonic())
-    assert rig.model.plan([prompt], (), 1024).total == 1024
-    names = rig.streams(4)
-    plan = rig.model.plan([prompt], (), 1024)
-    assert 0 < plan.total < 200
-    assert plan.seconds < 0.05
-    for name in names:
-        rig.model.finished(name)
-    assert rig.model.plan([prompt], (), 1024).total == 1024
-
-
 def test_streams_that_have_missed_their_target_have_no_vote(rig: Rig) -> None:
     names = rig.streams(4)
     for _ in range(2):

@@ -11,12 +11,10 @@ import pytest
 
 from pullfill.decode_worker.prefix import fetches
 from pullfill.decode_worker.prefix.fetches import FetchOutcome
-from pullfill.wire import RouterPolicy
 from tests.support.fetch_rig import LEAST, FetchWorker
-from tests.support.kv_engine import BLOCK, LAYOUT
+from tests.support.kv_engine import BLOCK
 from tests.support.transfer_rigs import RIGS
 
-BLOCK_BYTES = LAYOUT.block_bytes
 TOKENS = list(range(10 * BLOCK + 1))
 
 
@@ -76,21 +74,6 @@ async def test_a_prefix_that_is_hardly_longer_is_computed(
     worker.config = msgspec.structs.replace(worker.config, min_fetch_tokens=0)
     assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False), "it is switched off"
     assert asked == []
-
-
-async def test_a_prompt_whose_rest_goes_to_a_prefill_worker_is_not_fetched(
-    worker: FetchWorker, asked: list[Any]
-) -> None:
-    worker.told = {}
-    worker.config = msgspec.structs.replace(worker.config, policy=RouterPolicy.ALWAYS_REMOTE)
-    assert (await look(worker, hint(worker, 10 * BLOCK)))[1]
-    assert asked == []
-    conditional = RouterPolicy.CONDITIONAL
-    worker.config = msgspec.structs.replace(
-        worker.config, policy=conditional, max_local_prefill_length=BLOCK
-    )
-    assert await look(worker, hint(worker, 10 * BLOCK)) == (None, False), "one token is left"
-    assert len(asked) == 1
 
 
 async def test_a_holder_that_failed_is_not_asked_for_a_while(

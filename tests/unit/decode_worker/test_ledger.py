@@ -4,7 +4,6 @@ What holds in any order of events is checked by `test_ledger_model.py`."""
 
 from __future__ import annotations
 
-import errno
 import timeit
 from collections import Counter
 from typing import Any
@@ -16,25 +15,15 @@ from pullfill.decode_worker.ledger import (
     Hold,
     JobState,
     Ledger,
-    NakDelivery,
-    Release,
     Settle,
     Sums,
 )
 from pullfill.errors import Outcome
-from pullfill.wire import FenceToken, KvMode, RefuseReason
+from pullfill.wire import RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 from tests.support.loopback import LoopbackFences
-
-
-def opened(model: HandoffModel, targets: int = 2, hits: int = 0) -> Job:
-    """A published job."""
-    job = model.open(targets, hits)
-    assert job is not None
-    model.publish(job)
-    return job
 
 
 def state(model: HandoffModel, job: Job) -> JobState | None:
@@ -50,60 +39,6 @@ def told(model: HandoffModel) -> list[Any]:
 
 
 # ------------------------------------------------------------------ queued
-
-
-def test_queued_claim_grants() -> None:
-    model = HandoffModel()
-    model.ledger.kv_mode = KvMode.PULL
-    job = opened(model, 3, 2)
-    model.clock.advance(1.0)
-    grant = model.claim(job, "a").grant
-    assert grant is not None
-    assert (grant.attempt, grant.job_digest, grant.mode) == (1, b"digest", KvMode.PULL)
-    assert model.fences.granted(grant.fence, writes=False) is not None
-    assert grant.deadline_s == pytest.approx(TIMEOUT_S - 1.0)
-    assert state(model, job) is JobState.GRANTED
-    model.drain()
-
-
-@pytest.mark.parametrize(
-    ("how", "outcome"),
-    [
-        ("abort", Outcome.CANCELLED),
-        ("taken_back", Outcome.OWN_JOB),
-        ("deadline", Outcome.CLAIM_TIMEOUT),
-        ("publish_failed", Outcome.QUEUE_FULL),
-        ("incarnation", Outcome.PREFILL_LOST),
-        ("nobody", Outcome.PREFILL_LOST),
-    ],
-)
-def test_queued_closes_without_a_hold(how: str, outcome: Outcome) -> None:
-    model = HandoffModel()
-    job = model.open(2)
-    assert job is not None
-    model.publish(job, Outcome.QUEUE_FULL if how == "publish_failed" else None)
-    match how:
-        case "abort":
-            model.abort(job)
-        case "taken_back":
-            assert model.ledger.give_up(job.job.job_id, outcome, if_queued=True)
-            model.act()
-        case "deadline":
-            assert model.tick(CLAIM_S - 1) == pytest.approx(1.0), "the nearer bound"
-            assert told(model) == []
-            model.tick(1.0)
-        case "incarnation":
-            model.ledger.new_incarnation("i1")
-            model.act()
-        case "nobody":
-            model.lose("a", others_alive=False)
-    assert told(model) == [Settle(job.request.request_id, outcome)]
-    assert (state(model, job), job.freed) == (None, True)
-    assert job.cancelled_in_queue == (how != "publish_failed")
-    stale = RefuseReason.STALE_INCARNATION
-    assert model.claim(job, "a").refused is RefuseReason.CLOSED
-    refused = model.claim(job, "a", incarnation="i0").refused
-    assert refused is (stale if how == "incarnation" else RefuseReason.CLOSED)
 
 
 def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
@@ -122,55 +57,6 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
 
 
 # ------------------------------------------------------------------ granted
-
-
-@pytest.mark.parametrize("busy", [False, True])
-@pytest.mark.parametrize(
-    ("how", "outcome"),
-    [
-        ("abort", Outcome.CANCELLED),
-        ("deadline", Outcome.TIMEOUT),
-        ("fail", Outcome.PREFILL_FAILED),
-        ("wrong_count", Outcome.REJECTED),
-        ("alone_lost", Outcome.PREFILL_LOST),
-    ],
-)
-def test_granted_given_up(how: str, outcome: Outcome, busy: bool) -> None:
-    """The request is settled at once; its blocks stay held while a batch runs."""
-    model = HandoffModel()
-    job, grant = granted(model)
-    if busy:
-        assert model.begin_batch(grant)
-    match how:
-        case "abort":
-            model.abort(job)
-        case "deadline":
-            model.tick(TIMEOUT_S)
-        case "fail":
-            model.gave_up(grant, retry=False)
-        case "wrong_count":
-            assert model.commit(grant, wrong_by=-1) == "wrong_block_count"
-        case "alone_lost":
-            model.lose("a", others_alive=False)
-    settle = Settle(job.request.request_id, outcome)
-    hold = Hold(job.job.job_id, job.job.blocks)
-    assert told(model) == ([hold, settle] if busy else [settle]), "the hold comes first"
-    assert job.freed
-    assert model.commit(grant) == "stale"
-    if busy:
-        assert model.ledger.quarantined_blocks == len(job.blocks)
-        assert not set(job.blocks) & model.pool.free
-        model.tick(3600.0)
-        assert state(model, job) is JobState.QUARANTINED, "time is no proof"
-        assert model.claim(job, "b").refused is RefuseReason.CLOSED
-        assert model.ledger.sums().targets == job.targets
-        model.end_batch(grant)
-        model.tick()
-        assert told(model) == [Release(job.job.job_id)]
-    assert state(model, job) is None
-    assert model.ledger.sums() == Sums()
-    assert set(job.job.blocks[1:]) <= model.pool.free
-    model.drain()
 
 
 @pytest.mark.essential
@@ -216,16 +102,6 @@ def test_a_prompt_that_may_have_killed_two_prefill_workers_is_sent_to_no_third()
     assert job.cancelled_in_queue
 
 
-def test_a_writer_that_gives_up_is_no_loss() -> None:
-    model = HandoffModel()
-    job, _ = granted(model)
-    model.die("a", others_alive=True)
-    assert model.claim(job, "b").grant is not None
-    model.gave_up(model.grants[-1], retry=True)
-    assert told(model) == []
-    assert model.claim(job, "c").grant is not None
-
-
 def test_a_job_in_quarantine_is_held_until_its_writer_is_quiet() -> None:
     model = HandoffModel()
     job, grant = granted(model)
@@ -239,67 +115,7 @@ def test_a_job_in_quarantine_is_held_until_its_writer_is_quiet() -> None:
     assert model.claim(job, "b").grant is not None
 
 
-def test_what_a_writer_says_of_an_old_attempt_of_its_own_counts_nothing() -> None:
-    model = HandoffModel()
-    job, old = granted(model)
-    model.gave_up(old, retry=True)
-    assert model.claim(job, "a").grant is not None
-    assert model.commit(old) == model.ready(old) == "stale"
-    assert not said.progress(model.ledger, old.job_id, 1, "i0", "a", 1)
-    model.gave_up(old, retry=False)
-    assert (state(model, job), told(model)) == (JobState.GRANTED, [])
-    assert model.commit(model.grants[-1]) is None
-
-
-@pytest.mark.parametrize(
-    "who", [("i0", "mallory"), ("i9", "a")], ids=["another writer", "another incarnation"]
-)
-def test_nobody_else_can_speak_for_a_writer(who: tuple[str, str]) -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    ledger, name = model.ledger, grant.job_id
-    assert said.commit(ledger, name, 1, *who, 2) == said.ready(ledger, name, 1, *who, 2) == "stale"
-    assert not said.progress(ledger, name, 1, *who, 1)
-    for retry in (True, False):
-        said.gave_up(ledger, name, 1, *who, retry=retry)
-    assert (state(model, job), told(model)) == (JobState.GRANTED, [])
-    assert ledger.sums().unwritten == 2
-    assert model.commit(grant) is None
-
-
 # ------------------------------------------------------------------ pull mode
-
-
-def test_ready_read_committed() -> None:
-    model = HandoffModel()
-    job, grant = granted(model, targets=3, hits=2)
-    assert model.ready(grant) is None
-    assert model.fences.in_use == 0, "the writer is proved quiet before we read"
-    assert model.ledger.sums().jobs == Counter([JobState.READING])
-    assert model.commit(grant) == "stale"
-    assert model.ready(grant) == "stale"
-    model.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
-    (read,) = model.reads
-    assert model.end_read(read, good=True) is None
-    model.step()
-    assert job.reports == [True]
-    model.drain()
-
-
-@pytest.mark.parametrize("others_alive", [True, False])
-def test_a_prefill_worker_that_is_lost_while_we_read_takes_nothing_with_it(
-    others_alive: bool,
-) -> None:
-    """Its KV may still be read, and its message, which it can ack no more, is needed no more."""
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.ready(grant) is None
-    model.die("a", others_alive=others_alive)
-    assert (told(model), model.naks, job.cancelled_in_queue) == ([], [], True)
-    assert model.end_read(model.reads[0], good=True) is None
-    model.step()
-    assert job.reports == [True]
-    model.drain()
 
 
 @pytest.mark.parametrize("ends", ["abort", "deadline", "incarnation"])
@@ -456,41 +272,3 @@ def test_the_timer_looks_at_no_job_before_the_first_is_due(
     fill(ledger, 1)
     monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
     assert ledger.tick() == pytest.approx(30.0)
-
-
-# ------------------------------------------------------------------ no proof can be asked for
-
-
-class NoLocks(LoopbackFences):
-    """The kernel has no memory for the lock of the first proof."""
-
-    fails = True
-
-    def try_revoke(self, token: FenceToken) -> bool:
-        if self.fails:
-            self.fails = False
-            raise OSError(errno.ENOLCK, "no locks available")
-        return super().try_revoke(token)
-
-
-@pytest.mark.parametrize("lost", [True, False])
-def test_a_proof_that_cannot_be_asked_for_keeps_no_request_and_no_other_job_waiting(
-    lost: bool, clock: FakeClock
-) -> None:
-    ledger = Ledger(NoLocks(4), incarnation="i", clock=clock)
-    fill(ledger, 2)
-    for name in ("j0", "j1"):
-        ledger.published(name, object())
-        said.grant(ledger, name, "i", "a", "ack")
-    if lost:
-        ledger.writer_lost("a", others_alive=True)
-        naks = [action for action in ledger.take_actions() if isinstance(action, NakDelivery)]
-        assert len(naks) == 2
-        assert said.grant(ledger, "j1", "i", "b").grant is not None
-        return
-    clock.advance(100.0)
-    ledger.tick()
-    assert outcomes(ledger) == [Outcome.TIMEOUT] * 2
-    clock.advance(1.0)
-    ledger.tick()
-    assert ledger.open_jobs == 0, "asked again"

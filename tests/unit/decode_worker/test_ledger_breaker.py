@@ -101,20 +101,6 @@ def test_after_the_first_few_no_prompt_waits_the_claim_timeout(decode: Decode) -
     assert gaps[-1] == gaps[-2] == pytest.approx(PAUSE_S[1] / 0.5, abs=2), "up to its limit"
 
 
-def test_a_trial_that_is_claimed_closes_it(half_open: Decode) -> None:
-    trial = half_open.prompt()
-    assert half_open.decide() == "claims_stalled", "one trial at a time"
-    assert half_open.claims(trial)
-    half_open.prompt()
-    half_open.prompt()
-
-
-def test_jobs_of_the_self_check_that_nobody_claims_do_not_open_it(decode: Decode) -> None:
-    for _ in range(STALLS):
-        decode.waited(decode.prompt(to="p"))
-    decode.stall()
-
-
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_job_of_the_self_check_says_nothing_about_the_queue(
     half_open: Decode, claimed: bool
@@ -149,32 +135,6 @@ def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prom
     half_open.prompt()
 
 
-@pytest.mark.parametrize("remote_s", [CLAIM_S, CLAIM_S / 2])
-def test_it_opens_too_where_a_job_has_no_more_time_than_its_claim(
-    decode: Decode, remote_s: float
-) -> None:
-    """`router.remote_timeout_s` is not above `router.claim_timeout_s`, and a job is published a
-    moment after it was opened. So its deadline comes first."""
-    for _ in range(STALLS):
-        job = decode.prompt(later=True, timeout_s=remote_s)
-        decode.clock.advance(0.01)
-        decode.ledger.set_digest(job, b"d")
-        assert decode.waited(job) == pytest.approx(remote_s - 0.01)
-    assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS
-    assert decode.decide() == "claims_stalled"
-
-
-def test_jobs_that_were_published_late_are_no_stalls(decode: Decode) -> None:
-    """Their deadline came first. Nobody had the whole claim timeout to claim them."""
-    for _ in range(STALLS):
-        job = decode.prompt(later=True)
-        decode.clock.advance(2.5 * CLAIM_S)
-        decode.ledger.set_digest(job, b"d")
-        assert decode.waited(job) == pytest.approx(0.5 * CLAIM_S)
-    assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS
-    decode.prompt()
-
-
 def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> None:
     for _ in range(STALLS):
         decode.prompt()
@@ -186,18 +146,6 @@ def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> 
     assert decode.decide() == "claims_stalled"
     assert decode.ledger.open_jobs == 0
     assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS + [Outcome.CLAIMS_STALLED] * 5
-
-
-def test_a_timeout_is_no_stall_if_something_was_claimed_meanwhile(decode: Decode) -> None:
-    """A burst whose first job is done before the others' time is up."""
-    burst = [decode.prompt() for _ in range(2 * STALLS)]
-    decode.clock.advance(CLAIM_S / 2)
-    assert decode.claims(burst[0])
-    decode.commits(burst[0])
-    decode.clock.advance(CLAIM_S / 2)
-    decode.ledger.tick()
-    assert decode.outcomes().count(Outcome.CLAIM_TIMEOUT) == len(burst) - 1
-    decode.prompt()
 
 
 def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(

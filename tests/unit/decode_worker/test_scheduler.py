@@ -13,7 +13,6 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.queue.contract import Urgency
 from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
-from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
 from tests.support.handoff_model import BLOCK, HandoffModel
 from tests.support.loopback import LoopbackFences
@@ -201,31 +200,6 @@ def test_the_hold_comes_before_the_report_that_frees() -> None:
     model.tick()
     model.step()
     model.drain()
-
-
-def test_what_came_before_a_step_is_told_before_it_and_what_failed_with_it() -> None:
-    rig = Rig()
-    for name in ("good", "bad"):
-        rig.send(20, name=name)
-        job = rig.published[-1]
-        said.grant(rig.ledger, job.job_id, "i", "a")
-    said.commit(rig.ledger, rig.published[0].job_id, 1, "i", "a", 5)
-    said.gave_up(rig.ledger, rig.published[1].job_id, 1, "i", "a", "no", retry=False)
-    assert rig.side.finish() == ["good"]
-    assert rig.side.has_work, "the other one waits for a step"
-    assert rig.side.finish() == []
-    assert rig.side.collect() == ([], ["bad"])
-    assert not rig.side.has_work
-    assert rig.side.collect() == ([], [])
-
-
-def test_finished_before_it_was_allocated_leaves_nothing() -> None:
-    rig = Rig()
-    rig.side.decide(FakeRequest("r", list(range(20))), 0)
-    rig.side.request_finished("r")
-    rig.side.enqueue(FakeRequest("r", list(range(20))), [[1, 2, 3, 4, 5]], 19)
-    assert rig.ledger.open_jobs == 0
-    assert rig.side.collect() == ([], [])
 
 
 def test_vllm_reserves_no_blocks_for_a_request_whose_fetch_has_failed() -> None:

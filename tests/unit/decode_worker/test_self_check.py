@@ -147,14 +147,6 @@ async def test_what_could_not_be_compared_is_no_failure_and_another_of_the_kind_
         await soon(lambda: rig.results() == ["passed"] * 3)
 
 
-async def test_a_prefill_worker_that_drains_is_not_asked() -> None:
-    async with a_rig() as rig:
-        rig.meet("prefill-1#1").leaving = True
-        rig.meet("prefill-2#2")
-        await soon(lambda: rig.results() == ["passed"] * 2)
-        assert {writer for _, writer in rig.engine.asked} == {"", "prefill-2#2"}
-
-
 async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
     """KV of that type is no numbers, and at first there are no log probabilities either."""
     async with a_rig(replace(OURS, kv_dtype="fp8_ds_mla")) as rig:
