@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage, ClaimRefused, PeerUnavailable
+from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.handoff import patience
@@ -292,16 +292,6 @@ async def test_a_refused_claim_takes_no_message_from_who_holds_the_job(
     assert delivery.verbs == verbs
 
 
-async def test_a_peers_nonsense_in_the_middle_is_no_poison() -> None:
-    """As a session raises it when the owner refuses a write or breaks off."""
-    worker = Worker()
-    delivery = worker.begin()
-    (await worker.computing()).end(BadMessage("the owner refuses: a block is outside the grant"))
-    await worker.over()
-    assert delivery.verbs == ["nak"]
-    assert back(worker).retry
-
-
 @pytest.mark.parametrize("inputs", [True, False])
 async def test_a_job_counts_while_the_inputs_of_others_are_sent(inputs: bool) -> None:
     """Otherwise this worker would pull up to 64, and other workers would get none."""
@@ -423,33 +413,7 @@ async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() 
 # ------------------------------------------------------------------ a commit that is refused
 
 
-@pytest.mark.parametrize(
-    ("reason", "verbs"), [("stale", []), ("wrong_block_count", ["ack"]), ("", ["ack"])]
-)
-async def test_a_stale_commit_settles_nothing(reason: str, verbs: list[str]) -> None:
-    """Another worker may have claimed the job: an ack would take the message away under it."""
-    worker, delivery = Worker(), Delivered()
-    worker.reason = reason
-    worker.begin(delivery)
-    (await worker.computing()).end(None)
-    await worker.over()
-    assert delivery.verbs == verbs
-    assert worker.budget.completed == (not reason)
-
-
 # ------------------------------------------------------------------ its message in the queue
-
-
-async def test_the_newest_delivery_is_settled_and_kept_alive() -> None:
-    worker, first, second = Worker(), Delivered(), Delivered()
-    worker.begin(first)
-    task = await worker.computing()
-    worker.begin(second)
-    (job,) = worker.puller._jobs.values()
-    await job.heartbeat()
-    task.end(None)
-    await worker.over()
-    assert (first.verbs, second.verbs) == ([], ["in_progress", "ack"])
 
 
 async def test_a_delivery_that_comes_during_a_run_that_settles_nothing_runs_next() -> None:

@@ -78,16 +78,6 @@ def job_of(name: str) -> PrefillJob:
 # ------------------------------------------------------------------ how much is pulled
 
 
-async def test_each_job_starts_before_the_next_is_asked_for() -> None:
-    worker = Worker()
-    for number in range(4):
-        worker.publish(f"j{number}")
-    worker.puller.start()
-    await worker.runs("j0", "j1", "j2")
-    await worker.puller.close()
-    assert worker.pulls == [0, 1, 2], "then the budget is used up"
-
-
 async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> None:
     """Of any length. KV that travels does not count, up to the most jobs at once."""
     worker = Worker(Budget(1, concurrency=1, claim_s=60.0), max_jobs=4)

@@ -49,19 +49,6 @@ def port() -> Port:
     return Port()
 
 
-async def test_all_who_wait_get_the_transfer_worker_of_one_attempt(port: Port) -> None:
-    port.go.clear()
-    asked = await port.ask(8)
-    assert port.shared.current is None
-    port.go.set()
-    first, *others = await asyncio.gather(*asked)
-    assert all(other is first for other in others)
-    assert (await port.shared.get(), port.shared.current) == (first, first)
-    assert port.attempts == 1
-    port.shared.close()
-    assert port.closed == 1
-
-
 @pytest.mark.parametrize(
     "failure", [PeerUnavailable("no answer"), BadMessage("x"), ValueError("y")]
 )

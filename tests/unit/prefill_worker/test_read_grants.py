@@ -4,7 +4,6 @@ given back on a proof only."""
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +139,3 @@ def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path)
         session.close()
         memory.close(prefill.context)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_port_that_was_asked_for_and_one_that_is_told(tmp_path: Path) -> None:
-    """Behind a firewall or a forwarded port."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port)
-    told = [prefill.regions[0].endpoints["tcp"]]
-    memory.close(prefill.context)
-    prefill = Prefill(tmp_path, frozenset({"tcp"}), port=port, advertise="tcp://outside:7")
-    told.append(prefill.regions[0].endpoints["tcp"])
-    memory.close(prefill.context)
-    assert told == [f"tcp://127.0.0.1:{port}", "tcp://outside:7"]

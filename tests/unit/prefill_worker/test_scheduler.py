@@ -111,22 +111,6 @@ def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> Non
     assert engine.run(0).sent == set()
 
 
-def test_what_ended_between_two_steps_is_told_between_them() -> None:
-    """Once. Only a failed read has to wait for a step: vLLM takes it from nowhere else."""
-    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
-    engine.admit()
-    engine.transfer_worker.finish()
-    assert engine.side.before_step() == StepReport({"j.1"})
-    assert not engine.side.has_work
-    assert engine.run(4 * BLOCK).loaded == set()
-    assert engine.side.finished(engine.request) is True
-    engine.transfer_worker.flush()
-    assert engine.side.before_step() == StepReport(sent={"j.1"})
-    assert engine.side.before_step() == StepReport()
-    assert not engine.side.has_work
-    assert engine.run(0).sent == set()
-
-
 def test_the_last_copy_ending_as_the_request_does() -> None:
     """The transfer worker counts down before it calls back; a finish in between frees by itself."""
     engine = Engine(2 * BLOCK)
@@ -151,19 +135,6 @@ def test_abort_while_reading() -> None:
     report = engine.run(0)
     assert (report.failed, report.sent) == ({"j.1"}, set())
     assert engine.run(0) == StepReport()
-
-
-def test_abort_while_writing() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(2 * BLOCK)
-    engine.task.cancel()
-    assert engine.side.finished(engine.request) is True
-    engine.side.tasks.pop("j.1")
-    assert engine.run(0).sent == set()
-    engine.transfer_worker.finish(Fenced("revoked"))
-    assert engine.run(0).sent == {"j.1"}
-    assert len(engine.ends) == 1
 
 
 def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
@@ -223,19 +194,6 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
     assert engine.run(0).loaded == {"j.1"}
-
-
-def test_a_request_aborted_before_its_read_began_is_reported_once() -> None:
-    engine = Engine(4 * BLOCK, hit=2 * BLOCK)
-    engine.side.scheduled(step({"other": 1}))
-    engine.admit()
-    engine.task.cancel()
-    assert engine.side.finished(engine.request) is False, "freed when the read is reported"
-    engine.side.step_done()
-    engine.transfer_worker.finish(Fenced("cancelled"))
-    report = engine.run(0)
-    assert (report.failed, report.sent) == ({"j.1"}, set())
-    assert engine.run(0).sent == set()
 
 
 def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:

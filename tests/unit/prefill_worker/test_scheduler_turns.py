@@ -101,25 +101,6 @@ def test_a_step_computes_one_prompt() -> None:
     assert engine.computed == ["job-a", "job-b", "job-c"]
 
 
-def test_the_next_prefix_is_read_while_one_computes_and_the_last_still_travels() -> None:
-    engine = Engine(1)
-    engine.add("a", STEP)
-    engine.step()
-    assert [copy.task.job_id for copy in engine.transfer_worker.queue] == ["job-a"], "it travels"
-    engine.add("b", 2 * STEP)
-    engine.add("c", STEP + 1, hit=STEP)
-    engine.step()
-    copies = [(copy.task.job_id, copy.read) for copy in engine.transfer_worker.queue]
-    assert copies == [("job-a", False), ("job-c", True), ("job-b", False)]
-    engine.end_read()
-    engine.step()
-    engine.step()
-    assert engine.steps[1:] == [{"b": 7}, {"b": 7}, {"b": 2}], "the read had ended, but not b"
-    engine.step()
-    assert engine.steps[4] == {"c": 1}, "at once after b, without a step between"
-    assert engine.transfer_worker.queue[0].task.job_id == "job-a", "which still travels"
-
-
 def test_a_read_that_is_held_gives_no_work_until_there_is_a_turn() -> None:
     """The engine would take steps without end to hear of it."""
     engine = Engine(1)

@@ -428,12 +428,3 @@ def test_a_hit_is_read_from_the_block_on_where_the_window_begins() -> None:
     job = handed_over(handoff)
     assert job is not None
     assert (job.hit_tokens, job.read_from, handoff.external) == (28, (0, 11), 28)
-
-
-def test_a_hit_of_which_a_window_has_dropped_blocks_is_not_read() -> None:
-    served = {"decode_served": [29], "dropped": list(range(30))}
-    handoff = Handoff(Case(size=2, windows=(None, 6), tokens=40, **served))
-    job = handed_over(handoff)
-    assert job is not None
-    assert (job.hit_tokens, handoff.external) == (28, 0)
-    assert job.read_from[1] > 11

@@ -183,21 +183,6 @@ def test_a_callback_that_fails_leaves_nobody_waiting(transfer_worker: TransferWo
     assert transfer_worker.flush(calls.task, timeout_s=10)
 
 
-def test_close_lets_the_running_copy_end_and_fails_the_rest(
-    transfer_worker: TransferWorker, session: Session
-) -> None:
-    calls = held_in_the_first_of_two(transfer_worker, session)
-    transfer_worker.close()
-    transfer_worker.close()
-    assert transfer_worker.flush(calls.task, timeout_s=0.02) is False
-    session.gate.set()
-    assert transfer_worker.flush(calls.task) is True
-    assert session.done == [("write", [1], [6])]
-    assert calls.callbacks[0] is None
-    assert isinstance(calls.callbacks[1], HandoffError)
-    assert len(calls.ends) == 1
-
-
 def test_work_submitted_after_the_end_is_answered_too(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
@@ -304,15 +289,3 @@ def test_there_is_room_once_nobody_is_at_the_limit() -> None:
     credits.refresh_metrics()
     found = {w: metrics.KV_CREDITS.labels(w)._value.get() for w in ("limit", "most", "all")}
     assert found == {"limit": 100, "most": 99, "all": 129}
-
-
-def test_a_closed_account_is_written_off() -> None:
-    rooms: list[int] = []
-    credits = Credits(100, on_room=lambda: rooms.append(1))
-    old, new = credits.open("decode-1"), credits.open("decode-1")
-    credits.add(old, 500)
-    credits.add(new, 7)
-    assert credits.used == {"decode-1": 507}
-    for nbytes, close in ((0, True), (0, True), (-500, False), (500, False)):
-        credits.add(old, nbytes, close=close)
-    assert (credits.used, credits.gone, rooms) == ({"decode-1": 7}, [], [1])
