@@ -15,7 +15,7 @@ from pullfill.engine.blame import Fault
 from pullfill.errors import IncompatibleError, PeerUnavailable
 from pullfill.frontend import counters, dispatch
 from pullfill.frontend.decode_pool import refuse_other_models
-from pullfill.frontend.dispatch import NO_WORKER, Dispatcher
+from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import WAITS, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
@@ -64,14 +64,6 @@ async def test_a_request_before_any_worker_waits_for_one() -> None:
         await soon(lambda: "early" in r.sink.finished)
 
 
-async def test_without_a_worker_the_request_fails_and_says_what_to_start() -> None:
-    async with rig(waits=Waits(first=0.1)) as r:
-        r.dispatcher.submit(request("alone"))
-        await soon(lambda: bool(r.sink.failures))
-        assert r.sink.failures == {"alone": NO_WORKER}
-        assert r.dispatcher.in_flight == 0
-
-
 async def test_abort_reaches_the_worker_and_late_outputs_are_dropped() -> None:
     worker = FakeDecode(hold=True)
     async with rig(worker) as r:
@@ -98,17 +90,6 @@ async def test_a_frontend_that_leaves_tells_all_its_clients() -> None:
         assert set(r.sink.faults.values()) == {Fault.WORKERS}
         await soon(lambda: worker.aborted == ["a"])
         assert r.dispatcher.in_flight == 0
-
-
-async def test_one_worker_cannot_speak_for_another() -> None:
-    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("a"))
-        await soon(lambda: bool(one.added))
-        two.say(Output("a", [9], finish_reason=0))
-        one.hold = False
-        await soon(lambda: "a" in r.sink.finished)
-        assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
 
 
 async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
@@ -318,26 +299,6 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     await soon(lambda: list(later.failures) == ["a1"])
     assert later.dispatcher.in_flight == 0
     assert failed.get() - before == 2
-
-
-async def test_a_prompt_that_has_moved_is_load_until_its_first_output() -> None:
-    desk, second = Desk(request("a")), Worker("B")
-    desk.say("a", 1)
-    desk.lose(second)
-    await soon(lambda: bool(second.flights))
-    view = desk.dispatcher.balancer._placer.views["B"]
-    assert view.own_tokens == 4
-    desk.say("a~1", 2)
-    assert view.own_tokens == 0
-
-
-async def test_a_configuration_may_forbid_that_answers_go_on() -> None:
-    desk = Desk(request("a"), request("b"), never="it drafts")
-    desk.say("a", 1)
-    second = Worker("B")
-    desk.lose(second)
-    await soon(lambda: set(second.flights) == {"b~1"})
-    assert "another cannot continue it exactly: it drafts" in desk.failures["a"]
 
 
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import pytest
@@ -93,52 +92,6 @@ async def test_a_request_that_is_handed_back_goes_to_another_for_a_while(count: 
             assert len(workers[0].added) == 1
 
 
-@pytest.mark.parametrize(
-    ("params", "word"),
-    [
-        ({"seed": 1}, "seed"),
-        ({"presence_penalty": 1.0}, "presence penalty"),
-        ({"structured_outputs": {"json": {}}}, "structured output"),
-    ],
-)
-async def test_what_cannot_be_exact_ends_with_the_reason(params: dict[str, Any], word: str) -> None:
-    one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2")
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("a", PROMPT, max_tokens=500, **params))
-        await begun(r, "a")
-        one.die()
-        await soon(lambda: bool(r.sink.failures))
-        said = r.sink.failures["a"]
-        assert "decode-1 was lost" in said
-        assert f"after {len(r.sink.tokens['a'])} tokens" in said
-        assert word in said
-        assert not two.added
-
-
-async def test_a_seeded_request_without_a_token_starts_again_elsewhere() -> None:
-    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("a", seed=1))
-        await soon(lambda: bool(one.added))
-        one.die()
-        await soon(lambda: "a" in r.sink.finished)
-        assert r.sink.tokens["a"] == answer([1, 2, 3], 4)
-        assert [q.request_id for q in two.added] == ["a~1"]
-        assert r.sink.gone == ["decode-1"]
-
-
-async def test_a_worker_that_joins_in_time_takes_it() -> None:
-    only = FakeDecode("decode-1", step_s=0.01)
-    async with rig(only) as r:
-        r.dispatcher.submit(request("a", PROMPT, max_tokens=300))
-        await begun(r, "a")
-        only.die()
-        await r.ready(0)
-        r.add(FakeDecode("decode-2"))
-        await soon(lambda: "a" in r.sink.finished)
-        assert r.sink.tokens["a"] == answer(PROMPT, 300)
-
-
 @pytest.mark.parametrize("room", [402, 403])
 async def test_a_worker_too_small_for_the_rest_is_not_asked(room: int) -> None:
     one = FakeDecode("decode-1", stop_after=SOME, max_model_len=512)
@@ -163,29 +116,6 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
         one.say(Output("a", answer(PROMPT, 2), finish_reason=ABORT))
         await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 9)
-
-
-async def test_what_the_first_worker_says_after_giving_up_is_dropped() -> None:
-    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", step_s=0.005)
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("a", PROMPT, max_tokens=60))
-        await begun(r, "a")
-        one.leave()
-        one.say(Output("a", [1, 2, 3], finish_reason=LENGTH))
-        await soon(lambda: "a" in r.sink.finished)
-        assert r.sink.tokens["a"] == answer(PROMPT, 60)
-
-
-async def test_an_abort_between_two_workers_ends_it_everywhere() -> None:
-    one, two = FakeDecode("decode-1", step_s=0.01), FakeDecode("decode-2", step_s=0.01)
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("a", max_tokens=500))
-        await begun(r, "a")
-        one.die()
-        await soon(lambda: bool(two.added) or r.dispatcher.in_flight == 0)
-        r.dispatcher.abort(["a"])
-        await soon(lambda: two.aborted == ["a~1"])
-        assert r.dispatcher.in_flight == 0
 
 
 async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
@@ -251,18 +181,3 @@ async def test_no_token_is_lost_or_repeated_whatever_goes_when(seed: int) -> Non
         for name, (prompt, count) in wanted.items():
             assert r.sink.tokens[name] == answer(prompt, count)
         assert any("~" in q.request_id for w in r.workers for q in w.added)
-
-
-async def test_a_worker_that_gave_a_request_back_may_continue_it_later() -> None:
-    """By then it is well again, and it is the only one."""
-    one, two = FakeDecode("decode-1", migrate=True), FakeDecode("decode-2", stop_after=SOME)
-    async with rig(one) as r:
-        r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
-        await soon(lambda: len(one.added) == 1)
-        r.add(two)
-        await begun(r, "r")
-        one.migrate = False
-        two.die()
-        await soon(lambda: bool(r.sink.finished) or bool(r.sink.failures))
-        assert r.sink.failures == {}
-        assert r.sink.tokens["r"] == answer(PROMPT, 200)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pullfill.frontend import counters
-from pullfill.frontend.flight import Waits, name_of
+from pullfill.frontend.flight import Waits
 from tests.support.fake_vllm import answer, request
 from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig
 from tests.support.waiting import soon
@@ -91,18 +91,6 @@ async def test_choices_of_one_answer_are_convicted_once() -> None:
         two.die()
         await soon(lambda: r.sink.refused == {"d1", "d2"})
         assert convicted() - before == 1
-
-
-async def test_an_answer_that_was_at_no_death_moves_although_one_like_it_is_refused() -> None:
-    board = Alone()
-    one, two = FakeDecode("decode-1", stop_after=2), FakeDecode("decode-2")
-    async with rig(one, two, board=board) as r:
-        r.dispatcher.submit(request("s", [1], max_tokens=9))
-        await soon(lambda: bool(r.sink.tokens))
-        board.post(name_of(r.dispatcher.flights["s"]), 2, 1)
-        one.leave()
-        await soon(lambda: "s" in r.sink.finished)
-        assert r.sink.tokens["s"] == answer([1], 9)
 
 
 async def test_a_second_try_of_a_user_who_went_away_is_a_second_try() -> None:
@@ -207,20 +195,6 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
         await soon(lambda: len(r.sink.gone) == 3)
         counted = sorted(sum(f.deaths.values()) for f in r.dispatcher.flights.values())
         assert counted == ([3] * 3 if others else [3, 6, 6])
-
-
-async def test_what_was_at_a_death_goes_where_nothing_else_like_it_is() -> None:
-    one, *rest = [FakeDecode(f"decode-{i}", hold=True) for i in range(4)]
-    async with rig(one, waits=QUICK) as r:
-        for i in range(3):
-            r.dispatcher.submit(request(f"r{i}", [i]))
-        await soon(lambda: len(one.added) == 3)
-        for fake in rest:
-            r.add(fake)
-        await r.ready(4)
-        await asyncio.to_thread(one.die)
-        await soon(lambda: sum(len(fake.added) for fake in rest) == 3)
-        assert [len(fake.added) for fake in rest] == [1, 1, 1]
 
 
 async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:

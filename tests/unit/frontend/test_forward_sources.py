@@ -13,7 +13,7 @@ from pullfill import redact
 from pullfill.errors import ConfigError
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.layer import check
-from pullfill.frontend.forward.servers import BLOCK, LOOKED_AT, prompt_of
+from pullfill.frontend.forward.servers import prompt_of
 from pullfill.frontend.forward.sources import (
     Heartbeats,
     StockEntry,
@@ -220,18 +220,6 @@ def test_the_prefill_stage_has_one_token_and_the_decode_stage_is_as_it_came() ->
     assert told == body | {"kv_transfer_params": {"b": 2}}
 
 
-def test_a_longer_conversation_begins_with_the_blocks_of_a_shorter_one() -> None:
-    first = {"role": "user", "content": "x" * 4 * BLOCK * 3}
-    more = [first, {"role": "assistant", "content": "y" * 4 * BLOCK}]
-    short, long, other = (
-        prompt_of({"model": model, "messages": messages}).hashes
-        for model, messages in (("m", [first]), ("m", more), ("n", more))
-    )
-    assert 3 <= len(short) < len(long)
-    assert list(long[: len(short)]) == list(short)
-    assert list(other[:1]) != list(long[:1])
-
-
 def test_an_odd_prompt_has_no_blocks_but_a_length() -> None:
     for body in (
         {},
@@ -245,8 +233,3 @@ def test_an_odd_prompt_has_no_blocks_but_a_length() -> None:
     ):
         found = prompt_of(body)
         assert (found.tokens >= 1, len(found.hashes)) == (True, 0)
-
-
-def test_of_a_large_prompt_the_beginning_is_looked_at() -> None:
-    found = prompt_of({"messages": ["x" * 2 * LOOKED_AT]})
-    assert (found.tokens, len(found.hashes)) == (LOOKED_AT // 4, LOOKED_AT // 4 // BLOCK)

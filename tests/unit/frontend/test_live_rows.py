@@ -32,30 +32,6 @@ def request(record: ExplainRecord = RECORD, **fields: Any) -> Explained:
     return RequestRecord("cmpl-1", told=record, **(known | fields)).explained()
 
 
-def test_a_row_has_the_mean_time_between_tokens_and_what_is_known_of_the_stages() -> None:
-    row = ended_of(request(), TARGETS)
-    assert (row.id, row.at, row.ttft_ms, row.itl_ms) == ("cmpl-1", 7.13, 50.0, 8.0)
-    assert (row.good, row.made, row.prompt) == (True, 11, 90)
-    assert row.stages == {"queue": 5.0, "prefill": 9.0}
-    assert (row.decode, row.prefill) == ("d", "p")
-    cancelled = ended_of(request(answer_ms=None), TARGETS)
-    assert (cancelled.at, cancelled.itl_ms, cancelled.good) == (None, None, None)
-    told = Explained.of(RECORD, state="cancelled", arrived_at=7.0, answer_ms=130.0)
-    assert ended_of(told, TARGETS).at is None, "a worker tells when, too"
-
-
-def test_goodput_is_by_the_requests_own_targets_if_it_names_some() -> None:
-    for fields, good in (
-        ({"targets_ms": (49.0, None)}, False),
-        ({"targets_ms": (None, 7.9)}, False),
-        ({"targets_ms": (None, 8.1)}, True),
-        ({"first_token_ms": 101.0}, False),
-        ({"answer_tokens": 1}, True),
-        ({"targets_ms": ("nonsense", None)}, True),
-    ):
-        assert ended_of(request(**fields), TARGETS).good is good  # type: ignore[arg-type]
-
-
 def test_a_failed_request_says_why() -> None:
     row = ended_of(request(answer_ms=2000.0, error="no worker"), TARGETS)
     assert (row.at, row.path, row.reason, row.good) == (9.0, FAILED, "no worker", False)
