@@ -262,13 +262,6 @@ def test_a_reason_of_any_length_fits_a_commit(tmp_path: Path) -> None:
     assert decode_message(encode(commit), Commit) == commit
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
-def test_only_what_was_chosen_is_offered(tmp_path: Path, name: str) -> None:
-    decode = own(tmp_path, WHOLE, offered={name})
-    assert set(decode.descriptors[0].endpoints) == {name}
-    decode.owner.close()
-
-
 def test_an_address_to_publish_takes_the_place_of_the_bound_one(tmp_path: Path) -> None:
     owner = own(tmp_path, WHOLE, listen=False).owner
     assert "tcp" not in owner.endpoints(), "nothing listens yet"
@@ -299,15 +292,6 @@ def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_aske
 
 
 ON_CPU = LocalMemory(0, 64, dense_layout(1, 1, 1, 64))
-
-
-def test_a_worker_on_a_cpu_gets_what_works_without_a_device() -> None:
-    found = backends(None, ON_CPU)
-    assert "tcp" in found
-    assert "nccl" not in found
-    names = [each.name for each in peer_transports(None, [ON_CPU], None)]
-    assert names[0] == "shm"
-    assert "cuda_ipc" not in names
 
 
 class _Nixl(TcpKind):

@@ -43,16 +43,6 @@ def move(driver: FakeDriver, copier: GpuCopier, todo: Copies, nbytes: int = 1 <<
     np.testing.assert_array_equal(target, expected)
 
 
-def test_short_runs_go_through_the_kernel_and_long_ones_through_the_engines() -> None:
-    driver, copier = rig()
-    move(driver, copier, batch((0, 4992, 4096), (9008, 20_000, 8192)))
-    assert (driver.launched, driver.copies) == ([], [2])
-    move(driver, copier, batch((0, 4992, 48), (9008, 20_000, 80)))
-    assert (driver.launched, driver.copies) == ([2], [2, 2])
-    move(driver, copier, batch((0, 4992, 48), (9000, 20_000, 80)))
-    assert (driver.launched, driver.copies) == ([2], [2, 2, 2]), "the kernel moves 16 bytes at once"
-
-
 def test_engines_where_there_is_no_kernel() -> None:
     driver = FakeDriver()
     copier = GpuCopier(Lane(driver, 0, lambda *_: None), SAME)

@@ -12,7 +12,7 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu import cuda
-from pullfill.transfer.gpu.cuda import CudaDriver, settle
+from pullfill.transfer.gpu.cuda import CudaDriver
 
 COLUMN = np.array([16, 32], np.uint64)
 
@@ -141,17 +141,3 @@ def test_mps(library: Library) -> None:
     library.codes["cuDeviceGetAttribute"] = 1  # CUDA_ERROR_INVALID_VALUE: older than 12.2
     with pytest.raises(TransferFailed, match="cuDeviceGetAttribute: CUDA_ERROR_X"):
         driver.shares_contexts(0)
-
-
-def test_settle_goes_on_until_the_gpu_answers() -> None:
-    answers = iter([RuntimeError("no"), RuntimeError("no"), None])
-    asked = []
-
-    def synchronize() -> None:
-        answer = next(answers)
-        asked.append(answer)
-        if answer is not None:
-            raise answer
-
-    settle(synchronize, "waiting")
-    assert len(asked) == 3

@@ -13,27 +13,21 @@ from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
-from pullfill.transfer.copying import copy_batch, read_pages
+from pullfill.transfer.copying import read_pages
 from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
 from pullfill.transfer.runs import (
-    SINGLE,
     Copies,
     Iovec,
     Planner,
     Rows,
-    Runs,
-    merge_pairs,
     pairs,
     pieces,
-    stream_of,
 )
 from tests.support.transfer_rigs import (
-    LAYOUTS,
     PAGE,
     Local,
     extent,
     memory_over,
-    pages,
     random_bytes,
 )
 
@@ -137,18 +131,6 @@ def test_long_runs_are_cut_at_pages() -> None:
         assert batch.total <= 100_000
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), unique_by=lambda p: p[1]))
-def test_merged_runs_are_maximal_and_complete(pairs: list[tuple[int, int]]) -> None:
-    source = np.array([s for s, _ in pairs], np.int64)
-    target = np.array([t for _, t in pairs], np.int64)
-    runs = list(zip(*(a.tolist() for a in merge_pairs(source, target)), strict=True))
-    expanded = [(s + i, t + i) for s, t, n in runs for i in range(n)]
-    assert sorted(expanded) == sorted(pairs)
-    starts = {(s, t) for s, t, _ in runs}
-    assert all((s + n, t + n) not in starts for s, t, n in runs)
-
-
 def test_overlapping_or_empty_layouts_are_refused() -> None:
     good = dense_layout(2, 4, 2, 16)
     check_bounds(good, extent(good))
@@ -169,47 +151,6 @@ def test_overlapping_or_empty_layouts_are_refused() -> None:
 
 def content(iovec: Iovec) -> bytes:
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in iovec.tolist())
-
-
-def gather(runs: Runs) -> bytes:
-    assert (runs.iovec.dtype, runs.iovec.flags.c_contiguous) == (np.uint64, True)
-    found = content(runs.iovec)
-    assert len(found) == runs.total
-    return found
-
-
-def expected(data: np.ndarray, layout: KvLayout, part: Rect, blocks: list[int]) -> bytes:
-    """Layer, block, head, page: the definition."""
-    view = pages(data, layout)
-    heads = slice(part.first_head, part.end_head)
-    return b"".join(
-        view[layer, block, heads].tobytes()
-        for layer in range(part.first_layer, part.end_layer)
-        for block in blocks
-    )
-
-
-@settings(max_examples=80, derandomize=True, deadline=None)
-@given(
-    name=st.sampled_from(sorted(LAYOUTS)),
-    blocks=st.lists(st.integers(0, 39), min_size=1, max_size=40, unique=True),
-    head=st.sampled_from([(0, 1), (1, 1), (0, 2)]),
-    layer=st.sampled_from([(0, 1), (2, 1), (1, 2), (0, 3)]),
-    batch=st.integers(1, 4 * PAGE),
-)
-def test_batches_are_the_stream_cut_at_fixed_places(
-    name: str, blocks: list[int], head: tuple[int, int], layer: tuple[int, int], batch: int
-) -> None:
-    layout = LAYOUTS[name]
-    data = random_bytes(extent(layout), 1)
-    part = Rect(*head, *layer)
-    stream = stream_of(part_of(memory_over(data, layout), part), np.array(blocks))
-    made = list(pieces(stream.iovec, batch))
-    want = expected(data, layout, part, blocks)
-    assert stream.total == len(want)
-    assert b"".join(gather(runs) for runs in made) == want
-    assert all(runs.total == batch for runs in made[:-1])
-    assert 0 < made[-1].total <= batch
 
 
 def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
@@ -283,21 +224,6 @@ def test_pieces_are_cut_at_the_same_places_whatever_the_runs(
 
 
 # --------------------------------------------------------------------------- copies
-
-
-@pytest.mark.parametrize("counts", [(), (3,), (2, 3), (1, 1)])
-def test_every_run_is_copied_in_all_its_rows(counts: tuple[int, ...]) -> None:
-    """Runs of several lengths, apart by other strides on either side."""
-    strides = (9000, 2500)[-len(counts) :], (7000, 2000)[-len(counts) :]
-    rows = Rows(counts, *strides) if counts else SINGLE
-    sources, targets, lengths = range(0, 24 * 60, 60), range(23 * 50, -1, -50), [48, 16, 7] * 8
-    batch = Copies([*sources], [*targets], lengths, rows)
-    source, target = random_bytes(30_000, 1), np.zeros(30_000, np.uint8)
-    copy_batch(source.ctypes.data, target.ctypes.data, batch)
-    expected = np.zeros_like(target)
-    for s, t, n in zip(*batch.flat(), strict=True):
-        expected[t : t + n] = source[s : s + n]
-    np.testing.assert_array_equal(target, expected)
 
 
 def test_the_bytes_do_not_depend_on_strides() -> None:

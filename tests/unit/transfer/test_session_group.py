@@ -51,18 +51,6 @@ def failing(exc: Exception, begun: threading.Event | None = None) -> _Scripted:
     return _Scripted(fail)
 
 
-def test_sums_and_roles() -> None:
-    both, writer, reader = _Scripted(), _Scripted(), _Scripted(transport="tcp")
-    whole = GroupSession([both, writer], [both, reader])
-    wrote = whole.move("write", TOKEN, [1, 2, 3], [4, 5, 6])
-    assert (wrote.blocks, wrote.nbytes) == (3, 20)
-    read = whole.move("read", TOKEN, [1], [4])
-    assert (read.blocks, read.nbytes) == (1, 14)
-    assert (both.moves, writer.moves, reader.moves) == (["write", "read"], ["write"], ["read"])
-    assert whole.transport == "shm+tcp"
-    assert GroupSession([both], [writer]).transport == "shm"
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
     broken = [failing(TransferFailed("broken")), failing(Fenced("gone"))][::order]

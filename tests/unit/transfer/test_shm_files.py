@@ -11,11 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from pullfill.errors import BadMessage, ConfigError, Fenced, PeerUnavailable
+from pullfill.errors import ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.contract import proved
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
-from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv, open_same, sweep
+from pullfill.transfer.shm.files import RegionFiles, create_kv, open_same, sweep
 from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Rig, shm_rig
 
@@ -181,17 +181,6 @@ def test_too_small_a_directory_is_refused_before_sigbus(tmp_path: Path) -> None:
     other.close()
     with pytest.raises(ConfigError, match="cannot use"):
         RegionFiles("decode-a", tmp_path / "missing")
-
-
-GOOD = ShmEndpoint(kv="a", kv_inode=(1, 2), fence="b", fence_inode=(1, 3), nbytes=4)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{}", "/dev/shm/x", '{"v":1,"kv":3}', GOOD.encode().replace('"v":1', '"v":2')]
-)
-def test_bad_endpoints_are_bad_messages(text: str) -> None:
-    with pytest.raises(BadMessage):
-        ShmEndpoint.decode(text)
 
 
 def test_only_the_very_file_is_opened(tmp_path: Path) -> None:

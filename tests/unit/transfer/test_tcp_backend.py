@@ -104,17 +104,6 @@ def test_a_peer_that_leaves_or_stalls_ends_the_call(links: Pair) -> None:
         there.send(runs_over(target, [4]))
 
 
-def test_what_is_thrown_away_is_exactly_one_batch(links: Pair) -> None:
-    here, there = backends(links)
-    source, target = random_bytes(700_000, 5), np.zeros(8, np.uint8)
-    sender = threading.Thread(target=there.send, args=(runs_over(source, [600_001]),))
-    sender.start()
-    here.discard(600_000)
-    here.receive(runs_over(target, [1]))
-    sender.join(20)
-    assert target[0] == source[600_000]
-
-
 # --------------------------------------------------------------------------- the link
 
 
