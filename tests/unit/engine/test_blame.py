@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pullfill.engine import front_wire
 from pullfill.engine.blame import Fault, fault_of
 from pullfill.errors import BadMessage, ConfigError
-from tests.support.fake_vllm import Output
 
 
 def code(package: str, body: str, **names: object) -> Callable[[], None]:
@@ -63,12 +61,3 @@ def test_only_what_vllm_refuses_is_the_fault_of_the_request(case: str) -> None:
 @pytest.mark.parametrize("exc", [BadMessage("x"), ConfigError("x"), VLLMClientError("x")])
 def test_what_is_raised_to_refuse_is_the_fault_of_the_request(exc: Exception) -> None:
     assert fault_of(exc) is Fault.REQUEST
-
-
-@pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])
-def test_a_worker_tells_the_frontend_whose_fault_it_is(fault: Fault) -> None:
-    out = Output("r", [], finish_reason=3, stop_reason="why")
-    out.kv_transfer_params = front_wire.fault_mark(fault)
-    assert front_wire.fault_of(out) is fault
-    out.stop_reason = None
-    assert front_wire.fault_of(out) is None

@@ -28,8 +28,3 @@ def test_data_may_be_nested() -> None:
     (elem,) = nested.data.values()
     elem.data = [elem.data, [elem.data, elem.data], 7]
     assert features.nbytes([nested]) == 36
-
-
-def test_the_digest_of_none_is_empty() -> None:
-    assert features.digest(b"") == ""
-    assert features.digest(b"red") != features.digest(b"blue")

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
-from pullfill import wire
 from pullfill.engine import front_wire
-from pullfill.errors import BadMessage
-from pullfill.wire import PrefixHolder
 
 
 def hello(**changes: str) -> front_wire.FrontendHello:
@@ -32,11 +28,3 @@ def test_hello_is_refused_with_the_field_that_differs_and_both_values() -> None:
 
 def test_refusal_text_is_printable_whatever_was_sent() -> None:
     assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
-
-
-def test_the_hint_of_a_request_is_strict() -> None:
-    holder = PrefixHolder(instance_id="h", control="tcp://h:1", tokens=64)
-    assert front_wire.holder_of([b"id", b"", wire.encode(holder), b""]) == holder
-    assert front_wire.holder_of([b"id", b"", b"", b""]) is None
-    with pytest.raises(BadMessage):
-        front_wire.holder_of([b"id", b"", b"\x80", b""])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine.kv_events import Places, Stored, origin
+from pullfill.engine.kv_events import Stored, origin
 
 
 def stored(*keys: tuple[Any, ...] | None, first: bool = True, lora: str = "") -> Stored:
@@ -38,14 +38,3 @@ IMAGE = ("f3a9", 2)
 )
 def test_salt_and_blocks_that_depend_on_text_alone(blocks: Stored, salt: str, count: int) -> None:
     assert origin(blocks) == (salt, count)
-
-
-@pytest.mark.parametrize(
-    ("at", "complete"),
-    [(0b00, False), (0b01, False), (0b10, False), (0b11, True),
-     (0b1100, True), (0b0100, False), (0b1001, True), (0b0101, False), (0b1111, True)],
-)  # fmt: skip
-def test_a_block_counts_where_every_group_holds_it_here_or_in_cpu_memory(
-    at: int, complete: bool
-) -> None:
-    assert Places({0: 1, 3: 2}, 16).complete(at) is complete

@@ -18,11 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pullfill.engine.host import EngineHost, Pulse
-from pullfill.engine.life import EngineLife, EngineWatchdog, Health
+from pullfill.engine.life import EngineLife, EngineWatchdog
 from pullfill.errors import EngineStuck, NotNow
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
@@ -216,25 +214,6 @@ def test_a_process_that_was_stopped_does_not_blame_its_engine() -> None:
     assert rig.told == [], "the hour counts for two looks"
     rig.wait(3)
     assert rig.told == [True]
-
-
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0.0, 3.0)), max_size=60))
-def test_stuck_only_after_the_whole_time_without_a_beat(
-    looks: list[tuple[bool, bool, float]],
-) -> None:
-    rig, still = Watched(), 0.0
-    for beats, busy, seconds in looks:
-        rig.clock.advance(seconds)
-        rig.beat += beats
-        rig.busy = "a step" if busy else ""
-        before = rig.guard.health
-        rig.guard.look()
-        still = 0.0 if beats or not busy else still + seconds
-        if before is Health.LOST:
-            assert rig.guard.health is Health.LOST
-        else:
-            most = {Health.WELL: 0.0, Health.STUCK: STALL_S, Health.LOST: 2 * STALL_S}
-            assert still >= most[rig.guard.health]
 
 
 # --------------------------------------------------------------------------- the workers

@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pullfill.engine import migration as c
 from pullfill.engine.migration import fingerprint
@@ -91,24 +89,6 @@ def test_prompt_logprobs_are_not_computed_twice_and_the_prefix_cache_serves_agai
     other = request(max_tokens=9, min_tokens=2, skip_reading_prefix_cache=True)
     params = c.migration_request(other, OUT).sampling_params
     assert (params.min_tokens, params.skip_reading_prefix_cache) == (0, True), "not for logprobs"
-
-
-TOKENS = st.lists(st.integers(0, 2), max_size=6)
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=4), TOKENS, TOKENS)
-def test_a_bad_word_is_banned_at_the_same_places_as_without_the_break(
-    word: list[int], out: list[int], rest: list[int]
-) -> None:
-    """vLLM bans a word's last token where the output so far ends with the others."""
-
-    def banned(past: list[int]) -> bool:
-        return len(word) <= len(past) + 1 and past[len(past) - len(word) + 1 :] == word[:-1]
-
-    first: Request = request(max_tokens=99, bad_words_token_ids=[word])
-    if not c.why_not(first, out):
-        for n in range(len(rest) + 1):
-            assert banned(out + rest[:n]) == banned(rest[:n])
 
 
 def test_what_the_engine_does_to_every_request_rules_all_out() -> None:

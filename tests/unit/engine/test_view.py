@@ -148,15 +148,6 @@ def test_the_last_token_of_a_step_can_be_left_to_others(threshold: int, left: in
     assert made.limits == (left, STEP)
 
 
-def test_what_the_user_has_set_is_a_limit_and_comes_back() -> None:
-    made = Scheduler(threshold=64)
-    chunks = PrefillChunks(made)
-    chunks.take({}, 500, 600)
-    assert made.limits[0] == 64
-    chunks.release()
-    assert made.limits == (64, STEP)
-
-
 @pytest.mark.parametrize("uncut", [False, True])
 def test_vllm_tells_whether_it_cuts_images(uncut: bool) -> None:
     made = Scheduler()
@@ -179,24 +170,6 @@ def test_without_chunked_prefill_nothing_is_changed() -> None:
 
 
 # --------------------------------------------------------------------------- seats
-
-
-def test_each_seat_counts_once() -> None:
-    made = Scheduler()
-    seats = Seats(made)
-    limits = []
-    for change in (
-        lambda: seats.take("a"),
-        lambda: seats.take("a"),
-        lambda: seats.take("b"),
-        lambda: seats.leave(["x"]),
-        lambda: seats.leave(["a", "x"]),
-        lambda: seats.leave(["a"]),
-        lambda: seats.leave(["b"]),
-    ):
-        change()
-        limits.append(made.seats)
-    assert limits == [2, 2, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["settled", "finished"])
