@@ -43,14 +43,6 @@ def test_prefill_workers_take_small_steps_unless_told(
     assert flags == ["--max-num-batched-tokens=1024"] * small
 
 
-def test_models_that_are_found(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for model in ("demo", "org/name-1.5B", str(tmp_path)):
-        plan.check_model(model)
-    assert plan.resolve_model(str(tmp_path)) == str(tmp_path)
-    assert plan.resolve_model("org/name") == "org/name"
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [("/does/not/exist", "no model at"), ("./nope", "no model at"), ("nope", "no model at"),

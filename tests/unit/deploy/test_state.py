@@ -137,16 +137,6 @@ def test_another_start_time_is_another_process(child: subprocess.Popen[bytes]) -
     assert child.wait(10) == -signal.SIGKILL
 
 
-def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
-    identity = identify(child.pid)
-    assert identity is not None
-    child.kill()
-    # Not reaped: the entry in /proc stays, with state Z.
-    eventually(lambda: not is_alive(identity), "it ends")
-    assert Path(f"/proc/{child.pid}").exists()
-    assert not send(identity, signal.SIGTERM)
-
-
 def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
     # The environment shows once the child has become `sleep`.
     eventually(lambda: [p.pid for p in tagged("abc")] == [child.pid], "it shows")

@@ -319,14 +319,6 @@ def test_pauses_after_deaths_grow_and_end(
     assert [deaths.pause(now, blameless=blameless) for now in at] == pauses
 
 
-def test_deaths_that_a_request_may_have_caused_do_not_count() -> None:
-    deaths = Deaths()
-    for now in range(MAX_DEATHS):
-        deaths.pause(now, blameless=True)
-    counted = [deaths.pause(now) for now in range(MAX_DEATHS)]
-    assert [pause is None for pause in counted] == [False] * (MAX_DEATHS - 1) + [True]
-
-
 async def test_a_worker_that_dies_while_it_drains_is_not_started_again(rig: Rig) -> None:
     dies = f'touch "${LEAVING_ENV}"; kill -9 $$'
     rig.add("decode-0", f"trap '{dies}' TERM; while :; do sleep 0.02; done")

@@ -85,15 +85,6 @@ class TestOneRole:
         )
         return calls
 
-    def test_its_flags_come_after_those_of_all(self, options: list[plan.UpOptions]) -> None:
-        given = ["--max-num-seqs", "8", "--decode-args", "-tp 2 --max-num-seqs=4"]
-        result = runner.invoke(cli.app, ["up", *given, "--prefill-args", "--seed '7'"])
-        assert result.exit_code == 0, result.output
-        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF)}
-        assert argvs["decode"][-5:] == ["--max-num-seqs", "8", "-tp", "2", "--max-num-seqs=4"]
-        assert argvs["prefill"][-4:] == ["--max-num-seqs", "8", "--seed", "7"]
-        assert argvs["frontend"][-2:] == ["--max-num-seqs", "8"]
-
     def test_frontends_learn_how_decode_workers_speculate(
         self, options: list[plan.UpOptions]
     ) -> None:
