@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from pullfill.errors import ConfigError
 from pullfill.runtime import log
 
 
@@ -44,17 +43,3 @@ def test_a_line_stays_one_line_whatever_clients_call_their_requests(said: io.Str
     assert first.endswith(r"request x\n2026-01-01 E frontend: all is lost\r\x1b[2J\u2028é failed")
     assert trace[0].startswith("Traceback")
     assert "\x1b" not in said.getvalue()
-
-
-@pytest.mark.parametrize("debug", ["", "1"])
-def test_an_error_is_one_line_unless_more_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], debug: str
-) -> None:
-    monkeypatch.setenv(log.DEBUG_ENV, debug)
-    try:
-        raise ConfigError("no good: http://u:s3cr3t@h:1")
-    except ConfigError as exc:
-        log.complain(exc)
-    told = capsys.readouterr().err
-    assert told.endswith("error: no good: http://h:1\n")
-    assert ("Traceback" in told) == bool(debug)

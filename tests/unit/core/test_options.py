@@ -84,14 +84,6 @@ def test_a_command_line_gives_the_options_that_made_it(role: str, ran: list[Any]
     assert ran == [(options, CLUSTER, ["--seed", "1"])]
 
 
-@pytest.mark.parametrize("role", KINDS)
-def test_a_command_line_leaves_defaults_out(role: str, ran: list[Any]) -> None:
-    usual = KINDS[role]()
-    assert list(arguments(usual, role)) == []
-    assert CliRunner().invoke(cli.app, [role]).exit_code == 0
-    assert ran[0][0] == usual
-
-
 @pytest.mark.parametrize(
     ("given", "workers_s", "frontends_s"),
     [([], 60.0, 600.0), (["--drain-timeout", "7"], 7.0, 7.0)],

@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pullfill.prefix.chain import extend, root
 
@@ -24,14 +22,6 @@ def test_a_block_is_named_by_all_tokens_up_to_its_end(block_size: int) -> None:
         other = extend(seed, bytes(changed), block_size)
         differ = [one != two for one, two in zip(other, hashes, strict=True)]
         assert differ == [i >= block for i in range(len(hashes))]
-
-
-@given(cut=st.integers(0, 25))
-def test_a_chain_goes_on_from_the_hash_of_any_block(cut: int) -> None:
-    seed = root("salt", None, 4)
-    first = extend(seed, TOKENS[: 16 * cut], 4)
-    rest = extend(first[-1] if cut else seed, TOKENS[16 * cut :], 4)
-    assert first + rest == extend(seed, TOKENS, 4)
 
 
 def test_salt_adapter_and_block_size_each_make_another_root() -> None:

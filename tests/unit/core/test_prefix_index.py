@@ -83,17 +83,6 @@ def test_of_many_workers_those_that_hold_most_are_named() -> None:
     assert named == set(range(88, 100))
 
 
-def test_blocks_beyond_the_limit_are_refused_and_counted() -> None:
-    index = PrefixIndex(10)
-    assert index.store(1, PROMPT) == 6
-    assert (index.refused(1), len(index)) == (6, 10)
-    assert index.store(2, PROMPT[:10]) == 0
-    index.forget(1)
-    index.forget(2)
-    assert index.store(1, PROMPT[10:]) == 0, "the forgotten took up the room"
-    assert (index.blocks(1), index.refused(1)) == (6, 0)
-
-
 def test_predicted_blocks_die_between_one_life_and_two() -> None:
     predicted = Predicted(1000, life_s=1.0)
     predicted.add(3, PROMPT, now=0.0)

@@ -82,12 +82,6 @@ def test_blocks_that_the_index_refused_are_not_asked_for_again(pair: Pair) -> No
     assert pair.replica.healing["differences"] == 0
 
 
-def test_events_that_no_worker_sends_are_refused(pair: Pair) -> None:
-    for ops, hashes in ((b"\1\1", bytes(8)), (b"\3", bytes(8))):
-        with pytest.raises(ValueError, match="block events"):
-            pair.replica.take(PrefixEvents(epoch=1, first=0, ops=ops, hashes=hashes), 0)
-
-
 # ------------------------------------------------------------------ the decode worker's side
 
 

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pullfill import redact
-from pullfill.errors import ConfigError
-from pullfill.options import check_url
 
 SECRET = "s3cr3t"
 
@@ -66,8 +64,3 @@ def test_a_long_line_takes_a_time_that_grows_with_its_length() -> None:
 def test_no_password_is_left_whatever_is_in_it(before: str, after: str) -> None:
     for url in (f"http://u:{before}{SECRET}{after}@h:1", f"{before}{SECRET}{after}@h:1"):
         assert SECRET not in redact.url(url)
-
-
-def test_a_refused_flag_does_not_repeat_it() -> None:
-    with pytest.raises(ConfigError, match="--advertise 'http://h:1': give http://HOST"):
-        check_url("--advertise", f"http://u:{SECRET}@h:1")

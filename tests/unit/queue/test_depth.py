@@ -58,34 +58,8 @@ def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
     assert (cache.status().depth_jobs, cache.status().in_flight) == (4, 2)
 
 
-def test_what_has_ended_unnoticed_is_forgotten() -> None:
-    """Somebody has purged the queue, or the job has used up its deliveries."""
-    cache = DepthCache(FakeClock(100.0))
-    for seq in (1, 2, 3):
-        cache.published(seq, 10)
-    cache.store(snapshot(1, 10, 3, first=3), 99.0)
-    assert depth(cache) == (1, 10)
-    cache.store(snapshot(0, 0, 3, first=4), 99.0)
-    assert depth(cache) == (0, 0)
-
-
 def test_what_is_lost_is_before_the_first_message_a_hole_or_in_another_stream() -> None:
     cache = DepthCache(FakeClock(100.0))
     cache.store(replace(snapshot(1, 10, 5, first=3), holes=frozenset({4})), 99.0)
     assert [seq for seq in range(1, 8) if cache.lost(seq, "s")] == [1, 2, 4]
     assert cache.lost(5, "another")
-
-
-def test_another_stream_starts_over_and_nothing_goes_negative() -> None:
-    cache = DepthCache(FakeClock(100.0))
-    cache.store(snapshot(1, 10, 5), 99.0)
-    cache.published(9, 10)
-    cache.claimed(9)
-    cache.store(snapshot(0, 0, 0, "another"), 100.0)
-    assert depth(cache) == (0, 0)
-    cache.published(1, 10)
-    cache.store(snapshot(0, 0, 1, "another"), 100.0)
-    assert depth(cache) == (1, 10)
-    cache.ended(1)
-    assert depth(cache) == (0, 0)
-    assert cache.status().in_flight == 0

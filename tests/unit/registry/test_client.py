@@ -119,19 +119,6 @@ async def connect(members: list[Member]) -> tuple[EtcdClient, asyncio.Task[None]
     return client, task
 
 
-async def test_a_watch_leaves_a_member_that_calls_have_left(members: list[Member]) -> None:
-    """It would hear of no change for a minute, while everything else looks well."""
-    client, task = await connect(members)
-    members[0].hangs = True
-    with pytest.raises(RegistryUnavailable):
-        await client.get("key")
-    with pytest.raises(RegistryUnavailable):
-        await asyncio.wait_for(task, 5)
-    assert await client.get("key") is None, "the other member goes on serving calls"
-    assert client.health.up
-    await client.close()
-
-
 async def test_a_full_etcd_ends_no_watch(members: list[Member]) -> None:
     """etcd then refuses writes, but its watches go on. Each worker repeats its writes every second.
     If a refused write ended the watches, the worker would read all keys again every second."""

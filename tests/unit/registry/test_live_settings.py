@@ -30,26 +30,7 @@ def test_each_setting_says_what_it_may_be(kind: type[RouterConfig] | type[QueueS
             live_settings._from_text(kind, name, "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("policy", "Conditional"), ("remote_timeout_s", "nan"), ("remote_timeout_s", "inf"),
-     ("remote_timeout_s", "-1"), ("max_prefill_queue_size", "1.5"),
-     ("max_local_prefill_length", ""), ("max_local_prefill_length", "null")],
-)  # fmt: skip
-def test_settings_bad_text_names_the_setting_and_what_is_allowed(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"router.{name}.*must be"):
-        live_settings._from_text(RouterConfig, name, text)
-
-
 def test_other_fields_are_written_again_as_they_are() -> None:
     stored = b'{"policy":"nonsense","max_prefill_queue_size":9,"newer":1}'
     assert live_settings.stored(stored) == json.loads(stored)
     assert live_settings.stored(b"[]") == live_settings.stored(b"\xff") == {}
-
-
-def test_a_setting_is_only_found_by_its_whole_name() -> None:
-    assert live_settings.find("queue.replicas") == (QueueSettings, "replicas")
-    assert live_settings.find("router.policy") == (RouterConfig, "policy")
-    for key in ("policy", "replicas", "router.replicas", "queue.policy", "router.colour"):
-        with pytest.raises(ConfigError, match=r"no setting.*queue\.max_bytes"):
-            live_settings.find(key)
