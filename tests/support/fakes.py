@@ -211,6 +211,24 @@ class FakeTransferWorker:
         return copy
 
 
+class FakeTier:
+    """vLLM's own KV offloading. Has `found` tokens beyond every prefix hit."""
+
+    def __init__(self, found: int | None) -> None:
+        self.found = found
+        self.loads: list[tuple[str, int]] = []
+        self.claimed: set[int] = set()
+
+    def hit(self, request: Any, hit_tokens: int) -> int | None:
+        return self.found
+
+    def load(self, request: Any, tokens: int) -> None:
+        self.loads.append((request.request_id, tokens))
+
+    def claim(self, block_ids: Iterable[int]) -> None:
+        self.claimed.update(block_ids)
+
+
 NO_FENCE = FenceToken(slot=0, epoch=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import random
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pullfill.prefix.chain import extend, root
 from pullfill.prefix.index import Predicted, PrefixIndex
 
 PROMPT = [random.Random(number).getrandbits(64) for number in range(16)]
@@ -105,3 +107,36 @@ def test_predicted_blocks_never_exceed_their_bound() -> None:
 def test_an_index_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         PrefixIndex(0)
+
+
+# ------------------------------------------------------------------ names of blocks
+
+
+TOKENS = array("I", range(100)).tobytes()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 17])
+def test_a_block_is_named_by_all_tokens_up_to_its_end(block_size: int) -> None:
+    seed = root(None, None, block_size)
+    hashes = extend(seed, TOKENS, block_size)
+    assert len(hashes) == 100 // block_size
+    for block in range(len(hashes)):
+        changed = bytearray(TOKENS)
+        changed[4 * block_size * block] ^= 1
+        other = extend(seed, bytes(changed), block_size)
+        differ = [one != two for one, two in zip(other, hashes, strict=True)]
+        assert differ == [i >= block for i in range(len(hashes))]
+
+
+def test_salt_adapter_and_block_size_each_make_another_root() -> None:
+    fields = [
+        (None, None, 16), ("", None, 16), (None, "", 16), ("a", None, 16), (None, "a", 16),
+        ("ab", "c", 16), ("a", "bc", 16), ("abc", None, 16), (None, None, 32), ("\ud800", None, 16),
+    ]  # fmt: skip
+    assert len({root(*field) for field in fields}) == len(fields)
+    with pytest.raises(ValueError, match="at least 1"):
+        root(None, None, 0)
+
+
+def test_hashes_are_the_same_in_every_process_and_build() -> None:
+    assert extend(root("salt", "lora", 4), TOKENS[:16], 4) == [15150132224142579675]

@@ -1,6 +1,4 @@
-"""The ledger's transitions, one by one, and faults that it once had.
-
-What holds in any order of events is checked by `test_ledger_model.py`."""
+"""The ledger keeps its promises under any order of events. And faults that it once had."""
 
 from __future__ import annotations
 
@@ -22,7 +20,9 @@ from pullfill.errors import Outcome
 from pullfill.wire import RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
+from tests.support.fuzz import MANY
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
+from tests.support.ledger_machine import explore
 from tests.support.loopback import LoopbackFences
 
 
@@ -272,3 +272,40 @@ def test_the_timer_looks_at_no_job_before_the_first_is_due(
     fill(ledger, 1)
     monkeypatch.setattr(Entry, "due", property(lambda _: 1 / 0))
     assert ledger.tick() == pytest.approx(30.0)
+
+
+# ------------------------------------------------------------------ any order of events
+
+
+COMMON = {
+    "claim granted", "claim held", "claim in_progress", "claim committed", "claim closed",
+    "claim stale_incarnation",
+    "attempt 2", "attempt 3", "write fenced", "quarantined",
+    "commit accepted", "commit stale",
+    "ready accepted", "ready stale", "read stale",
+    "ended committed", "ended cancelled", "ended timeout", "ended claim_timeout",
+    "ended publish_failed", "ended prefill_lost", "ended prefill_failed",
+    "ended quarantined",
+}  # fmt: skip
+"""An exploration that does not come by these says little."""
+RARE = {
+    "read fenced", "died in a batch", "prefix read", "2 batches at once", "3 batches at once",
+    "commit wrong_block_count", "commit writer_not_quiet",
+    "ready wrong_block_count", "ready writer_not_quiet",
+    "read accepted", "read read_failed", "ended rejected",
+}  # fmt: skip
+"""Nor does a long one that does not come by these."""
+
+
+@pytest.mark.essential
+@pytest.mark.timeout(1200)
+def test_any_order_of_events() -> None:
+    """What hypothesis draws depends on the modules loaded: go on until all of it was there."""
+    wanted = COMMON | RARE if MANY else COMMON
+    # `make chaos` runs many more, others at each run.
+    seen = explore(4 * MANY or 30, 100 if MANY else 60, repeat=not MANY)
+    for _ in range(30):
+        if seen >= wanted:
+            break
+        seen |= explore(examples=30, steps=60, repeat=False)
+    assert seen >= wanted

@@ -11,9 +11,10 @@ from pullfill.decode_worker.handoff import OpenedJob
 from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
+from pullfill.errors import Outcome
 from pullfill.queue.contract import Urgency
 from pullfill.wire import MAX_TEXT, RouterConfig, RouterPolicy
-from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
+from tests.support.fakes import FakeClock, FakePool, FakeRequest, FakeTier, situation, unmeasured
 from tests.support.handoff_model import BLOCK, HandoffModel
 from tests.support.loopback import LoopbackFences
 
@@ -233,3 +234,160 @@ def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
         rig.send(2 * BLOCK, name=f"r{ttft_ms}", sampling_params=params, arrival_time=980.0)
     usual_s = rig.config.ttft_ms / 1e3
     assert [job.due_s for job in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
+
+
+# ------------------------------------------------------------------ two KV cache groups
+
+
+def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
+    """Two groups: one keeps all blocks, the other the last two that are full, and what follows."""
+    rig = Rig()
+    rig.blocks.kept_from = lambda tokens: (0, max(0, tokens // BLOCK - 2))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    external, _ = rig.side.decide(request, 0)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    (job,) = rig.published
+    assert (job.read_from, job.kept_from) == ((0, 0), (0, 4))
+    assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
+    assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
+    assert rig.blocks.targets(request.num_prompt_tokens, 0) == len(job.blocks)
+    assert rig.ledger.sums().uncomputed == 6 * BLOCK + 1, "however many blocks each token has"
+
+
+@pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
+    cached: bool, hashes: int
+) -> None:
+    """The request needs the window at the end of the prompt, the prefill worker that at the end of
+    the hit. What was evicted from there cannot be read.
+
+    hashes: number of hashes of each block."""
+    rig = Rig()
+    rig.pool.hash_block_size = BLOCK // hashes
+    rig.blocks.kept_from = lambda tokens: (0, max(0, tokens // BLOCK - 2))
+    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
+    names = [f"h{at}" for at in range(6)]
+    request.block_hashes = [part for name in names for part in [f"{name}-"] * (hashes - 1) + [name]]
+    known = {"h1": 31, "h2": 32} if cached else {"h1": 31}
+    rig.pool.cached = {(name, 1): block for name, block in known.items()}
+    external, _ = rig.side.decide(request, 3 * BLOCK)
+    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
+    rig.side.step_done()
+    (job,) = rig.published
+    targets = (14, 15, 25, 16, 26, 17, 27)
+    entry = rig.ledger.find(job.job_id)
+    assert entry is not None
+    assert job.kept_from == (0, 4)
+    assert rig.blocks.targets(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
+    if not cached:
+        assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
+        assert entry.first_target == 3
+        assert rig.pool.refs(31) == 0
+        return
+    assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
+    assert entry.first_target == 5
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
+    rig.side.request_finished("r")
+    rig.side.collect()
+    assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
+
+
+# ------------------------------------------------------------------ beside vLLM's own KV offloading
+
+
+PROMPT = 10 * BLOCK
+
+
+def rig_with(found: int | None) -> tuple[Rig, FakeTier]:
+    tier = FakeTier(found)
+    return Rig(tier=tier), tier
+
+
+def received(*request_ids: str) -> SimpleNamespace:
+    """What a step tells vLLM: the tier has loaded these."""
+    return SimpleNamespace(finished_recving=set(request_ids))
+
+
+def test_its_hit_counts_as_the_local_hit() -> None:
+    rig, tier = rig_with(8 * BLOCK)
+    rig.config = type(rig.config)(max_local_prefill_length=2 * BLOCK)
+    request = FakeRequest("r", list(range(PROMPT)))
+    assert rig.side.decide(request, 0) == (0, False), "vLLM asks the tier next"
+    rig.side.enqueue(request, [list(range(10))], 0)
+    assert rig.traces.offloaded("r") == 8 * BLOCK
+    record = rig.traces.finish("r")
+    assert record is not None
+    assert (record.reason, record.prefix_hit_tokens) == ("prefix_hit", 8 * BLOCK)
+    assert record.offloaded_tokens == 8 * BLOCK
+    assert tier.loads == [], "loaded by vLLM"
+
+
+def test_vllm_asks_again_while_the_tier_does_not_know() -> None:
+    rig, tier = rig_with(None)
+    request = FakeRequest("r", list(range(PROMPT)))
+    assert rig.side.decide(request, 0) == (None, False)
+    tier.found = 0
+    assert rig.side.decide(request, 0) == (PROMPT - 1, True)
+
+
+def test_without_a_hit_of_it_a_job_waits_for_the_step_that_ends_its_copies() -> None:
+    """It may copy from blocks of requests that have ended, in the step that allocates them."""
+    rig, tier = rig_with(0)
+    rig.send(PROMPT, hit=2 * BLOCK)
+    assert rig.published == []
+    rig.side.collect()
+    assert rig.published == []
+    rig.side.step_done()
+    (job,) = rig.published
+    assert tier.claimed == set(job.blocks[2:]), "not the hit, which others use"
+
+
+def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
+    rig, tier = rig_with(3 * BLOCK)
+    stats = SimpleNamespace(num_cached_tokens=PROMPT - 1)  # as vLLM counts what is not computed
+    request = FakeRequest("r", list(range(100, 100 + PROMPT)), prefill_stats=stats)
+    assert rig.side.decide(request, BLOCK) == (PROMPT - 1 - BLOCK, True)
+    blocks = rig.pool.allocate(10)
+    assert blocks is not None
+    rig.side.enqueue(request, [blocks], PROMPT - 1 - BLOCK)
+    assert stats.num_cached_tokens == BLOCK + 3 * BLOCK, "its own hit, and the tier's"
+    assert tier.loads == [("r", 3 * BLOCK)]
+    rig.side.collect()
+    rig.side.step_done()
+    rig.clock.advance(2 * rig.config.claim_timeout_s)
+    rig.ledger.tick()
+    assert rig.published == [], "the hit is not there yet"
+
+    output = received("r", "other")
+    rig.side.tier_loaded(output)
+    assert output.finished_recving == {"other"}, "vLLM would run it without the rest"
+    (job,) = rig.published
+    assert (job.hit_tokens, len(job.token_ids)) == (4 * BLOCK, PROMPT - 1)
+    assert job.blocks == tuple(blocks)
+    entry = rig.ledger.find(job.job_id)
+    assert entry is not None
+    assert (entry.first_target, entry.tokens) == (4, PROMPT - 1 - 4 * BLOCK)
+    rig.side.tier_loaded(received("r"))
+    assert len(rig.published) == 1
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_job_that_ends_while_the_hit_is_loaded_is_reported_after_the_load(
+    cancelled: bool,
+) -> None:
+    """vLLM frees the blocks when it hears of the end, and the tier still writes into them."""
+    rig, _ = rig_with(3 * BLOCK)
+    rig.send(PROMPT)
+    if cancelled:
+        rig.side.request_finished("r")
+    else:
+        rig.ledger.give_up_all(Outcome.PREFILL_LOST)
+    for _ in range(2):
+        assert rig.side.collect() == ([], [])
+        rig.side.step_done()
+    rig.side.tier_loaded(received("r"))
+    assert rig.side.has_work
+    assert rig.side.collect() == ([], ["r"])
+    assert not rig.side.has_work
+    assert rig.published == []

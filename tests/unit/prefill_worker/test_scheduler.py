@@ -8,8 +8,14 @@ from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import Fenced, HandoffError, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.worker.ports import StepReport
-from tests.support.fakes import FakeManager, FakeRequest, FakeTransferWorker, prefill_task, step
-from tests.unit.decode_worker.test_scheduler_tier import FakeTier
+from tests.support.fakes import (
+    FakeManager,
+    FakeRequest,
+    FakeTier,
+    FakeTransferWorker,
+    prefill_task,
+    step,
+)
 
 BLOCK = 4
 REMOTE = 500
