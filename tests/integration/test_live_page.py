@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support import prompts
 from tests.support.browser import chromium, look
-from tests.support.cluster import MOCK, MODEL, Cluster
+from tests.support.cluster import MOCK, Cluster
 from tests.support.live_script import DRAINING, EVIL, serving
 from tests.support.prompts import random_prompt
 
@@ -32,13 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator
 
 
 def ask(cluster: Cluster, seed: int) -> str:
-    answer = cluster.client().completions.create(
-        model=MODEL,
-        prompt=random_prompt(TOKENS, seed=seed),
-        max_tokens=8,
-        extra_body={"ignore_eos": True},
-    )
-    return answer.id
+    return prompts.ask(cluster, random_prompt(TOKENS, seed=seed), 8, logprobs=None).request_id
 
 
 @pytest.mark.essential
@@ -85,8 +80,7 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Clust
 
 
 # --------------------------------------------------------------------------
-# The live page in a real browser, over a scripted cluster. No engine. test_live_page.py looks at
-# a real one.
+# Over a scripted cluster. No engine.
 
 
 if TYPE_CHECKING:
