@@ -25,7 +25,15 @@ from pullfill.transfer.shm.files import shm_dir
 from pullfill.wire import KvMode, WorkerRecord
 from tests.support import web
 from tests.support.answers import ask_for
-from tests.support.cluster import FLAGS, Cluster, command, pullfill, until
+from tests.support.cluster import (
+    FLAGS,
+    Cluster,
+    StockWorker,
+    Worker,
+    command,
+    pullfill,
+    until,
+)
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, assert_right, random_prompt, truth
 from tests.support.stock_vllm import StockVllm
@@ -60,15 +68,14 @@ def flag(cluster: Cluster, **extra: Any) -> dict[str, Any]:
 class Stock:
     """One server that is ready, as clients and the cluster see it."""
 
-    def __init__(self, cluster: Cluster, server: StockVllm) -> None:
-        self.cluster, self.server = cluster, server
-        (told,) = re.findall(r"registered (decode-\S+) as", server.log.read_text())
-        self.instance_id: str = told
+    def __init__(self, cluster: Cluster, worker: Worker) -> None:
+        assert isinstance(worker, StockWorker)
+        self.cluster, self.worker, self.instance_id = cluster, worker, worker.instance_id
         # vLLM's server closes a connection that is idle for 5 s, and so the client must earlier.
         limits = httpx.Limits(keepalive_expiry=1.0)
         self.client = openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0,
-            http_client=openai.DefaultHttpxClient(limits=limits),
+            base_url=f"http://127.0.0.1:{worker.port}/v1", api_key="none", timeout=60.0,
+            max_retries=0, http_client=openai.DefaultHttpxClient(limits=limits),
         )  # fmt: skip
 
     @property
@@ -87,67 +94,35 @@ class Stock:
         """How many prompts it has sent to prefill workers."""
         return self.cluster.counter(DECIDED, path="remote", instance_id=self.instance_id)
 
-    def load(self) -> dict[str, Any]:
-        rows = self.cluster.status()["workers"]
-        return next((w["load"] for w in rows if w["instance_id"] == self.instance_id), {})
-
-    @property
-    def compared(self) -> bool:
-        load = self.load()
-        checks = load.get("self_checks", ())
-        return bool(load.get("prefill_workers")) and all(c["result"] != "pending" for c in checks)
-
-    def clean(self) -> None:
-        """No job and no block is left."""
-
-        def holds() -> bool:
-            load = self.load()
-            if not load:
-                return False
-            free = load["kv_free_blocks"] == load["kv_blocks"]
-            return free and not load["open_jobs"] and not load["quarantined_blocks"]
-
-        until(holds, 20, "nothing is left")
-
 
 @contextmanager
-def stock_decode(cluster: Cluster, log: Path, *more: str) -> Iterator[Stock]:
-    flags = [*FLAGS, "--shutdown-timeout=10", *more]
-    server = StockVllm("decode", cluster.model_path, log, transfer=flag(cluster), flags=flags)
-    server.launch()
+def stock_decode(cluster: Cluster, *flags: str) -> Iterator[Stock]:
+    """One more decode worker of the cluster, in stock vLLM."""
+    usual, cluster.stock = cluster.stock, frozenset({"decode"})
+    worker = cluster.launch("decode", *flags)
+    cluster.stock = usual
     try:
-        server.ready()
-        made = Stock(cluster, server)
+        cluster.wait_ready(worker)
+        made = Stock(cluster, worker)
         with closing(made.client):
-            until(lambda: made.compared, 40, "prefill workers have connected, and were compared")
             yield made
-            server.kill()
-            until(lambda: made.record is None, 20, "its lease is over")
+        worker.kill()
+        until(lambda: made.record is None, 20, "its lease is over")
     finally:
-        server.kill()
+        worker.kill()
+        cluster.workers.remove(worker)
 
 
 @pytest.fixture(scope="module")
-def shared_stock(
-    shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stock]:
-    with stock_decode(shared_cluster, tmp_path_factory.mktemp("stock") / "decode.log") as made:
+def shared_stock(shared_cluster: Cluster) -> Iterator[Stock]:
+    with stock_decode(shared_cluster) as made:
         yield made
 
 
 @pytest.fixture
-def stock(cluster: Cluster, shared_stock: Stock) -> Iterator[Stock]:
+def stock(shared_stock: Stock, cluster: Cluster) -> Stock:
     """With the shared cluster, where everything is prefilled remotely."""
-    wanted = cluster.of("decode")[0].router
-    log = shared_stock.server.log
-    until(lambda: _settings(log) == wanted.policy.value, 20, "it has the settings")
-    yield shared_stock
-    shared_stock.clean()
-
-
-def _settings(log: Path) -> str:
-    said = [line for line in log.read_text().splitlines() if "router settings:" in line]
-    return said[-1].partition('"policy":"')[2].partition('"')[0] if said else ""
+    return shared_stock
 
 
 @pytest.mark.essential
@@ -199,16 +174,15 @@ def test_a_page_without_a_frontend_shows_its_requests(stock: Stock) -> None:
 
 @pytest.mark.long
 def test_ranks_in_processes_of_their_own_and_steps_that_overlap(
-    cluster: Cluster, tmp_path: Path, oracle: Oracle
+    cluster: Cluster, oracle: Oracle
 ) -> None:
-    flags = "--tensor-parallel-size=2", "--async-scheduling"
-    with stock_decode(cluster, tmp_path / "decode.log", *flags) as stock:
+    with stock_decode(cluster, "--tensor-parallel-size=2", "--async-scheduling") as stock:
         prompts = [random_prompt(length, seed=55) for length in LENGTHS]
         assert_right(oracle, prompts, stock.ask_all(prompts), STEPS, 1e-4)
         longer = [prompt + random_prompt(300, seed=56) for prompt in prompts]
         assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-4)
         assert stock.remote() == 2 * len(LENGTHS) - 1
-        stock.clean()
+        cluster.assert_clean()
 
 
 @contextmanager
@@ -274,9 +248,9 @@ def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
 
 
 def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
-    cluster: Cluster, tmp_path: Path, oracle: Oracle
+    cluster: Cluster, oracle: Oracle
 ) -> None:
-    with stock_decode(cluster, tmp_path / "decode.log") as stock:
+    with stock_decode(cluster) as stock:
         prompts = [random_prompt(600, seed=80 + number) for number in range(2)]
         answers = [stock.ask(prompts[0])]
         assert stock.remote() == 1
@@ -285,15 +259,15 @@ def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
         assert web.get(f"{probe}/ready").status_code == 200
         drained = pullfill(cluster, "drain", stock.instance_id)
         assert drained.returncode == 0, drained.stderr
-        until(lambda: "lease revoked" in stock.server.log.read_text(), 20, "it has noticed")
+        until(lambda: "lease revoked" in stock.worker.log.read_text(), 20, "it has noticed")
         # Its own probe tells. vLLM's tells only whether its engine lives.
         until(lambda: web.get(f"{probe}/ready").status_code == 503, 20, "its probe tells")
         assert web.get(f"{probe}/ready").json()["state"] == "draining"
-        assert web.get(f"{stock.server.url}/health").status_code == 200
+        assert stock.worker.serves
         answers.append(stock.ask(prompts[1]))
         assert_right(oracle, prompts, answers, STEPS, 1e-5)
         assert stock.record is None
-        stock.server.terminate()
+        stock.worker.stop()
         files = [path.name for path in shm_dir().iterdir() if stock.instance_id in path.name]
         assert files == []
 
