@@ -93,7 +93,7 @@ def test_a_worker_that_is_killed_takes_no_request_with_it(
 def test_packed_streams_make_a_decode_worker_and_a_prefill_worker(
     both: Cluster, other: Worker, oracle: Oracle
 ) -> None:
-    """Both can do both. Steps are short beside the target, so one of them has room for all."""
+    """Both can do both. With so few streams a second worker would make tokens hardly faster."""
     first, second = sorted([other.instance_id, both.of("worker")[0].instance_id])
     both.set_router(decode_policy="pack")
     with Load(both, seed=3400) as load:
@@ -107,11 +107,7 @@ def test_packed_streams_make_a_decode_worker_and_a_prefill_worker(
     prefilled = {one["prefill_instance"] for one in told}
     assert second in prefilled
     assert prefilled <= {second, None}, "the first may take its own job back"
-    both.set_router(itl_ms=0.01)  # no worker has room
-    with Load(both, seed=3500) as load:
-        until(lambda: load.decode_instances() == {first, second}, 60, "both decode")
-    load.check(oracle)
-    both.set_router(decode_policy="kv", itl_ms=10_000)
+    both.set_router(decode_policy="kv")
     assert other.stop() == 0
 
 
