@@ -40,8 +40,8 @@ the last KV write to the commit."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 QUIET_S = 0.5
-"""A worker with both sides pulls jobs after so many seconds without a request of its own, or if a
-full step fits between two tokens."""
+"""A worker with both sides pulls jobs if none of its own prompts waits and none has come for so
+many seconds, or if a full step fits between two tokens. Beside streams it pulls one at a time."""
 
 
 NOTHING = LoadReport(running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0)
@@ -303,10 +303,17 @@ class Product(Rule):
             return engine.sides == "prefill"
         if engine.machine.cost().work(0, engine.options.step_tokens) <= self.config.itl_ms / 1e3:
             return True
-        return not engine.own and engine.world.now - engine.quiet_since >= QUIET_S
+        if any(r.job_of is None for r in engine.undone.values()):
+            return False
+        quiet = engine.world.now - engine.came >= QUIET_S
+        return quiet and (self.plans or not engine.own)
 
     def wants(self) -> int:
-        return PULL_TOKENS - self.engine.backlog() if self.pulls() else 0
+        if not self.pulls():
+            return 0
+        engine = self.engine
+        spare = engine.own and engine.sides == "both"
+        return 1 - engine.job_tokens() if spare else PULL_TOKENS - engine.backlog()
 
 
 class Engine:
@@ -324,7 +331,7 @@ class Engine:
         self.undone: dict[str, Request] = {}
         self.cache: set[int] = set()
         self.own = self.jobs = 0
-        self.quiet_since = -math.inf
+        self.came = -math.inf
         self.prompts = Share(cluster.world)
         self._stepping = False
         self._load: tuple[float, LoadReport] = (-math.inf, NOTHING)
@@ -366,9 +373,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """A client's request."""
-        self.own += 1
-        if self.own == 1:
-            self.cluster.changed()
+        self.own, self.came = self.own + 1, self.world.now
+        self.cluster.changed()
+        self.world.at(self.came + QUIET_S + 1e-6, self._quiet)
         request.home = self
         request.hit = request.computed = self.hit(request)
         self._wait(request)
@@ -379,6 +386,7 @@ class Engine:
         request.remote = self.cluster.pulls and self.rule.remote(request)
         if request.remote:
             del self.undone[request.name]
+            self.cluster.changed()
             self.cluster.put(request)
         return request.remote
 
@@ -470,6 +478,7 @@ class Engine:
                 continue
             if not r.made:
                 del self.undone[r.name]
+                self.cluster.changed()
             if r.job_of is not None:
                 over.append(r)
                 continue
@@ -487,10 +496,7 @@ class Engine:
                 self.own -= 1
                 self.rule.finished(r)
                 self.cluster.over(r)
-                if not self.own:
-                    self.quiet_since = now
-                    self.cluster.changed()
-                    self.world.at(now + QUIET_S + 1e-6, self._quiet)
+                self.cluster.changed()
         self._step()
 
 

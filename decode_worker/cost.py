@@ -334,6 +334,11 @@ class CostModel:
             each.pop(name, None)
 
     @property
+    def undone(self) -> bool:
+        """Whether prompts of our own are computed here. Any thread."""
+        return bool(self._here)
+
+    @property
     def streams(self) -> int:
         return len(self._streams)
 

@@ -150,6 +150,10 @@ class Frontends:
         """Number of requests that are not finished."""
         return self._server.active_requests
 
+    def quiet(self, for_s: float) -> bool:
+        """Whether no request has come for so long."""
+        return time.monotonic() - self._server.last_taken > for_s
+
     @property
     def uncached_tokens(self) -> int:
         """Number of tokens to be computed before all requests generate, as frontends were told."""

@@ -60,6 +60,7 @@ from pullfill.wire import (
     PrefillJob,
     RefuseReason,
     RouterConfig,
+    RouterPolicy,
     WorkerRecord,
     decode,
 )
@@ -352,8 +353,17 @@ class DecodeRole(Role[WorkerContext]):
     def busy(self, step_s: float | None) -> str:
         # Each step that computes a part of a job delays every stream by the time of that step. A
         # worker that always has streams would never measure one, so without a measure it pulls.
-        fits = step_s is None or step_s <= self._router.current.itl_ms / 1e3
-        return "its own streams leave no time" if self._side.requests and not fits else ""
+        side, config = self._side, self._router.current
+        if not side.requests or step_s is None or step_s <= config.itl_ms / 1e3:
+            return ""
+        # Streams may go on for minutes after the last request has come. The policy `cost` computes
+        # jobs beside them in steps that spare them.
+        spares = config.policy is RouterPolicy.COST and not side.meter.model.undone
+        return "" if spares and side.frontends.quiet(0.1) else "its own streams leave no time"
+
+    @property
+    def streams(self) -> bool:
+        return self._side.requests > 0
 
 
 def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:

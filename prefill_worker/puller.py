@@ -72,7 +72,7 @@ class Budget:
     With `--concurrency N` prompts count instead of tokens, N + 1 of them, and those only until they
     are computed. KV that still travels counts only against the KV credits.
 
-    limit: tokens, or prompts.
+    limit: tokens, or prompts. spare: whether one job is enough.
     room: set when something counts no more. The puller clears it."""
 
     def __init__(self, tokens: int, concurrency: int = 0, *, claim_s: float = 0.05) -> None:
@@ -81,6 +81,7 @@ class Budget:
         self.limit = concurrency + 1 if concurrency else tokens
         self._claim_s = claim_s
         self._charges: dict[str, _Charge] = {}
+        self.spare = False
         self.room = asyncio.Event()
         self.completed = 0
         self.failed = 0
@@ -89,7 +90,8 @@ class Budget:
     def free(self) -> int:
         """How much is left. Negative: more is under way."""
         prompts = sum(charge.counted for charge in self._charges.values())
-        return self.limit - (prompts if self.by_prompt else self.tokens)
+        used = prompts if self.by_prompt else self.tokens
+        return (1 if self.spare else self.limit) - used
 
     @property
     def tokens(self) -> int:
@@ -295,6 +297,15 @@ class Puller:
         # Some looks longer, so that others have time to take it.
         self._leave_until = max(self._leave_until, now + again_s + 5 * _LOOK_S)
 
+    def spare(self, streams: bool) -> None:
+        """Take one job at a time while this worker has streams, and none that an idle one waits
+        for."""
+        if streams == self.budget.spare:
+            return
+        self.budget.spare = streams
+        self._end_pull()
+        self.budget.room.set()
+
     def _end_pull(self) -> None:
         if self._pulling is not None and not self._pulling.expired():
             self._pulling.reschedule(asyncio.get_running_loop().time())
@@ -332,7 +343,7 @@ class Puller:
         if self.paused or full or free <= 0:
             await self._wait_for_room(WAIT_S)
             return
-        leaves = asyncio.get_running_loop().time() < self._leave_until
+        leaves = self.budget.spare or asyncio.get_running_loop().time() < self._leave_until
         pulling = self._pulling = asyncio.timeout(None)
         # A worker with room waits for a job, and so gets it before one that only asks.
         wait_s = 0.0 if leaves else WAIT_S

@@ -166,6 +166,7 @@ class PrefillRole(Role[PrefillContext]):
             # second without a reason.
             if why or calm >= 10:
                 puller.pause("busy", why)
+            puller.spare(beside.streams)
             # Requests that wait for another worker may hold all blocks here. That one may wait for
             # us in the same way.
             for name in self._engine.loop.waiting_for_blocks(_NO_ROOM_S):

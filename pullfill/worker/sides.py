@@ -155,3 +155,7 @@ class Neighbour(Protocol):
         """Why its streams leave no time for a job, for people. Empty: they do.
 
         step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether it has any."""

@@ -11,8 +11,8 @@ measured (`Errors`). So there is no fixed margin: with few prompts the steps are
 many that would be late they are long.
 
 A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
-steps are as full as vLLM's own. Without streams they always are: that is a prefill worker. A worker
-that gets no jobs is a decode worker.
+steps are nearly as full as vLLM's own. Without streams they always are: that is a prefill worker. A
+worker that gets no jobs is a decode worker.
 
 The same price tells where a prompt costs least: `price` with it less `price` without it.
 
@@ -34,6 +34,10 @@ from pullfill.worker.step_cost import Errors, StepCost
 # Step lengths that are tried, as shares of each target of the time between tokens. Not a full step:
 # it spoils the streams that come after it, too, which no price tells.
 SHARES = (0.3, 0.5, 0.8)
+# Beside streams without a vote a step takes this share of the smallest target of the first token.
+# So a request that comes within one step, and shares the next, is in time. If it were late, its
+# stream would have no vote, and steps would stay as long for ever.
+FULL = 0.33
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.
 LATER = 0.3
@@ -181,7 +185,7 @@ def _cheapest(
     works = [cost.work(prompt.at, prompt.left) for prompt in by_due]
     total = sum(works)
     best, limit, late = math.inf, math.inf, set[int]()
-    for candidate in _limits(streams, base, total):
+    for candidate in _limits(streams, by_due, base, total):
         room_s = _room(by_due, cost, candidate - base, total, step_tokens)
         found, missed = _prompts_price(by_due, works, now, (base + room_s) / room_s)
         steps = min(math.ceil(total / room_s), STEPS)
@@ -200,12 +204,14 @@ def _room(
     return max(min(most_s, total), 1e-9)
 
 
-def _limits(streams: Streams, base: float, total: float) -> list[float]:
+def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: float) -> list[float]:
     """How long steps may take, the shortest first. Infinite: a full step.
 
     total: seconds of all prompts."""
-    if not streams.targets:
+    if not streams.count:
         return [math.inf]
+    if not streams.targets:
+        return [max(1.5 * base, FULL * min(prompt.due - prompt.arrival for prompt in by_due))]
     # A step without prompts takes time as well. One that is hardly longer brings prompts nowhere.
     tried = {share * target for target in streams.targets for share in SHARES}
     ordered = sorted(limit for limit in tried if limit >= 1.25 * base) or [1.5 * base]

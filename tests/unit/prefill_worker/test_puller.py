@@ -230,6 +230,21 @@ async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
     assert len(worker.told) == 5
 
 
+async def test_beside_streams_one_job_is_taken_at_a_time() -> None:
+    worker = Worker()
+    worker.puller.start()
+    await asyncio.sleep(0)
+    worker.puller.spare(True)
+    worker.publish("a")
+    await worker.runs("a")
+    worker.granted("a")
+    worker.publish("b")
+    await worker.runs("a")
+    worker.puller.spare(False)
+    await worker.runs("a", "b")
+    await worker.puller.close()
+
+
 async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
     worker, pulls = Worker(), 0
 

@@ -82,12 +82,16 @@ async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.Monke
         return None
 
     monkeypatch.setattr(asyncio, "sleep", no_time)
-    puller: Any = SimpleNamespace(pause=lambda what, why: whys.append(f"{what} {why}"))
-    beside: Any = SimpleNamespace(busy=busy)
+    spares = list[bool]()
+    puller: Any = SimpleNamespace(
+        pause=lambda what, why: whys.append(f"{what} {why}"), spare=spares.append
+    )
+    beside: Any = SimpleNamespace(busy=busy, streams=True)
     with pytest.raises(RuntimeError):  # what a coroutine makes of StopIteration
         await role._yield(beside, puller)
     assert whys == ["busy streams", "busy streams", "busy "]
     assert set(asked) == {2.0}
+    assert set(spares) == {True}
 
 
 async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
@@ -101,8 +105,8 @@ async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
     tasks = {
         name: SimpleNamespace(end=partial(ended.__setitem__, name)) for name in ("j.1", "runs.1")
     }
-    beside: Any = SimpleNamespace(busy=lambda _: "")
-    puller: Any = SimpleNamespace(pause=lambda *_: None)
+    beside: Any = SimpleNamespace(busy=lambda _: "", streams=False)
+    puller: Any = SimpleNamespace(pause=lambda *_: None, spare=lambda _: None)
     yields = asyncio.create_task(beside_streams(waiting, **tasks)._yield(beside, puller))
     await soon(lambda: bool(ended))
     await end(yields)
