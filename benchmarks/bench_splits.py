@@ -66,7 +66,7 @@ PACED, RATES, CHANGE = "paced", "rates", "change"
 PROMPT = 1024
 TIMES = {"1K/1K": 2.0}
 """Its windows are so many times as long: an answer takes about as long as others' windows."""
-PROMPTS_HEAVY, ANSWERS_HEAVY = (2048, 16), (32, 400)
+PROMPTS_HEAVY, ANSWERS_HEAVY = (1024, 16), (32, 400)
 """Of `change`: tokens of a prompt and of its answer."""
 WARM = (512, PROMPT, workloads.LONG_IN)
 """Lengths of the prompts before each window."""
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--paced", type=float, nargs=2, default=[0.4, 1.7], metavar="RATE",
                         help="of 1K/1K and 1K/200")  # fmt: skip
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
-    parser.add_argument("--change", type=float, nargs=2, default=[3.0, 2.0], metavar="RATE",
+    parser.add_argument("--change", type=float, nargs=2, default=[2.0, 1.0], metavar="RATE",
                         help="of both halves of change")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=15.0,
                         help="in which requests are sent")  # fmt: skip
