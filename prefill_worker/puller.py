@@ -23,8 +23,9 @@ from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import Delivery
-from pullfill.queue.jetstream import JetStreamConsumer
+from pullfill.queue.jetstream import PULLS, JetStreamConsumer
 from pullfill.runtime import log
+from pullfill.runtime.health import CONNECTION
 from pullfill.runtime.lifecycle import end
 from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
@@ -193,10 +194,10 @@ class Puller:
         self.idle = asyncio.Event()  # set while nothing that `keep` runs goes on either
         self._look_if_idle()
         self._unsubscribe = self._nats.subscribe(self._tell)
-        self._tell()
 
     def start(self) -> None:
         """Begin to pull, and to run the jobs of self-checks that decode workers send."""
+        self._tell()
         self._beats = asyncio.create_task(self._send_heartbeats())
         self._tasks = [asyncio.create_task(self._pull_all()), asyncio.create_task(self._trials())]
 
@@ -219,7 +220,7 @@ class Puller:
                     self._ended(job)  # it was cancelled before it began
 
     async def close(self) -> None:
-        self._unsubscribe()  # the connection to NATS is about to be closed
+        self._unsubscribe()  # the connection to NATS will be closed
         await self.stop()
         await self.abandon()
         await end(self._beats)
@@ -266,8 +267,10 @@ class Puller:
         """Tell decode workers why nothing is pulled, if that has changed."""
         # At once, and not by the next Heartbeat: else they would queue jobs that nobody takes.
         why = self._whys["engine"]
-        if not self._nats.up:
-            why = why or f"NATS does not answer it: {self._nats.status().error}"
+        # A decode side beside us may get no answer for a moment. That says nothing about pulls. And
+        # where no prefill worker pulls, decode workers take back all jobs that wait.
+        if error := self._nats.error(CONNECTION, PULLS):
+            why = why or f"NATS does not answer it: {error}"
         why = why or self._whys["busy"]
         if why == self._told:
             return

@@ -71,7 +71,7 @@ class JetStreamProducer(QueueEnd):
     nothing is published. The next count that is answered closes it. So a server that hangs costs
     one `publish_timeout_s`, once.
 
-    health: whether the server counts and stores jobs."""
+    health: of the connection. Here: whether the server counts (JETSTREAM) and stores jobs."""
 
     def __init__(
         self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
@@ -218,7 +218,7 @@ class JetStreamProducer(QueueEnd):
         So the pause doubles until a publish is answered."""
         hold_s = self._holds.next()
         self._held_until = SYSTEM_CLOCK.monotonic() + hold_s
-        if hold_s > 2 * BUSY_REFRESH_S and not self.health.fails(STORAGE):
+        if hold_s > 2 * BUSY_REFRESH_S and not self.health.error(STORAGE):
             logger.warning("NATS at %s %s", self.connection.shown_url, _STORES_NOTHING)
             self.health.failed(_STORES_NOTHING, STORAGE)
 
@@ -292,7 +292,7 @@ class JetStreamConsumer(QueueEnd):
     asks the consumers of all urgencies at once. Requests that still wait when a job has come are
     for the next pull, or are taken back if none follows at once.
 
-    health: whether the server answers pulls."""
+    health: of the connection. Here: whether the server answers pulls (PULLS)."""
 
     def __init__(
         self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
@@ -342,7 +342,7 @@ class JetStreamConsumer(QueueEnd):
             job = await self._next(wait_s)
         except QueueUnavailable as exc:
             # Then it is JetStream that does not work. `_repair` may know why.
-            if self.connection.up and not self.health.fails(PULLS):
+            if self.connection.up and not self.health.error(PULLS):
                 self.health.failed(str(exc), PULLS)
             raise
         finally:

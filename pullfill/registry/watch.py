@@ -143,7 +143,7 @@ async def watch_prefix(
                 if isinstance(exc, ConfigError):
                     if known is None:
                         raise
-                    if not client.health.fails(part):
+                    if not client.health.error(part):
                         _log.error("cannot watch %s any more, trying again: %s", shown, exc)
                     client.health.failed(str(exc), part)
                 else:

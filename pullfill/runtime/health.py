@@ -40,7 +40,7 @@ class ServerHealth:
         UP.labels(server).set(0)
 
     def subscribe(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Have `call` called on the loop each time the server goes down or comes up.
+        """Have `call` called on the loop each time a part begins to fail, or answers again.
 
         Returns a function that ends this."""
         self._watchers.append(call)
@@ -50,22 +50,22 @@ class ServerHealth:
     def up(self) -> bool:
         return not self._errors
 
-    def fails(self, part: str) -> bool:
-        """Whether `part` did not answer last time."""
-        return part in self._errors
+    def error(self, *parts: str) -> str:
+        """Why one of these parts did not answer last time, for people. Empty: all did."""
+        return next((self._errors[part] for part in parts if part in self._errors), "")
 
     def ok(self, part: str = CONNECTION) -> None:
         """Note that `part` answered."""
-        if self._errors.pop(part, None) is not None and self.up:
-            self._turn()
+        if self._errors.pop(part, None) is not None:
+            self._turned(was_up=False)
 
     def failed(self, cause: str, part: str = CONNECTION) -> None:
         """Note that `part` did not answer. cause: for people."""
-        was_up = self.up
+        was_up, failed_before = self.up, part in self._errors
         name = f"{NAMES[self.server]} at {self.where}"
         self._errors[part] = f"{self.where}: {cause.removeprefix(name).lstrip(': ')}"
-        if was_up:
-            self._turn()
+        if not failed_before:
+            self._turned(was_up)
 
     def status(self) -> ServerStatus:
         """Return its state. since_s: since it last went down or came up. Any thread."""
@@ -80,9 +80,11 @@ class ServerHealth:
         """One line for people. Empty while it is up."""
         return outage_of(self.server, self.status())
 
-    def _turn(self) -> None:
-        self._since = self._clock.monotonic()
-        UP.labels(self.server).set(self.up)
+    def _turned(self, was_up: bool) -> None:
+        """Note that a part begins to fail, or answers again."""
+        if self.up is not was_up:
+            self._since = self._clock.monotonic()
+            UP.labels(self.server).set(self.up)
         for call in list(self._watchers):
             call()
 

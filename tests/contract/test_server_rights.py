@@ -175,7 +175,7 @@ async def test_a_watch_outlives_a_changed_password(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await client.close()
-    assert not client.health.fails("watch of p/"), "nobody watches any more"
+    assert not client.health.error("watch of p/"), "nobody watches any more"
     assert PASSWORD not in caplog.text
 
 

@@ -102,11 +102,15 @@ class TestHealth:
         turns: list[bool] = []
         health.subscribe(lambda: turns.append(health.up))
         health.ok()
-        health.failed("no answer", "jetstream")
+        for _ in range(2):
+            health.failed("no answer", "jetstream")
+        assert (health.error("pulls"), health.error("pulls", "jetstream")) == (
+            "", "nats://h:1: no answer",
+        )  # fmt: skip
         health.failed("no answer for 0.7 s")
         clock.advance(5.0)
         health.ok()
         assert not health.up, "an answered PING does not make JetStream answer"
         assert health.status().since_s == 5.0
         health.ok("jetstream")
-        assert (turns, health.outage()) == ([True, False, True], "")
+        assert (turns, health.outage()) == ([True, False, False, False, True], "")

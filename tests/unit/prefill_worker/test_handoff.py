@@ -94,6 +94,7 @@ class Worker:
         deadline_s: float = 60,
         budget: Budget | None = None,
         ack_wait_s: float = 60.0,
+        nats_up: bool = True,
         **more: Any,
     ) -> None:
         """begins: sets up what the task has done at the first look. more: arguments of `Puller`."""
@@ -127,7 +128,8 @@ class Worker:
         self.budget = budget or Budget(10**6)
         self.credits = Credits(1)
         self.nats = ServerHealth("nats", "nats://h:1")
-        self.nats.ok()
+        if nats_up:
+            self.nats.ok()
         consumer: Any = SimpleNamespace(
             pull=self._pull, drain=self._drain, ack_wait_s=ack_wait_s, max_deliver=5,
             health=self.nats,

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from pullfill.errors import ClaimRefused, QueueUnavailable
 from pullfill.prefill_worker.puller import MAX_WAITING, Budget
+from pullfill.queue.jetstream import JETSTREAM, PULLS
 from pullfill.queue.nats_connection import NotSent
 from pullfill.runtime import failpoints
 from pullfill.wire import PrefillJob, RefuseReason, encode
@@ -222,12 +223,32 @@ async def test_decode_workers_are_told_why_nothing_is_pulled() -> None:
     assert worker.told == [streams, "its engine takes no steps", ""]
     worker.puller.pause("check", "each decode worker is told its own reason")
     worker.puller.pause("check", "")
+    worker.nats.failed("no answer", JETSTREAM)
+    assert len(worker.told) == 3, "a decode side of this worker publishes, it does not pull"
+    worker.nats.failed("no quorum", PULLS)
+    worker.nats.ok(PULLS)
     worker.nats.failed("it hangs")
     worker.nats.ok()
-    assert worker.told[3:] == ["NATS does not answer it: nats://h:1: it hangs", ""]
+    silent = "NATS does not answer it: nats://h:1:"
+    assert worker.told[3:] == [f"{silent} no quorum", "", f"{silent} it hangs", ""]
     await worker.puller.close()
     worker.nats.failed("closed")
-    assert len(worker.told) == 5
+    assert len(worker.told) == 7
+
+
+async def test_a_worker_whose_sides_are_being_built_warns_of_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """NATS is dialled once all sides are there."""
+    caplog.set_level("INFO")
+    worker = Worker(nats_up=False)
+    worker.nats.ok()
+    assert worker.told == []
+    assert caplog.messages == []
+    lost = Worker(nats_up=False)
+    lost.puller.start()
+    assert lost.told == ["NATS does not answer it: not connected yet"]
+    await lost.puller.close()
 
 
 async def test_beside_streams_one_job_is_taken_at_a_time() -> None:
