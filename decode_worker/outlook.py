@@ -156,5 +156,5 @@ class Outlook:
 def outages(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger) -> list[str]:
     """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
     claims = NOT_CLAIMED if ledger.claims.stalled else ""
-    # A prefill worker needs etcd when it first connects to a decode worker.
+    # Prefill workers learn from etcd that a decode worker is new, and where it is.
     return [why for why in (nats.outage(), *peers.not_pulling, claims, etcd.outage()) if why]

@@ -93,7 +93,7 @@ async def build(
     names = Names(cluster.namespace, engine.compat.hash())
     producer = JetStreamProducer(servers.nats, names, servers.queue.current)
     parts.push_async_callback(producer.close)
-    servers.queue.subscribe(producer.configure)
+    parts.callback(servers.queue.subscribe(producer.configure))
 
     # The KV memory, and who may write to it.
     incarnation = new_incarnation()

@@ -211,7 +211,7 @@ class PeerTransport(Protocol):
 
         part: what the session moves of each block. None: all that we hold.
 
-        Raises IncompatibleError (it names the field), PeerUnavailable (the region is gone, or of
-        another incarnation: load its descriptor again), BadMessage (the descriptor contradicts
-        itself) and TransferFailed."""
+        Raises IncompatibleError (it names the field), PeerUnavailable (the region is gone, or has
+        another incarnation by now), BadMessage (the descriptor contradicts itself) and
+        TransferFailed."""
         ...

@@ -206,7 +206,7 @@ class Worker:
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         told = [reason for service in self.services for reason in service.reasons()]
-        reasons = [*dict.fromkeys(told), *self._checking]  # two sides have one etcd
+        reasons = [*dict.fromkeys(told), *self._checking]  # two sides have the same servers
         detail = {"state": self._shown_state, "degraded": bool(reasons), "reasons": reasons}
         detail |= self._guard.detail()
         # Frontends send it nothing yet. An upgrade must not end the worker before it meanwhile.

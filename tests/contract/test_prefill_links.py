@@ -26,7 +26,7 @@ from tests.support.workers import FakeDirectory
 HELLO = Hello(prefill_instance="prefill-1", compat=COMPAT.hash())
 
 
-async def no_transfer_worker(_: Any) -> Any:
+async def no_transfer_worker(*_: Any) -> Any:
     raise AssertionError("nothing is moved")
 
 
