@@ -223,10 +223,9 @@ class Owner:
         """
         self._files, self._instance_id = files, instance_id
         self._memories = [rank.memory for rank in ranks]
-        self._mapped = [_mappable(rank, files) for rank in ranks]
+        self._endpoints = [_mappable(rank, files) for rank in ranks]
         self._kinds = dict(kinds or {})
         self._offered = offered
-        self._address = ""
         self._incarnation = incarnation
         self.fences = ShmFences(files.fence_fd, incarnation, slots)
         self._server = StreamServer(
@@ -238,18 +237,20 @@ class Owner:
         """Serve the backends, if there are any. Raises ConfigError.
 
         advertise: published instead of the bound address (a forwarded port)."""
-        if self._kinds:
-            self._server.start(host, port)
-            self._address = advertise or self._server.address
+        if not self._kinds:
+            return
+        self._server.start(host, port)
+        address = advertise or self._server.address
+        for found, memory in zip(self._endpoints, self._memories, strict=True):
+            for name, kind in self._kinds.items():
+                # Once, not for each peer that is told: NCCL takes GPU memory for it.
+                if (detail := kind.detail(memory)) is not None:
+                    found[name] = endpoint_of(address, detail)
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         """Return the address of each transport of this rank, for `RegionDescriptor.endpoints`."""
-        found = dict(self._mapped[rank])
-        for name, kind in self._kinds.items():
-            detail = kind.detail(self._memories[rank])
-            if detail is not None and self._address:
-                found[name] = endpoint_of(self._address, detail)
-        return {n: e for n, e in found.items() if self._offered is None or n in self._offered}
+        found, offered = self._endpoints[rank], self._offered
+        return {n: e for n, e in found.items() if offered is None or n in offered}
 
     def describe(self) -> tuple[RegionDescriptor, ...]:
         """What peers are told of each rank, in order."""
