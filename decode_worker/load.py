@@ -99,8 +99,9 @@ def demand_of(
     rates = [peer.load.tokens_per_s for peer in pulling]
     return meter.demand.figures(
         open_tokens=ours.uncomputed,
-        # Who has claimed a job counts it, too.
-        queued_tokens=max(0, uncached_tokens - ours.uncomputed + ours.queued_tokens),
+        # `uncached_tokens` has no job: of a request with one, vLLM counts all as computed. And jobs
+        # that are claimed are counted where they are computed.
+        queued_tokens=uncached_tokens + ours.queued_tokens,
         rates=[rate for rate in rates if rate > 0],
         pool=len(pulling),
         connected=bool(peers),
