@@ -307,8 +307,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     Each side treats the other as gone when it hears nothing for SILENT_S."""
 
     # Why the prefill worker pulls no jobs of this decode worker, for people: its engine is stuck,
-    # NATS does not answer it, or the self-check has not passed. Empty: it pulls. A change is sent
-    # at once.
+    # NATS does not answer it, the self-check has not passed, or its own streams leave no time.
+    # Empty: it pulls. A change is sent at once.
     why: Text = ""
     load: Load = Load()
 
