@@ -122,11 +122,10 @@ class Prefill(msgspec.Struct):
 class Stream:
     """A request of ours that generates.
 
-    timely: whether its first token came in time. since: number of the step of that token.
-    over: steps since then that took longer than its target of the time between tokens."""
+    since: number of the step of its first token. over: steps since then that took longer than its
+    target of the time between tokens."""
 
     itl_s: float
-    timely: bool
     since: int
     over: int = 0
 
@@ -237,7 +236,7 @@ class CostModel:
         targets: dict[float, int] = {}
         for stream in self._streams.values():
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
-            if stream.timely and stream.over <= (self._steps - stream.since) // 100:
+            if stream.over <= (self._steps - stream.since) // 100:
                 targets[stream.itl_s] = targets.get(stream.itl_s, 0) + 1
         return Streams(len(self._streams), self.kv_tokens, _few(targets))
 
@@ -346,8 +345,7 @@ class CostModel:
 
     def _first_token(self, name: str, one: Prefill, now: float) -> FirstToken:
         took = now - one.decided
-        timely = one.waited_s + took <= one.targets.ttft_s
-        self._streams[name] = Stream(one.targets.itl_s, timely, self._steps)
+        self._streams[name] = Stream(one.targets.itl_s, self._steps)
         if one.choice is Choice.REMOTE:
             step_s = self.base(self.streams)
             self._remote.observe(*one.work, max(0.0, took - step_s), now)

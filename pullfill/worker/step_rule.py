@@ -35,8 +35,7 @@ from pullfill.worker.step_cost import Errors, StepCost
 # it spoils the streams that come after it, too, which no price tells.
 SHARES = (0.3, 0.5, 0.8)
 # Beside streams without a vote a step takes this share of the smallest target of the first token.
-# So a request that comes within one step, and shares the next, is in time. If it were late, its
-# stream would have no vote, and steps would stay as long for ever.
+# So a request that comes within one step, and shares the next, is in time.
 FULL = 0.33
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.

@@ -79,7 +79,6 @@ def test_streams_that_have_missed_their_target_have_no_vote() -> None:
 
 
 def test_beside_lost_streams_a_new_prompt_could_still_be_in_time() -> None:
-    """With longer steps it would be late, and its stream lost in its turn."""
     found = planned(streams(0, spoiled=10), prompt("a", 3000, 0.15))
     assert 0.03 < found.seconds < 0.15 / 2
     assert planned(Streams(), prompt("a", 3000, 0.15)).total == STEP, "nobody waits for tokens"
