@@ -236,11 +236,11 @@ class Placer:
         )
 
     def _fewest(self, views: Sequence[WorkerView], now: float) -> int:
-        """How many of these workers get streams."""
+        """How many of these workers get streams. All, if none tells its load: stock servers."""
         if now >= self._few_until:
             self._few_until = now + LOAD_S
-            told = (Told(v.told, now - v.told_at) for v in views if v.told is not None)
-            self._few = few(told)
+            told = [Told(v.told, now - v.told_at) for v in views if v.told is not None]
+            self._few = few(told) if told else len(views)
         return self._few
 
     def _by_prefix(

@@ -11,7 +11,7 @@ workers with which tokens come about as fast as they can:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pullfill.engine.front_wire import LoadReport
@@ -32,16 +32,13 @@ class Told(NamedTuple):
     age_s: float
 
 
-def few(workers: Iterable[Told]) -> int:
-    """Return how many of these workers get streams, one at least."""
-    told = list(workers)
-    loads, count = [one.load for one in told], len(told)
-    if not count:
-        return 1
+def few(workers: Sequence[Told]) -> int:
+    """Return how many of these workers get streams. There is one worker at least."""
+    loads, count = [one.load for one in workers], len(workers)
     streams = sum(load.streams for load in loads) + 1
     tokens = sum(load.stream_tokens for load in loads)
     # A worker that does nothing tells nothing more, and its last share fades.
-    prompts = sum(one.load.prompt_share * fade(one.age_s) for one in told)
+    prompts = sum(one.load.prompt_share * fade(one.age_s) for one in workers)
     # A worker that had no streams does not know what they cost.
     knowing = sum(load.streams + 1e-6 for load in loads)
     base_s, stream_s, token_s = (

@@ -41,7 +41,6 @@ def worker(
         ([worker(2, seats=2), worker(seats=2)], 2),
         ([worker(1, blocks=900), worker(), worker()], 2),
         ([worker(8, seats=8), worker(8, seats=8)], 2),
-        ([], 1),
     ],
 )
 def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
