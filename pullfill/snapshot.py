@@ -16,13 +16,14 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.runtime.health import outage_of
+from pullfill.wire.codec import Count
 from pullfill.wire.records import (
     ExplainRecord,
     QueueStatus,
@@ -83,6 +84,10 @@ class HeldJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_s: float | None = None
 
 
+# Neither infinite nor NaN: of such a number of workers no whole one can be made.
+Figure = Annotated[float, Meta(ge=0, le=1e12)]
+
+
 class Demand(msgspec.Struct, kw_only=True, frozen=True):
     """What one decode worker tells the planner, over the last 30 s (decode_worker/demand.py).
 
@@ -96,16 +101,16 @@ class Demand(msgspec.Struct, kw_only=True, frozen=True):
     missed: how many of these the decode worker computed itself.
     pressure: how full the worker is, the largest of `streams`, `kv` and `seats`. 1: full."""
 
-    backlog_s: float = 0.0
-    queued_s: float = 0.0
-    prefill_demand: float = 0.0
-    tokens_per_s: float = 0.0
-    prompts: int = 0
-    missed: int = 0
-    pressure: float = 0.0
-    streams: float = 0.0
-    kv: float = 0.0
-    seats: float = 0.0
+    backlog_s: Figure = 0.0
+    queued_s: Figure = 0.0
+    prefill_demand: Figure = 0.0
+    tokens_per_s: Figure = 0.0
+    prompts: Count = 0
+    missed: Count = 0
+    pressure: Figure = 0.0
+    streams: Figure = 0.0
+    kv: Figure = 0.0
+    seats: Figure = 0.0
 
 
 class Report(msgspec.Struct, kw_only=True, frozen=True):

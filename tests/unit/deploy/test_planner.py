@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
 import pytest
@@ -99,12 +100,14 @@ def test_the_observation_is_read_from_the_status() -> None:
         row("d4", "decode", "checking", demand={}),
         row("d5", "decode", "ready"),  # has just started
         row("d6", "decode", "ready", demand={"pressure": "high"}),
+        row("d7", "decode", "ready", demand={"backlog_s": math.nan}),
+        row("d8", "decode", "ready", demand={"queued_s": math.inf}),
         row("p1", "prefill", "ready", jobs=2),
         row("b1", "decode", "ready", demand={}),
         row("b1", "prefill", "ready"),
         row("f1", "frontend", "ready"),
     )
-    expected = Observation(1, 3, {"b1"}, {"d1": Demand(pressure=0.5), "b1": Demand()})
+    expected = Observation(1, 5, {"b1"}, {"d1": Demand(pressure=0.5), "b1": Demand()})
     assert observe(Cluster(workers=rows)) == expected
 
 
