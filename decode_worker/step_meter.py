@@ -45,7 +45,7 @@ class StepMeter:
         self._on = False
         self._seen = 0
         self._kv_tokens: int | None = None
-        # Of prompts that are not computed: when each is due, when it came, its target and its hit.
+        # Of prompts that are not computed: when each is due, when it came, and its hit.
         self._known: dict[str, tuple[float, float, int]] = {}
 
     # ------------------------------------------------------------------ one step

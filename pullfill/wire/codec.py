@@ -109,7 +109,7 @@ class Compat(Message, frozen=True, kw_only=True):
     kv_groups: str
 
     def hash(self, version: int = WIRE_VERSION) -> str:
-        """The wire version and 16 hex digits over all fields: `v11-…`.
+        """The wire version and 16 hex digits over all fields: `v12-…`.
 
         It names the job stream. So only workers that fit, and can read each other, share one."""
         digest = hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()

@@ -160,7 +160,7 @@ class Errors:
         self._recent = deque(self._PRIOR, maxlen=keep)
         self._ordered = sorted(self._recent)
         self._left = keep
-        self._new = 0
+        self._unsorted = 0
 
     @property
     def new(self) -> bool:
@@ -172,9 +172,9 @@ class Errors:
             return
         self._recent.append(took_s / predicted_s)
         self._left -= 1
-        self._new += 1
-        if self._new >= _EVERY:
-            self._ordered, self._new = sorted(self._recent), 0
+        self._unsorted += 1
+        if self._unsorted >= _EVERY:
+            self._ordered, self._unsorted = sorted(self._recent), 0
 
     def beyond(self, times: float) -> float:
         """How likely a step takes more than `times` what is predicted, from 0 to 1."""
