@@ -104,7 +104,6 @@ bench-paths: ## What a long prompt costs the streams and itself, by hop and by t
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
 bench-splits: ## Workers with both sides on beside static splits and plain vLLM (35 minutes)
 bench-transfer: ## KV transfers against plain copies and sockets (minutes)
-bench-transfer: override ARGS += --save
 bench-gpu: ## KV blocks between GPU memories against device copies (needs a GPU)
 bench-gpu: override ARGS := $(or $(ARGS),--parts all) --save
 

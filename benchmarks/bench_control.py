@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import machine
+from benchmarks import command, machine
 from benchmarks.control.duel import warm_up
 from benchmarks.control.plant import Fleet, Plant, Use, mock_flags, plant, private_bytes
 from benchmarks.live import end_in_order
@@ -143,17 +143,16 @@ def rows_of(size: Size) -> list[Row]:
     return rows
 
 
-def print_threads(size: Size) -> None:
-    """Where the CPU of the closed loop goes, by thread."""
-    for role in ("decode", "prefill"):
-        use = size.use[role]
-        parts = ", ".join(
-            f"{name} {cpu / size.requests * 1e3:.3f}"
-            for name, cpu in sorted(use.threads.items(), key=lambda item: -item[1])
-            if cpu / size.requests > 5e-6
+def print_threads(what: str, used: dict[str, Use], requests: int) -> None:
+    """Where the CPU goes, by role and thread."""
+    each = 1e3 / requests
+    for role, use in used.items():
+        ordered = sorted(use.threads.items(), key=lambda item: -item[1])
+        parts = [f"{name} {cpu * each:.3f}" for name, cpu in ordered if cpu * each > 0.005]
+        print(
+            f"  {what}, {role}: ms per request: ours {use.ours * each:.3f}, "
+            f"engine {use.engine * each:.3f}; by thread: {', '.join(parts)}"
         )
-        engine = use.engine / size.requests * 1e3
-        print(f"  {role}: ms per request by thread: {parts}; engine {engine:.3f}")
 
 
 def run(
@@ -164,27 +163,13 @@ def run(
     rows = rows_of(size)
     for one in rows:
         print(f"  {one.metric:<60} {one.value:>10} {one.unit}", flush=True)
-    print_threads(size)
-    print_paced(size)
+    print_threads("closed loop", size.use, size.requests)
+    print_threads("paced", size.paced, size.paced_requests)
     return rows
 
 
-def print_paced(size: Size) -> None:
-    """Print the same for the paced window, for all roles."""
-    for role in ROLES:
-        use, each = size.paced[role], 1e3 / size.paced_requests
-        parts = {name: round(cpu * each, 3) for name, cpu in use.threads.items()}
-        parts = {name: ms for name, ms in parts.items() if ms > 0.005}
-        print(
-            f"  PACED {role}: ms per request: ours {use.ours * each:.3f}, "
-            f"engine {use.engine * each:.3f}; by thread {parts}"
-        )
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.described(__doc__)
     parser.add_argument("--quick", action="store_true", help=f"sizes {QUICK}")
     parser.add_argument("--sizes", help=f"workers of each role (default {FULL})")
     parser.add_argument("--conversations", type=int, default=400, help="in the closed loop")

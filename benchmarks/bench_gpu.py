@@ -27,13 +27,13 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import gpu_serving
+from benchmarks import command, gpu_serving
+from benchmarks.bench_transfer import interleaved
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.machine import OtherLoad
 from benchmarks.report import RESULTS, Row, finish, missing, row, versus
@@ -63,18 +63,6 @@ HELD_MS = 4.0
 """Target for the time that a batch holds the fence: twice its intended duration."""
 
 Ways = dict[str, Callable[[], object]]
-
-
-def interleaved(ways: Ways, rounds: int) -> dict[str, float]:
-    """Median seconds of each way. The first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            started = time.perf_counter()
-            way()
-            if number:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def on_the_gpu(device: Device, ways: Ways, rounds: int) -> dict[str, float]:
@@ -304,9 +292,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.described(__doc__)
     parser.add_argument("--parts", nargs="+", choices=(*PARTS, "all"), default=QUICK)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each window with streams")

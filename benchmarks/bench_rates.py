@@ -2,9 +2,10 @@
 
 Each system is started fresh and gets the same requests at the same random moments: three quarters
 short streams, a quarter long prompts. Counted is how many requests per second keep the SLO, as
-guidellm counts them: time to the first token, and the mean time between tokens of a request.
-guidellm runs in an environment of its own, which `make install-bench` makes. Writes
-results/rates.md. Exit status 1 when a system failed.
+guidellm counts them: time to the first token, and the mean time between tokens of a request. The
+limits are the defaults of `router.ttft_ms` and `router.itl_ms`. guidellm runs in an environment of
+its own, which `make install-bench` makes. Writes results/rates.md. Exit status 1 when a system
+failed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import string
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,27 +27,23 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks import machine
-from benchmarks.live import BenchError, end_in_order
-from benchmarks.report import Row, finish, missing, row, versus
+from benchmarks import command, machine
+from benchmarks.live import BenchError
+from benchmarks.report import Row, missing, row, versus
 from benchmarks.serving import model
 from benchmarks.serving.contract import Name, System
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.workloads import LONG_OUT, SHORT_IN, SHORT_OUT, SWEEP_IN, SWEEP_SHARE
 from pullfill.deploy import plan
+from pullfill.wire import RouterConfig
 
 VERSION = "0.8.1"
 START_S = 120.0
 """How long guidellm may take before and after the requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What a request must keep to count as good. itl_s: its mean time between tokens."""
-
-    ttft_s: float = 1.0
-    itl_s: float = 0.05
+ANSWERS_S = 120.0
+"""How long answers may take after the last request."""
+SLO = RouterConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ def prompts(tokenizer: Tokenizer, count: int, seed: int) -> list[dict[str, Any]]
 
 
 def scenario(
-    url: str, rate: float, count: int, slo: Slo, seed: int, data: Path, output: Path
+    url: str, rate: float, count: int, seed: int, data: Path, output: Path
 ) -> dict[str, Any]:
     """guidellm's settings: so many requests at random times (Poisson), whether the ones before are
     answered or not; it ends with the last answer."""
@@ -143,22 +139,18 @@ def scenario(
             "metrics": {
                 "kind": "generative",
                 "sample_size": 0,
-                "slo": {"ttft_ms": 1e3 * slo.ttft_s, "tpot_ms": 1e3 * slo.itl_s},
+                "slo": {"ttft_ms": SLO.ttft_ms, "tpot_ms": SLO.itl_ms},
             },
             "outputs": [{"kind": "json", "path": str(output)}],
         }
     }
 
 
-def measure(
-    url: str, rate: float, seconds: float, slo: Slo, seed: int, folder: Path, limit_s: float = 120.0
-) -> Rate:
+def measure(url: str, rate: float, seconds: float, seed: int, folder: Path) -> Rate:
     """Send a server `rate` requests per second for so long and wait for all answers. What guidellm
     was told and said stays in the folder.
 
-    limit_s: for answers after the last request. Raises Skipped without guidellm, BenchError when
-    it fails or is late.
-    """
+    Raises Skipped without guidellm, BenchError when it fails or is late."""
     command, count = program(), max(1, round(rate * seconds))
     data, report, log, settings = (
         folder / f"guidellm-{rate:g}-{seed}{end}"
@@ -167,7 +159,7 @@ def measure(
     tokenizer = Tokenizer.from_file(str(model.model_directory() / "tokenizer.json"))
     rows = prompts(tokenizer, count, seed)
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = scenario(url, rate, count, slo, seed, data.absolute(), report.absolute())
+    told = scenario(url, rate, count, seed, data.absolute(), report.absolute())
     settings.write_text(json.dumps(told, indent=2))
     env = {
         "HF_HUB_OFFLINE": "1",
@@ -182,7 +174,7 @@ def measure(
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 check=False,
-                timeout=START_S + seconds + limit_s,
+                timeout=START_S + seconds + ANSWERS_S,
                 cwd=folder,
                 env={**os.environ, **env},
             )
@@ -229,17 +221,16 @@ def sweep(
     system: System, options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
 ) -> list[Rate]:
     """Start, warm up, measure every rate, end. Raises BenchError."""
-    slo, found = Slo(options.slo_ttft / 1e3, options.slo_itl / 1e3), []
-    folder = base / system.name
+    found, folder = [], base / system.name
     folder.mkdir()
     quiet.look(2.0)
     with system.launch(folder) as running:
         url = running.url
-        measure(url, WARM_RATE, WARM_S, slo, options.seed - 1, folder)
+        measure(url, WARM_RATE, WARM_S, options.seed - 1, folder)
         for number, rate in enumerate(options.rates):
             seed = options.seed + number
             with quiet.window(running.pids):
-                came = measure(url, rate, options.seconds, slo, seed, folder)
+                came = measure(url, rate, options.seconds, seed, folder)
             print(f"{system.name} at {rate:g}/s: {describe(came)}", flush=True)
             found.append(came)
     return found
@@ -256,8 +247,8 @@ def describe(rate: Rate) -> str:
     )
 
 
-def rows_of(measured: dict[str, list[Rate]], failed: dict[str, str]) -> list[Row]:
-    """Every rate of every system, then who sustains most."""
+def rows_of(measured: dict[str, list[Rate]], failed: dict[str, BenchError]) -> list[Row]:
+    """Every rate of every system, then who sustains most, then what failed."""
     rows = [
         row(f"{name}: goodput at {rate.rate:g} requests/s", rate.good_per_s, f"1/s, {text}")
         for name, rates in measured.items()
@@ -275,42 +266,34 @@ def rows_of(measured: dict[str, list[Rate]], failed: dict[str, str]) -> list[Row
         kept = list(takewhile(lambda r: r.good_share >= GOOD and not r.failed, ordered))
         what = f"{name}: highest rate up to which {100 * GOOD:g} % are good"
         rows.append(row(what, kept[-1].rate if kept else 0.0, "1/s"))
-    rows += [missing(f"{name}: goodput", "", why) for name, why in failed.items()]
+    for name, exc in failed.items():
+        why = str(exc).splitlines()[0][:120]
+        rows.append(missing(f"{name}: goodput", "", why))
+        rows[-1].ok = isinstance(exc, Skipped)  # what is not installed fails nothing
     return rows
 
 
-def run(
-    options: argparse.Namespace, base: Path, quiet: machine.OtherLoad
-) -> tuple[list[Row], bool]:
-    """The rows, and whether every system that is installed could be measured."""
+def run(options: argparse.Namespace, base: Path) -> tuple[list[Row], machine.OtherLoad]:
     measured: dict[str, list[Rate]] = {}
-    failed: dict[str, str] = {}
-    fine = True
+    failed: dict[str, BenchError] = {}
+    quiet = machine.OtherLoad()
     for name in options.systems:
         try:
             measured[name] = sweep(SYSTEMS[name], options, base, quiet)
         except BenchError as exc:
             print(f"{name}: {exc}", file=sys.stderr)
-            failed[name] = str(exc).splitlines()[0][:120]
-            fine = fine and isinstance(exc, Skipped)
-    return rows_of(measured, failed), fine
+            failed[name] = exc
+    return rows_of(measured, failed), quiet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.parser(__doc__)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(DEFAULT))
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0, 4.0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of requests, for each rate")
-    parser.add_argument("--slo-ttft", type=float, default=1000.0, metavar="MS")
-    parser.add_argument("--slo-itl", type=float, default=50.0, metavar="MS")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--name", default="rates", help="of the files in results/")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--install", action="store_true", help="install guidellm, and no more")
     options = parser.parse_args(argv)
-    end_in_order()
     if options.install:
         print(install())
         return 0
@@ -318,14 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         program()
     except Skipped as exc:
         sys.exit(f"error: {exc}")
-    quiet = machine.OtherLoad()
-    with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
-        rows, fine = run(options, Path(directory), quiet)
-    print(quiet)
-    slo = f"TTFT {options.slo_ttft:g} ms, mean ITL {options.slo_itl:g} ms"
+    slo = f"TTFT {SLO.ttft_ms:g} ms, mean ITL {SLO.itl_ms:g} ms"
     title = f"Goodput at rising rates, measured by guidellm ({slo})"
-    status = finish(options.name, rows, quiet=quiet.quiet, save=not options.no_save, title=title)
-    return status or int(not fine)
+    return command.main("rates", title, options, run)
 
 
 if __name__ == "__main__":

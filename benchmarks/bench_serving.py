@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import command, report
 from benchmarks.live import end_in_order
 from benchmarks.serving import model, parts, tables
 from benchmarks.serving.campaign import Campaign, Measured
 from benchmarks.serving.contract import System
 from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.verdict import Verdict
-from benchmarks.serving.workloads import LONG_EVERY_S, LONG_IN, Longs
+from benchmarks.serving.workloads import Longs
 
 TITLE = "Serving: pullfill against what a user would pick instead"
 
@@ -56,7 +55,7 @@ def is_quiet(measured: Measured) -> bool:
     return measured.quiet.quiet and not loud
 
 
-def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet: bool) -> int:
+def finish(measured: Measured, options: argparse.Namespace, quiet: bool) -> int:
     """Print and save everything. Returns the exit status."""
     text = tables.markdown(measured)
     rows = [*Verdict(measured).rows(), *tables.rows(measured)]
@@ -67,22 +66,18 @@ def finish(measured: Measured, options: argparse.Namespace, longs: Longs, quiet:
         rows,
         quiet=quiet,
         save=save,
-        title=f"{TITLE} (longs: {longs})",
+        title=f"{TITLE} (longs: {Longs()})",
         more=text,
         even_if_busy=options.even_if_busy,
     )
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = command.described(__doc__)
     made.add_argument("--quick", action="store_true", help="one repeat")
     made.add_argument("--systems", default="", metavar="A,B", help=", ".join(SYSTEMS))
     made.add_argument("--workloads", default="", metavar="A,B", help=", ".join(parts.RUN))
     made.add_argument("--repeats", type=int, help="starts per system (3, quick: 1)")
-    made.add_argument("--long-tokens", type=int, default=LONG_IN, help="of an interfering prompt")
-    made.add_argument("--long-every", type=float, default=LONG_EVERY_S, metavar="S")
     made.add_argument("--even-if-busy", action="store_true", help="save what was not quiet, marked")
     made.add_argument("--logs", type=Path, help="keep the systems' logs here")
     made.add_argument("--name", default="serving", help="of the files in results/")
@@ -94,14 +89,13 @@ def main() -> int:
     options = parser().parse_args()
     end_in_order()
     systems, table = plan(options)
-    longs = Longs(options.long_tokens, options.long_every)
-    scale = replace(parts.QUICK if options.quick else parts.FULL, longs=longs)
+    scale = parts.QUICK if options.quick else parts.FULL
     repeats = options.repeats or (1 if options.quick else 3)
     with tempfile.TemporaryDirectory(prefix="pullfill-bench-") as directory:
         base = options.logs or Path(directory)
         model.model_directory()
         measured = Campaign(systems, scale, table, repeats, model.plain_tokens(), base).run()
-    return finish(measured, options, longs, is_quiet(measured))
+    return finish(measured, options, is_quiet(measured))
 
 
 if __name__ == "__main__":

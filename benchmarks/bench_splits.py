@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import machine
+from benchmarks import command, machine
 from benchmarks.live import BenchError, end_in_order
 from benchmarks.report import Row, finish, median, missing, percentile, row, versus
 from benchmarks.serving import model, stats, workloads
@@ -261,9 +261,7 @@ def measured(running: Running, name: str, label: str, number: int, work: Workloa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command.described(__doc__)
     parser.add_argument("--systems", nargs="+", choices=CHOICES, default=list(CHOICES))
     known = [TRACE, *ANSWERS, PACED, LONGS, RATES, CHANGE]
     parser.add_argument("--loads", nargs="+", choices=known, default=known)

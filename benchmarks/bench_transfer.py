@@ -4,8 +4,8 @@
   tcp      tcp writes into another process against a raw sendmsg/recv_into pair
 
 The ways of a row move the same bytes between the same memories, interleaved. A ratio compares two
-medians of one run. The raw pair has no plan, no fence and no scattered target. `--save` writes
-benchmarks/results/transfer.md. Exit status 1 when a target is missed.
+medians of one run. The raw pair has no plan, no fence and no scattered target. Writes
+results/transfer.md. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.live import end_in_order
+from benchmarks import command
 from benchmarks.machine import OtherLoad
-from benchmarks.report import RESULTS, Row, finish, row, versus
+from benchmarks.report import Row, row, versus
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.runs import Planner
 from pullfill.transfer.session import MappedSession
@@ -340,16 +340,7 @@ def local_of(case: Case) -> Local:
     return Local(data, memory_over(data, layout))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--mib", type=int, default=64, help="bytes of one write")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/transfer.md")
-    options = parser.parse_args()
-    end_in_order()
+def measure(options: argparse.Namespace, _base: Path) -> tuple[list[Row], OtherLoad]:
     quiet, rows, sizes = OtherLoad(), list[Row](), Sizes(moved=options.mib << 20)
     with quiet.window([]):
         if "copies" in options.parts:
@@ -360,9 +351,15 @@ def main() -> int:
             rows += plan_rows(options.rounds)
         if "tcp" in options.parts:
             rows += tcp_rows(sizes, options.rounds)
-    print(quiet)
-    title = "KV block transfers"
-    return finish("transfer", rows, quiet=quiet.quiet, save=options.save, title=title)
+    return rows, quiet
+
+
+def main() -> int:
+    parser = command.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--mib", type=int, default=64, help="bytes of one write")
+    return command.main("transfer", "KV block transfers", parser.parse_args(), measure)
 
 
 if __name__ == "__main__":

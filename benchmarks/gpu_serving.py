@@ -84,16 +84,14 @@ def shape_of_8b(base: Path) -> Path:
     return made
 
 
-def serving_rows(
-    base: Path, seconds: float, checkpoint: Path | None = None, flags: tuple[str, ...] = FLAGS
-) -> Iterator[Row]:
+def serving_rows(base: Path, seconds: float) -> Iterator[Row]:
     """Run all windows and yield their rows. Raises BenchError as `rows_of` does.
 
     seconds: length of each window."""
-    told = ["--model", str(checkpoint or shape_of_8b(base)), *flags]
+    told = ["--model", str(shape_of_8b(base)), *FLAGS]
     with running(base / "cluster", *told) as live:
         wait_for(live.linked, 60.0, "the prefill worker is connected to the decode worker")
-        system = Running("gpu", live.url, model.NAME, live.pids(), 0.0, base)
+        system = Running("gpu", live.url, model.NAME, live.pids(), 0.0)
         windows = {}
         for repeat in range(2):  # the first turn warms up
             for label, (policy, longs) in WINDOWS.items():

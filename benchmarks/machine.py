@@ -48,11 +48,10 @@ def total_cpu_seconds(pids: Iterable[int]) -> float:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one process. rss: resident now; shared: of it pages of shared memory, which every
-    process that maps them counts again; peak: the largest rss ever."""
+    process that maps them counts again."""
 
     rss: int
     shared: int
-    peak: int
 
 
 def memory(pid: int) -> Memory:
@@ -61,7 +60,7 @@ def memory(pid: int) -> Memory:
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
     if "VmRSS" not in kib:  # it has ended and nobody asked how
         raise ProcessLookupError(f"process {pid} has ended")
-    return Memory(kib["VmRSS"] << 10, kib["RssShmem"] << 10, kib["VmHWM"] << 10)
+    return Memory(kib["VmRSS"] << 10, kib["RssShmem"] << 10)
 
 
 @dataclass(slots=True)

@@ -76,13 +76,6 @@ def versus(
     )
 
 
-def measured(found: Row) -> float:
-    """Its value. Raises ValueError if it could not be measured."""
-    if found.value is None:
-        raise ValueError(f"{found.metric} was not measured: {found.unit}")
-    return found.value
-
-
 def missing(metric: str, peer: str, why: str) -> Row:
     """A row that could not be measured here: says so, and fails nothing."""
     return Row(metric=metric, value=None, unit=f"not measured: {why}", peer=peer)

@@ -12,14 +12,14 @@ requests, because every system is asked the same at the same times.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import Row, finish, percentile, row, versus
+from benchmarks import command
+from benchmarks.report import Row, percentile, row, versus
 from benchmarks.sim_sides import Cluster, Machine, Options, Request, World
 from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
 from pullfill.rate import FORGET_S
@@ -197,15 +197,10 @@ def decision_us() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each workload")
-    parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.md")
-    options = parser.parse_args()
+    parser = command.described(__doc__)
+    parser.add_argument("--seeds", dest="count", type=int, default=3, help="runs of each workload")
     title = "The policy cost against static thresholds, simulated"
-    # Simulated figures do not depend on what else the machine does.
-    return finish(NAME, measure(options.seeds), quiet=True, save=options.save, title=title)
+    return command.simulate(NAME, title, parser, measure)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ times as long as on CPUs: answers of 340 tokens, as in the public trace.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
-from benchmarks.report import Row, finish, versus
+from benchmarks import command
+from benchmarks.report import Row, versus
 from benchmarks.sim_sides import Cluster, Machine, Options, Request, World
 from benchmarks.sim_splits import System, conversations
 
@@ -106,21 +106,13 @@ def value(system: System, load: Load, seed: int = 1) -> float:
     workers, world = len(system.sides), World(seed)
     cluster = Cluster(world, system.options, system.sides, system.machine)
     end_s = load.warm_s + load.seconds
-    asks: list[Request] = []
     if load.clients:
-
-        def ask(_over: Request | None = None) -> None:
-            asks.append(Request(f"r{len(asks)}", world.now, *load.phases[0][:2]))
-            cluster.add(asks[-1])
-
-        cluster.over = lambda request: world.at(world.now, ask)
-        for number in range(load.clients * workers):
-            world.at(5.0 * number / (load.clients * workers), ask)
+        asks = cluster.ask_again(load.clients * workers, *load.phases[0][:2], within_s=5.0)
         world.run(load.warm_s)
         before = sum(one.made for one in asks)
         world.run(end_s)
         return (sum(one.made for one in asks) - before) / load.seconds
-    asks += load.asks(workers, seed) if not load.length else _talks(load, workers, seed)
+    asks = [*(_talks(load, workers, seed) if load.length else load.asks(workers, seed))]
     for number, one in enumerate(asks):
         one.name = f"r{number}"
     cluster.expect(asks)
@@ -179,15 +171,11 @@ def _beside(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.md")
-    options = parser.parse_args()
+    parser = command.described(__doc__)
+    cores = os.cpu_count()
+    parser.add_argument("--jobs", dest="count", type=int, default=cores, help="runs at a time")
     title = "Fleets of GPU workers with both sides beside every split, simulated"
-    # Simulated figures do not depend on what else the machine does.
-    return finish(NAME, measure(options.jobs), quiet=True, save=options.save, title=title)
+    return command.simulate(NAME, title, parser, measure)
 
 
 if __name__ == "__main__":

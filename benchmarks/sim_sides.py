@@ -534,6 +534,21 @@ class Cluster:
         for one in requests:
             self.world.at(one.at, lambda one=one: self.add(one))  # type: ignore[misc]
 
+    def ask_again(self, clients: int, prompt: int, output: int, within_s: float) -> list[Request]:
+        """Add clients that ask again at once. Returns their requests, also those to come.
+
+        within_s: seconds in which the first ones come."""
+        asks: list[Request] = []
+
+        def ask() -> None:
+            asks.append(Request(f"r{len(asks)}", self.world.now, prompt, output))
+            self.add(asks[-1])
+
+        self.over = lambda request: self.world.at(self.world.now, ask)
+        for number in range(clients):
+            self.world.at(within_s * number / clients, ask)
+        return asks
+
     def place(self, request: Request) -> Engine:
         """Choose who answers a request: what the frontend does."""
         if self.options.place == "turn":

@@ -11,14 +11,14 @@ first token comes within 1 s, and the 99th percentile of its gaps is at most 50 
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.report import Row, finish, percentile, row, versus
+from benchmarks import command
+from benchmarks.report import Row, percentile, row, versus
 from benchmarks.sim_sides import BLOCK, Cluster, Machine, Options, Request, World
 
 NAME = "sim-splits"
@@ -83,13 +83,12 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """good: share of the requests. ttft_p50, ttft_p90, ttft_max: seconds, and itl_p99.
+    """good: share of the requests. ttft_p50, ttft_p90, itl_p99: seconds.
     good_s, tokens_s: good requests and tokens of answers in a second."""
 
     good: float
     ttft_p50: float
     ttft_p90: float
-    ttft_max: float
     itl_p99: float
     good_s: float
     tokens_s: float
@@ -112,25 +111,14 @@ def closed(
     system: System, clients: int, prompt: int, output: int, seed: int, warm_s: float, end_s: float
 ) -> Result:
     """Run clients that ask again at once, and count what is done from `warm_s` on."""
-    world, asks = World(seed), list[Request]()
+    world = World(seed)
     cluster = Cluster(world, system.options, system.sides, system.machine)
-
-    def ask(_over: Request | None = None) -> None:
-        asks.append(Request(f"r{len(asks)}", world.now, prompt, output))
-        cluster.add(asks[-1])
-
-    cluster.over = lambda request: world.at(world.now, ask)
-    for number in range(clients):
-        world.at(0.01 * number, ask)
+    asks = cluster.ask_again(clients, prompt, output, 0.01 * clients)
     world.run(warm_s)
     before = sum(one.made for one in asks)
     world.run(end_s)
-    result = _result(asks, end_s)
     tokens = sum(one.made for one in asks) - before
-    return Result(
-        result.good, result.ttft_p50, result.ttft_p90, result.ttft_max, result.itl_p99,
-        result.good_s, tokens / (end_s - warm_s),
-    )  # fmt: skip
+    return replace(_result(asks, end_s), tokens_s=tokens / (end_s - warm_s))
 
 
 def _result(asks: Sequence[Request], seconds: float) -> Result:
@@ -142,7 +130,6 @@ def _result(asks: Sequence[Request], seconds: float) -> Result:
         good / max(1, len(over)),
         percentile(begun, 0.5),
         percentile(begun, 0.9),
-        max(begun),
         percentile(gaps, 0.99),
         good / seconds,
         sum(one.made for one in asks) / seconds,
@@ -272,15 +259,10 @@ def _beside(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=4, help="runs of each load")
-    parser.add_argument("--save", action="store_true", help=f"write results/{NAME}.md")
-    options = parser.parse_args()
+    parser = command.described(__doc__)
+    parser.add_argument("--seeds", dest="count", type=int, default=4, help="runs of each load")
     title = "Workers with both sides beside every split, simulated"
-    # Simulated figures do not depend on what else the machine does.
-    return finish(NAME, measure(options.seeds), quiet=True, save=options.save, title=title)
+    return command.simulate(NAME, title, parser, measure)
 
 
 if __name__ == "__main__":

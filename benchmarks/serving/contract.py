@@ -65,7 +65,6 @@ class Running:
     model: str
     pids: dict[int, str]
     ready_s: float
-    logs: Path
     set_policy: Callable[..., None] | None = None
     """Sets `router.policy` while the system runs, and by keyword other settings of the router.
     Returns when the workers follow. None: the system has no such setting."""

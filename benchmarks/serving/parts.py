@@ -30,7 +30,6 @@ class Scale:
     conversations: int = 3
     turns: int = 6
     idle_s: float = 5.0
-    longs: Longs = field(default_factory=Longs)
 
 
 FULL, QUICK = Scale(), Scale(longs_s=16.0, conversations=2, turns=4, idle_s=4.0)
@@ -95,7 +94,7 @@ Part = Callable[[Session], None]
 
 def warm_up(session: Session) -> None:
     """Every shape that will be measured, by every path that can be taken."""
-    lengths = sorted({workloads.CHAT_FIRST, session.scale.longs.tokens})
+    lengths = sorted({workloads.CHAT_FIRST, workloads.LONG_IN})
     tell = session.running.set_policy
     for policy in ["always_remote", "always_local"] if tell else [""]:
         if tell:
@@ -124,7 +123,7 @@ def interference(session: Session) -> None:
         prompts = session.prompts("interference", label)
         lanes = 0 if label == ALONE else workloads.LANES
         workload = workloads.interference(
-            prompts, seconds, None if label == CONTROL else session.scale.longs, lanes
+            prompts, seconds, None if label == CONTROL else Longs(), lanes
         )
         window = session.measure("interference", label, workload)
         if label == LONGS:

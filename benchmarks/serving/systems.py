@@ -58,7 +58,6 @@ def _single(name: str, count: int, extra: tuple[str, ...], base: Path) -> Iterat
             model=model.NAME,
             pids={server.pid: "vllm"},
             ready_s=time.monotonic() - begin,
-            logs=base,
         )
 
 

@@ -101,7 +101,6 @@ def round_robin(
                 model=model.NAME,
                 pids={**{s.pid: s.name for s in both}, front.pid: "proxy"},
                 ready_s=time.monotonic() - begin,
-                logs=base,
             )
 
 
@@ -144,7 +143,6 @@ def nixl(
                     front.pid: "proxy",
                 },
                 ready_s=time.monotonic() - begin,
-                logs=base,
             )
 
 

@@ -58,7 +58,6 @@ def cluster(
             model=model.NAME,
             pids=live.pids(),
             ready_s=live.ready_s,
-            logs=state / "logs",
             set_policy=lambda wanted, **more: set_policy(live, wanted, **more),
         )
 

@@ -165,13 +165,3 @@ def threads(pid: int) -> list[int]:
     with suppress(OSError):
         return [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     return []
-
-
-def places(pids: Iterable[int]) -> dict[int, set[int]]:
-    """pid → the cores that any of its threads may use, of the processes and their children."""
-    found: dict[int, set[int]] = {}
-    for pid in machine.tree(pids):
-        for thread in threads(pid):
-            with suppress(ProcessLookupError):
-                found.setdefault(pid, set()).update(os.sched_getaffinity(thread))
-    return found

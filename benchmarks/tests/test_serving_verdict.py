@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import bench_rates, report
+from benchmarks.live import BenchError
 from benchmarks.serving import stats, workloads
 from benchmarks.serving.campaign import Measured, Trouble
 from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
@@ -18,6 +19,7 @@ from benchmarks.serving.load import Result
 from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import CONTROL, LONGS
 from benchmarks.serving.systems import SYSTEMS
+from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
 from benchmarks.serving.window import Window
 from benchmarks.serving.workloads import Longs, Prompts, Workload
@@ -104,12 +106,14 @@ class TestGoodput:
 
     def test_a_rate_is_sustained_when_nothing_failed_and_enough_was_good(self) -> None:
         rates = [came(3, 2.9, 0.95), came(1, 1.0, 0.95), came(2, 1.9, 0.95, failed=1)]
-        row = bench_rates.rows_of({Name.AGGREGATED: rates}, {"nixl": "not there"})
-        kept = {r.metric: r.value for r in row}
+        failed = {"nixl": Skipped("not there"), "pullfill": BenchError("it ended")}
+        rows = bench_rates.rows_of({Name.AGGREGATED: rates}, failed)
+        kept = {r.metric: r.value for r in rows}
         assert kept["aggregated: highest rate up to which 90 % are good"] == 1.0, (
             "3 came after a miss"
         )
         assert kept["nixl: goodput"] is None
+        assert [r.metric for r in rows if not r.ok] == ["pullfill: goodput"]
 
 
 # --------------------------------------------------------------------------
