@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.rate import FORGET_S, Rate
+from pullfill.rate import FORGET_S, Rate, Share
+from tests.support.fakes import FakeClock
 
 PLACES = [(1.0, 0.5), (4.0, 10.0), (2.0, 2.0), (8.0, 40.0), (0.5, 0.1)]
 
@@ -67,3 +68,22 @@ def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> Non
         rate.observe(x1, x2, y, float(number))
         assert rate.a >= 0
         assert rate.b >= 0
+
+
+def test_a_share_is_right_from_the_beginning_and_fades() -> None:
+    clock = FakeClock()
+    share = Share(clock)
+    assert share.share() == 0.0
+    for seconds in (1.0, 60.0):
+        for _ in range(int(seconds * 10)):
+            clock.advance(0.1)
+            share.add(0.04)
+        assert share.share() == pytest.approx(0.4, rel=0.05)
+    clock.advance(60.0)
+    assert share.share() < 0.01
+
+
+def test_a_share_is_never_above_one() -> None:
+    share = Share(FakeClock())
+    share.add(20.0)
+    assert share.share() == 1.0

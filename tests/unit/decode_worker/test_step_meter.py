@@ -115,6 +115,20 @@ def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> 
     assert rig.meter.model.base(1) == pytest.approx(0.011, rel=0.05)
 
 
+def test_prompts_own_or_not_take_their_share_of_the_time_and_streams_none() -> None:
+    rig = Rig()
+    for _ in range(50):
+        rig.step(0.01, a=1)
+    assert rig.meter.prompts.share() == 0.0
+    for name in ("own", "not known"):
+        before = rig.meter.prompts.share()
+        if name == "own":
+            rig.local(name, 500)
+        rig.step(0.11, a=1, **{name: 500})
+        assert rig.meter.prompts.share() > before
+    assert rig.meter.prompts.share() == pytest.approx(0.2 / 0.72, rel=0.1)
+
+
 def test_steps_that_overlap_are_told_apart() -> None:
     rig = Rig()
     rig.local("r", 300)
