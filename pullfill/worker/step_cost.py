@@ -147,11 +147,11 @@ class _Fit:
 
 
 class Errors:
-    """How many times as long as predicted steps took lately, those with prompts and streams.
+    """How long steps with prompts and streams took lately, divided by what was predicted.
 
-    keep: how many steps count. new: whether fewer were measured. Then those without prompts are
-    noted, too: a worker that trusts its steps too little computes no prompts beside streams, and
-    would learn nothing."""
+    keep: how many steps count. new: whether fewer were measured. Then steps without prompts are
+    noted, too. Else a worker that has measured none could expect such steps to take too long,
+    compute no prompts beside streams, and never measure one."""
 
     # Until they are measured: few take twice as long.
     _PRIOR = (1.0,) * 80 + (1.1,) * 10 + (1.25,) * 5 + (1.5,) * 3 + (2.0, 2.5)
