@@ -95,6 +95,7 @@ def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
     scheduler.counts, scheduler.pool.free = (2, 2), 70
     scheduler.add("generates", 50, computed=49)
     scheduler.add("half", 50, computed=20)
+    scheduler.add("remote", 50, computed=49)  # vLLM says so before its KV has come
     scheduler.add("new", 41)
     hit = scheduler.add("hit", 41)
     scheduler.pool.cached = set(hit.block_hashes[:6])  # 3 blocks of 2 hashes each
