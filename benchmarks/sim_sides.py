@@ -578,7 +578,7 @@ class Cluster:
         return self._pullers
 
     def changed(self) -> None:
-        """A worker has its first request, or none, or has had none for QUIET_S."""
+        """Something has changed by which a worker decides whether it pulls."""
         self._pullers = None
 
     def put(self, request: Request) -> None:
