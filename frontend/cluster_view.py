@@ -12,7 +12,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from urllib.parse import quote
@@ -115,14 +115,17 @@ class ClusterView:
         fresh = [(r, s if s is not None and s.age_s < old_s else None) for r, s in told]
         return cluster_of(fresh, self.etcd.status()).reasons()
 
-    async def metrics(self, own: str) -> str:
-        """`own` (the page of this process) and every worker's metrics as one text."""
+    async def metrics(self, own: Awaitable[str]) -> str:
+        """`own` (the page of this process) and every worker's metrics as one text.
+
+        All are awaited at once, so workers that hang delay the text only once."""
         # One process may have two records, one for each role.
         records = list({r.http: r for r in reversed(self.records()) if r.http}.values())[::-1]
-        texts = await asyncio.gather(*(self._fetch(f"{record.http}/metrics") for record in records))
+        pages = (self._fetch(f"{record.http}/metrics") for record in records)
+        page, texts = await asyncio.gather(own, asyncio.gather(*pages))
         merged = MergedMetrics()
         cluster = {NAMESPACE: self.namespace}
-        merged.add(cluster, own)
+        merged.add(cluster, page)
         for record, body in zip(records, texts, strict=True):
             if body is not None:
                 await asyncio.sleep(0)  # streams go on between the pages of two workers

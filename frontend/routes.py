@@ -153,9 +153,12 @@ class Admin:
         return JSONResponse({"error": error_of(404, message)}, status_code=404)
 
     async def metrics(self, _: Request) -> Response:
-        show_needed(await self.view.status())
-        text = await self.view.metrics(generate_latest(REGISTRY).decode())
+        text = await self.view.metrics(self._own_metrics())
         return Response(text, headers={"Content-Type": PLAIN})
+
+    async def _own_metrics(self) -> str:
+        show_needed(await self.view.status())
+        return generate_latest(REGISTRY).decode()
 
 
 def show_needed(cluster: Cluster) -> None:

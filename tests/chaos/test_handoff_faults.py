@@ -152,6 +152,7 @@ def test_row_5_late_commit_is_refused(paired: Cluster, oracle: Oracle) -> None:
         assert (told["path"], told["fallback"]) == ("local", "timeout")
         assert paired.counter("pullfill_quarantined_blocks") == 0
         zombie.signal(signal.SIGCONT)
+        until(lambda: check.stale().get("commit"), 10, "its late commit has come")
 
 
 @pytest.mark.essential

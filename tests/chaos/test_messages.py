@@ -188,6 +188,7 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
                 target.replace_stored(moved)
                 until(lambda: load.done, 30, "answered")
                 worker.arm("")
+        until(lambda: check.stale().get("claim"), 10, "the changed job was refused")
         target.settled()
         told = [check.told(answer) for _, answer in (*decoy.done, *load.done)]
         assert decoy.done

@@ -210,8 +210,9 @@ pullfill_queue_depth_jobs 4.0
 async def test_every_series_says_of_which_cluster_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vLLM, Python and the workers, too: one Prometheus scrapes several clusters."""
     monkeypatch.setattr(probe, "generate_latest", lambda _: PAGE.encode())
+    own = asyncio.sleep(0, PAGE)
     async with answering(UNTOLD) as (url, _), viewed(url) as view:
-        text = await view.metrics(PAGE)
+        text = await view.metrics(own)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     assert [s.labels.get("instance_id") for s in samples] == [None, "decode-0"] * 3
     assert {s.labels.get("pullfill_namespace") for s in samples} == {"blue"}
