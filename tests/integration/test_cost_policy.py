@@ -93,7 +93,8 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
         told = explained(cluster, answers)
         assert [one["reason"] for one in told] == ["queue_full"] * 3
         # Each prompt in one step would leave the streams 15 steps with those of the answers.
-        # Streams that a busy machine keeps from their target have no vote, so it is no tighter.
-        assert made > 4 * 25
+        # Streams that a busy machine keeps from their target have no vote for a while. Then 88
+        # tokens were seen, so it is no tighter.
+        assert made > 4 * 18
     finally:
         cluster.set_router(max_prefill_queue_size=64, itl_ms=50)
