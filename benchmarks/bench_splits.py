@@ -65,7 +65,7 @@ TRACE, LONGS, ANSWERS = "trace", "longs", {"1K/1K": 1000, "1K/200": 200}
 PACED, RATES, CHANGE = "paced", "rates", "change"
 PROMPT = 1024
 TIMES = {"1K/1K": 2.0}
-"""Its windows are so many times as long: an answer takes about as long as others' windows."""
+"""How many times as long its windows are. One answer takes about as long as a window of others."""
 PROMPTS_HEAVY, ANSWERS_HEAVY = (1024, 16), (32, 400)
 """Of `change`: tokens of a prompt and of its answer."""
 WARM = (512, PROMPT, workloads.LONG_IN)
@@ -78,7 +78,7 @@ TRACE_GOOD = {"trace 2x": 0.99, "trace 4x": 0.95}
 BETTER = 1.001
 """The least ratio that counts as better."""
 ERRORS = {"median": (0.5, 15.0), "p90": (0.9, 50.0)}
-"""Which percentile of the predictions' errors, in percent, may be how large."""
+"""The largest error of predictions that meets the target, in percent, for each percentile."""
 
 
 def loads(options: argparse.Namespace, vocabulary: range, number: int) -> dict[str, Workload]:

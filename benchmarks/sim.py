@@ -122,7 +122,7 @@ def run(workload: Workload, options: Options, seed: int, sides: Sequence[str] = 
 
 
 def _good(ask: Request) -> bool:
-    """Both targets are kept. Of so few gaps the longest counts, not a percentile."""
+    """Whether both targets are kept. An answer has few gaps here, so the longest one counts."""
     return ask.first - ask.at <= ask.ttft_s and max(ask.gaps, default=0.0) <= ask.itl_s
 
 

@@ -301,7 +301,7 @@ class Product(Rule):
         engine = self.engine
         if engine.sides != "both":
             return engine.sides == "prefill"
-        if engine.machine.cost().work(0, engine.options.step_tokens) <= self.config.itl_ms / 1e3:
+        if not self._delays():
             return True
         if any(r.job_of is None for r in engine.undone.values()):
             return False
@@ -312,8 +312,13 @@ class Product(Rule):
         if not self.pulls():
             return 0
         engine = self.engine
-        spare = engine.own and engine.sides == "both"
+        spare = engine.own and engine.sides == "both" and self._delays()
         return 1 - engine.job_tokens() if spare else PULL_TOKENS - engine.backlog()
+
+    def _delays(self) -> bool:
+        engine = self.engine
+        step_s = engine.machine.cost().work(0, engine.options.step_tokens)
+        return step_s > self.config.itl_ms / 1e3
 
 
 class Engine:

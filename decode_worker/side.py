@@ -351,19 +351,19 @@ class DecodeRole(Role[WorkerContext]):
         return take_back(body, str(self._options.instance_id), self._side.context.ledger)
 
     def busy(self, step_s: float | None) -> str:
-        # Each step that computes a part of a job delays every stream by the time of that step. A
-        # worker that always has streams would never measure one, so without a measure it pulls.
-        side, config = self._side, self._router.current
-        if not side.requests or step_s is None or step_s <= config.itl_ms / 1e3:
+        if not self.delays(step_s):
             return ""
+        side, config = self._side, self._router.current
         # Streams may go on for minutes after the last request has come. The policy `cost` computes
         # jobs beside them in steps that spare them.
         spares = config.policy is RouterPolicy.COST and not side.meter.model.undone
         return "" if spares and side.frontends.quiet(0.1) else "its own streams leave no time"
 
-    @property
-    def streams(self) -> bool:
-        return self._side.requests > 0
+    def delays(self, step_s: float | None) -> bool:
+        # Each step that computes a part of a job delays every stream by the time of that step. A
+        # worker that always has streams would never measure one, so without a measure it pulls.
+        target_s = self._router.current.itl_ms / 1e3
+        return self._side.requests > 0 and step_s is not None and step_s > target_s
 
 
 def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:

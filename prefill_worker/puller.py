@@ -301,8 +301,8 @@ class Puller:
         self._leave_until = max(self._leave_until, now + again_s + 5 * _LOOK_S)
 
     def spare(self, streams: bool) -> None:
-        """Take one job at a time while this worker has streams, and none that an idle one waits
-        for."""
+        """streams: whether jobs delay streams of this worker. Then it takes one job at a time, and
+        none that an idle worker waits for."""
         if streams == self.budget.spare:
             return
         self.budget.spare = streams

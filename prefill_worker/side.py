@@ -159,14 +159,15 @@ class PrefillRole(Role[PrefillContext]):
         calm = 0
         while True:
             rate = self._engine.context.scheduler.load().tokens_per_s
-            why = beside.busy(step_tokens / rate if rate else None)
+            step_s = step_tokens / rate if rate else None
+            why = beside.busy(step_s)
             calm = 0 if why else calm + 1
             # One stream often follows another. A job pulled in the gap would delay the next one,
             # and each change ends a pull and is told to all decode workers. So wait for half a
             # second without a reason.
             if why or calm >= 10:
                 puller.pause("busy", why)
-            puller.spare(beside.streams)
+            puller.spare(beside.delays(step_s))
             # Requests that wait for another worker may hold all blocks here. That one may wait for
             # us in the same way.
             for name in self._engine.loop.waiting_for_blocks(_NO_ROOM_S):

@@ -113,7 +113,7 @@ def warm_up(prompts: Prompts, lengths: Sequence[int]) -> Workload:
 
 def saturated(prompts: Prompts, seconds: float, clients: int, tokens: int, answer: int) -> Workload:
     """So many clients, each asking again when it has its answer. Their first answers have different
-    lengths: else all prompts would come together, then none for as long as an answer takes."""
+    lengths. With equal ones all prompts would come together, again and again."""
     asks = []
     for client in range(clients):
         for number in range(int(seconds * FASTEST / answer) + 2):

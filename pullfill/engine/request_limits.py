@@ -158,7 +158,8 @@ def why_bad_targets(extra: dict[str, Any]) -> str:
 
 
 def targets_of(params: Any) -> tuple[float | None, float | None]:
-    """Return the targets of a request for TTFT and ITL. None: it names none that can be used.
+    """Return the targets that a request names, for TTFT and for ITL, in milliseconds. None: it
+    names none, or one that is no positive number.
 
     params: vLLM's SamplingParams. None: there are none."""
     extra = getattr(params, "extra_args", None) or {}

@@ -156,6 +156,6 @@ class Neighbour(Protocol):
 
         step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
 
-    @property
-    def streams(self) -> bool:
-        """Whether it has any."""
+    def delays(self, step_s: float | None) -> bool:
+        """Whether such a step would keep streams of this worker from their target. Then jobs are
+        taken one at a time. step_s: as for `busy`."""

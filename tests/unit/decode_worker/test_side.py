@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pullfill.decode_worker.ledger import JobState
-from pullfill.decode_worker.side import DecodeSide, take_back
+from pullfill.decode_worker.side import DecodeRole, DecodeSide, take_back
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
-from pullfill.wire import PrefillJob, RefuseReason, encode
+from pullfill.wire import PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
 from tests.support import said as says
 from tests.support.handoff_model import HandoffModel
 
@@ -86,3 +87,30 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     model.ledger.take_events()
     assert [outcome for _, outcome in model.ledger.outcomes] == [Outcome.OWN_JOB]
     assert take_back(body(name), "me", model.ledger), "nobody waits for it"
+
+
+@pytest.mark.parametrize(
+    ("step_s", "requests", "policy", "undone", "quiet", "told"),
+    [
+        (1.0, 1, "cost", False, True, (True, True)),
+        (1.0, 1, "cost", False, False, (False, True)),  # a request has just come
+        (1.0, 1, "cost", True, True, (False, True)),  # a prompt of its own waits
+        (1.0, 1, "conditional", False, True, (False, True)),  # no step spares the streams
+        (1.0, 0, "conditional", True, False, (True, False)),
+        (0.01, 9, "conditional", True, False, (True, False)),
+        (None, 9, "conditional", True, False, (True, False)),
+    ],
+)
+def test_when_streams_leave_time_for_jobs(
+    step_s: float | None, requests: int, policy: str, undone: bool, quiet: bool, told: Any
+) -> None:
+    """Whether jobs are pulled, and whether one at a time."""
+    router = SimpleNamespace(current=RouterConfig(policy=RouterPolicy(policy), itl_ms=50))
+    model = SimpleNamespace(undone=undone)
+    side = SimpleNamespace(
+        requests=requests, meter=SimpleNamespace(model=model),
+        frontends=SimpleNamespace(quiet=lambda for_s: quiet),
+    )  # fmt: skip
+    role: Any = SimpleNamespace(_side=side, _router=router)
+    role.delays = partial(DecodeRole.delays, role)
+    assert (not DecodeRole.busy(role, step_s), role.delays(step_s)) == told

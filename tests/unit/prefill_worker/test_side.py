@@ -86,7 +86,7 @@ async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.Monke
     puller: Any = SimpleNamespace(
         pause=lambda what, why: whys.append(f"{what} {why}"), spare=spares.append
     )
-    beside: Any = SimpleNamespace(busy=busy, streams=True)
+    beside: Any = SimpleNamespace(busy=busy, delays=lambda step_s: step_s == 2.0)
     with pytest.raises(RuntimeError):  # what a coroutine makes of StopIteration
         await role._yield(beside, puller)
     assert whys == ["busy streams", "busy streams", "busy "]
@@ -105,7 +105,7 @@ async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
     tasks = {
         name: SimpleNamespace(end=partial(ended.__setitem__, name)) for name in ("j.1", "runs.1")
     }
-    beside: Any = SimpleNamespace(busy=lambda _: "", streams=False)
+    beside: Any = SimpleNamespace(busy=lambda _: "", delays=lambda _: False)
     puller: Any = SimpleNamespace(pause=lambda *_: None, spare=lambda _: None)
     yields = asyncio.create_task(beside_streams(waiting, **tasks)._yield(beside, puller))
     await soon(lambda: bool(ended))
