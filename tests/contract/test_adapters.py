@@ -140,27 +140,6 @@ async def test_what_one_loads_all_serve_until_one_unloads_it(
         await one.weights("org/x")
 
 
-@pytest.mark.parametrize("unload", [True, False])
-async def test_other_files_at_its_path_are_served_by_all_or_refused(
-    cluster: Cluster, unload: bool, tmp_path: Path
-) -> None:
-    one, two = await cluster.frontend(), await cluster.frontend()
-    path = an_adapter(tmp_path / "a", b"A")
-    await one.load("x", path)
-    await soon(lambda: "x" in two.served)
-    before = dict(two.adapters._known)
-    if unload:
-        await one.unload("x")
-    (path / "adapter_model.safetensors").write_bytes(b"B")
-    await one.load("x", path)
-    assert await one.weights("x") == b"B"
-    two.adapters._known = dict(before)  # as if etcd had not told it yet
-    with pytest.raises(BadMessage, match="loaded again with other files"):
-        await two.weights("x")
-    await two.models.resolve_lora("x")
-    assert await two.weights("x") == b"B"
-
-
 @pytest.mark.essential
 async def test_workers_with_different_files_refuse_the_load_and_go_on(
     cluster: Cluster, tmp_path: Path

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.ledger import Entry, JobState, Settle
 from pullfill.errors import Outcome, PeerUnavailable
 from pullfill.runtime import metrics
-from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire import (
     WIRE_VERSION,
     Claim,
@@ -109,24 +106,6 @@ async def test_nonsense_closes_the_connection_and_is_counted(
     assert (await other.commit(await other.claim())).ok, "the others go on"
 
 
-async def test_the_timer_survives_a_failure(
-    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await connect()
-    real, calls = decode.ledger.tick, 0
-
-    def tick() -> float | None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise RuntimeError("once")
-        return real()
-
-    monkeypatch.setattr(decode.ledger, "tick", tick)
-    decode.open(timeout_s=0.05)
-    await soon(lambda: decode.ledger.open_jobs == 0)
-
-
 async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
     decode: Decode, connect: Any, raw: Raw
 ) -> None:
@@ -192,31 +171,6 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
 
 # --------------------------------------------------------------------------
 # The control channel when a connection, a waiting claim or the server itself ends.
-
-
-async def test_a_worker_is_forgotten_though_no_thread_can_close_its_session(
-    decode: Decode, connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With `--kv-mode pull` the session is closed on a thread."""
-    prefill = await connect()
-    (peer,) = decode.server.peers.values()
-    closed: list[bool] = []
-    reader = peer.reader = KvReader(
-        "prefill-1", lambda: pytest.fail("nothing is read"), decode.server._readers
-    )
-    reader._session = SimpleNamespace(close=lambda: closed.append(True))
-    decode.open()
-    await prefill.claim()
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(SerialExecutor, "put", refuse)
-    peer.channel.close()
-    await soon(lambda: decode.ledger.open_jobs == 0)
-    assert decode.server.peers.get(peer.name) is None
-    assert closed == [True]
-    assert not decode.server._readers
 
 
 async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:

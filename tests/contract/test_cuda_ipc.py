@@ -239,23 +239,6 @@ def test_no_copies_where_a_death_would_not_end_them(
         gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
 
 
-def test_within_one_gpu_the_kernel_moves_long_runs_too(gpu_rig: Rig, gpu_region: Region) -> None:
-    driver, token = driver_of(gpu_rig.transport), gpu_region.owner.fences.open(ALL)
-    session = gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
-    session.move("write", token, ALL, ALL)  # one run for each layer, or fewer
-    assert driver.launched == driver.copies
-    session.close()
-    # Between GPUs the engines move long runs, and the model keeps the GPU.
-    far = gpu_rig.transport.connect(
-        gpu_rig.local(DENSE).memory, described(gpu_region, memory_device="gpu-b")
-    )
-    far.move("write", token, ALL, ALL)
-    assert len(driver.launched) == 1
-    assert driver.engines == [False, True]
-    assert len(driver.copies) == 2
-    far.close()
-
-
 def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(copying, "lane_of", driver.lane)

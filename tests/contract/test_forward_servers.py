@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest import mock
 
 import msgspec
 import pytest
@@ -91,16 +90,6 @@ async def test_a_server_that_does_not_fit_is_refused_until_it_does(
         vars(fake).update(good)
         rig.servers.set("test", [sources.make(role, fake.url, fake.kv)])
         await rig.states(ready=1)
-
-
-async def test_a_server_that_two_sources_name_has_the_kv_address_that_one_of_them_knows() -> None:
-    async with forwarding("staged", "p2p") as rig:
-        bare = [entry._replace(kv="") for entry in rig.servers.known]
-        rig.servers.set("other", bare)
-        assert (await rig.ask()).status == 200
-        assert rig.servers.troubles() == []
-        rig.servers.set("test", [])
-        assert [*rig.servers.known] == bare
 
 
 async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -> None:
@@ -385,12 +374,3 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
                 await rig.states(ready=2)
         dealer.close(linger=0)
         heard.close()
-
-
-async def test_a_flood_leaves_time_for_others() -> None:
-    async with forwarding(known=False) as rig:
-        frame = mock.Mock(bytes=beat(rig, "D"), get=lambda _: "127.0.0.1")
-        socket = mock.Mock(recv_multipart=mock.Mock(return_value=[frame, frame]))
-        async with running(heartbeats(rig, socket, 5.0).run()):
-            await rig.states(ready=1)
-            assert socket.recv_multipart.call_count < 10_000

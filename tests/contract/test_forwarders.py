@@ -259,43 +259,6 @@ async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: 
     assert "at 127.0.0.1:5600; if it has another connector, start it with --kv" in got.message
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-async def test_a_lost_server_does_not_hide_that_the_next_one_is_too_slow(slow: int) -> None:
-    async with forwarding(decode=2, silence_s=0.2) as rig:
-        rig.decode[slow].stalls = asyncio.Event()
-        rig.decode[1 - slow].breaks = 0
-        got = await rig.ask(stream=True)
-    assert (got.status, "sent nothing for 0.2 s" in got.message) == (504, True)
-
-
-async def test_the_error_of_a_server_that_then_ends_is_the_one_that_is_told() -> None:
-    async with forwarding() as rig:
-        decode = rig.decode[0]
-        decode.refuse, decode.breaks = (500, "EngineCore encountered an issue."), 0
-        answer = decode._answer
-
-        async def ends(*request: Any) -> Any:
-            if len(decode.requests) == 2:
-                decode.refuse = None
-            return await answer(*request)
-
-        decode._answer = ends
-        got = await rig.ask()
-        assert len(decode.requests) == 2
-    assert got.status == 500
-    assert "EngineCore encountered an issue. If its log tells of KV" in got.message
-
-
-async def test_kv_that_cannot_be_read_and_then_a_server_that_breaks_off_is_one_fault() -> None:
-    """So a prefill server ends: the KV that it has made is lost, then it answers nobody."""
-    async with forwarding(prefill=2, decode=2, look_s=1.0) as rig:
-        rig.decode[0].refuse = (500, "Internal server error")
-        rig.prefill[1].breaks = 0
-        for _ in range(2):
-            got = await rig.ask()
-            assert got.status == 200, got.message
-
-
 async def test_a_prefill_without_its_place_never_reaches_a_decode_server() -> None:
     async with forwarding() as rig:
         rig.prefill[0].leaves_out = "remote_block_ids"

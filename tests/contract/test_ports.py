@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.decode_worker.side import DecodeRole
 from pullfill.deploy.members import workers
 from pullfill.engine.adapters import Adapters, lora_request
 from pullfill.engine.args import build_config, flag_parser
@@ -34,24 +33,20 @@ from pullfill.engine.life import EngineLife
 from pullfill.engine.requests import own_request
 from pullfill.errors import BadMessage, ConfigError, NotNow
 from pullfill.options import WorkerOptions
-from pullfill.queue.nats_connection import NatsConnection
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
-from pullfill.registry.self_checks import SelfChecks
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.wire import Adapter, QueueSettings, WorkerRecord, WorkerState
+from pullfill.wire import Adapter
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
-from pullfill.worker.sides import Engine, Role, Servers
+from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import engines_of
 from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.etcd import EtcdServer
 from tests.support.late import Late
-from tests.support.nats import NatsServer
 from tests.support.prompts import random_prompt
 from tests.support.waiting import eventually
 from tests.support.workers import compat
@@ -133,27 +128,11 @@ class Probe(SchedulerHalf):
         return self.with_step != StepReport()
 
 
-class Memory:
-    """The KV memory. It notes when it was asked to be quiet, and when it was freed."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._kv = memory.KvMemory([context])
-        self.order: list[str] = []
-        self.dead: asyncio.Event | None = None
-
-    def quiet(self, within_s: float) -> bool:
-        assert self.dead is not None
-        assert self.dead.is_set(), "the engine may still take steps"
-        self.order.append("quiet")
-        return self._kv.quiet(within_s)
-
-
 @dataclass
 class Made:
     """An engine by its ports. stock: its process, if that is vLLM's."""
 
     engine: Engine[Any]
-    memory: Memory
     stock: Any = None
 
     @property
@@ -183,7 +162,7 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
     """Our own loop (engine/host.py)."""
     name = NAME
     files = RegionFiles(name)
-    kept: list[Memory] = []
+    kept: list[memory.KvMemory] = []
 
     def load() -> EngineHost:
         config, _ = build_config(
@@ -196,18 +175,15 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
 
     def built(host: EngineHost, core: Any) -> Engine[Any]:
         ((context, half),) = contexts.sides_for(None)
-        kept.append(Memory(context))
-        shutdown = core.shutdown
-        core.shutdown = lambda: [kept[0].order.append("freed"), shutdown()]
+        kept.append(memory.KvMemory([context]))
         described = compat(block_size=BLOCK)
         return engines_of(host, life, [context], [half], "m", described)[0]
 
     life = EngineLife(load, built)
     life.start()
     engine = await life.ready
-    kept[0].dead = life.dead
     try:
-        yield Made(engine, kept[0])
+        yield Made(engine)
     finally:
         await memory.end(life, kept[0])
 
@@ -332,7 +308,7 @@ async def stock_core(
     try:
         await asyncio.wrap_future(proc.core)
         engine = await ProbeRole.engine
-        yield Made(engine, Memory(engine.context), proc)
+        yield Made(engine, proc)
     finally:
         await asyncio.to_thread(proc.end)
 
@@ -586,87 +562,3 @@ def test_a_request_that_comes_past_vllms_servers_wakes_the_group() -> None:
     assert core.engines_running
     client, told = core.output_queue.get_nowait()
     assert (client, told.start_wave) == (-1, 0)
-
-
-async def test_the_memory_is_quiet_before_it_is_freed(model_path: Path) -> None:
-    async with probed(own_loop, model_path) as (made, probe):
-        await asyncio.wrap_future(made.submit.add(request("a")))
-        assert made.memory.order == []
-    assert made.memory.order == ["quiet", "freed"]
-    turns = probe.turns
-    made.thread.wake()
-    assert probe.turns == turns
-
-
-@asynccontextmanager
-async def decode_role(
-    adapter: Any, model: Path, ns: str, etcd: EtcdServer, nats: NatsServer, client: EtcdClient
-) -> AsyncIterator[tuple[DecodeRole, Made, Callable[[Engine[Any]], Awaitable[Any]]]]:
-    """A decode role, its engine, and what builds its side around an engine."""
-    options = WorkerOptions(model=str(model), instance_id=NAME)
-    role = DecodeRole(ClusterRef(ns, etcd.url, nats.url), options)
-
-    def sides(wake: Callable[[], None], files: RegionFiles) -> tuple[Any, SchedulerHalf]:
-        context = role.make_context(wake, files)
-        return context, role.make_half(context)
-
-    async with AsyncExitStack() as parts:
-        await role.watch(client, parts)
-        queue = await Settings(client, ns, QueueSettings).start()
-        parts.push_async_callback(queue.close)
-        kept = await SelfChecks(client, ns).start()
-        parts.push_async_callback(kept.close)
-        connection = NatsConnection(nats.url, NAME)
-        parts.push_async_callback(connection.close)
-        servers = Servers(client, connection, queue, kept)
-        made = await parts.enter_async_context(adapter(model, sides))
-
-        async def build(engine: Engine[Any]) -> Any:
-            service = await role.build(engine, servers, parts)
-            await connection.start(10.0)
-            return service
-
-        yield role, made, build
-
-
-async def test_a_decode_side_serves(
-    model_path: Path, etcd: EtcdServer, nats: NatsServer, client: EtcdClient, ns: str
-) -> None:
-    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
-        service = await build(made.engine)
-        output = await asyncio.wrap_future(made.submit.add(request("a")))
-        assert len(output.new_token_ids) == 1
-        record = service.describe(
-            WorkerRecord(
-                instance_id=NAME, incarnation="i1", role="decode", state=WorkerState.READY,
-                model="m", host="127.0.0.1", host_id="h", pid=1, started_at=0.0,
-            )
-        )  # fmt: skip
-        assert record.data
-        assert record.control
-        assert service.context.welcome().regions
-        load = service.status()["load"]
-        assert (load["requests"], load["open_jobs"]) == (0, 0)
-        await service.stop_taking()
-        await service.finished()
-
-
-async def test_ranks_are_asked_on_the_engine_thread_alone(
-    model_path: Path,
-    etcd: EtcdServer,
-    nats: NatsServer,
-    client: EtcdClient,
-    ns: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that has died never answers. The asyncio thread must go on, and see that."""
-    asked: list[str] = []
-
-    def tasks(core: Any) -> tuple[str, ...]:
-        asked.append(threading.current_thread().name)
-        return ("generate",)
-
-    monkeypatch.setattr(vllm_core.EngineCore, "get_supported_tasks", tasks)
-    async with decode_role(own_loop, model_path, ns, etcd, nats, client) as (_, made, build):
-        await build(made.engine)
-        assert set(asked) == {"engine"}

@@ -14,10 +14,10 @@ import pytest
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, read_leases
-from pullfill.decode_worker.prefix.holders import Holders, LeaseRefused
-from pullfill.errors import PeerUnavailable, TransferFailed
+from pullfill.decode_worker.prefix.holders import Holders
+from pullfill.errors import TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
-from pullfill.wire import Adapter, ExplainRecord, FenceToken, Lease, LeaseAsk, u32
+from pullfill.wire import ExplainRecord, FenceToken, Lease, u32
 from tests.support.fetch_rig import FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
@@ -162,32 +162,6 @@ async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, ga
     assert (served.loaded, told.fetch) == (False, "expired")
 
 
-@pytest.mark.parametrize("found", [False, True])
-async def test_an_asker_that_is_gone_before_its_answer_pins_nothing(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, found: bool
-) -> None:
-    """found: its blocks are pinned, but it is not told yet."""
-    monkeypatch.setattr(read_leases, "LEASE_S", 60.0)
-    host, asked, gone = pair.holder.host, asyncio.Event(), asyncio.Event()
-    real = host.call
-
-    async def call(work: Any) -> Any:
-        answer = await real(work) if found else None
-        asked.set()
-        await gone.wait()
-        return answer if found else await real(work)
-
-    monkeypatch.setattr(host, "call", call)
-    request = pair.request()
-    assert pair.asker.side.decide(request, 0) == (None, False)
-    await asyncio.wait_for(asked.wait(), 10)
-    pair.holder.leases.renew()
-    await soon(lambda: not pair.asker.fetches._running)
-    gone.set()
-    await soon(lambda: not pair.holder.leases.open)
-    pair.asker.side.request_finished(request.request_id)
-
-
 async def test_a_holder_in_a_long_step_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,18 +204,6 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     assert (await pair.asker.end(served)).fetch == "fetched"
     await draining
     assert (await pair.ask(seed=3))[1].fetch == "busy"
-
-
-async def test_prompts_that_come_at_once_share_a_connection(pair: Pair) -> None:
-    at, known = pair.holder.holds(PREFIX), pair.asker.holders
-    first, second = await asyncio.gather(known.use(at), known.use(at))
-    assert first is second
-    known.failed("holder")
-    assert first.over
-    with pytest.raises(PeerUnavailable, match="just now"):
-        await known.use(at)
-    known._not_before.clear()
-    assert await known.use(at) is not first
 
 
 @pytest.mark.parametrize("lasting", [(3.0,), (0.03, 3.0)], ids=["whole", "cut off"])
@@ -368,24 +330,6 @@ async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
     await soon(lambda: served.loaded is not None)
     told = await pair.asker.end(served)
     assert (served.loaded, told.fetched_tokens) == (False, 0)
-
-
-async def test_an_adapter_that_vllm_refuses_gets_an_answer(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lease that is asked for and never answered would count for ever."""
-
-    def refuse(_: Adapter) -> None:
-        raise ValueError("lora_path cannot be empty")
-
-    monkeypatch.setattr(read_leases, "lora_request", refuse)
-    adapter = Adapter(name="a", path="", content="c")
-    tokens = u32.pack(prompt(PREFIX))
-    holder = await pair.asker.holders.use(pair.holder.holds(PREFIX))
-    with pytest.raises(LeaseRefused, match="busy"):
-        await holder.lease(
-            lambda rid: LeaseAsk(rid=rid, token_ids=tokens, start=0, adapter=adapter), 5.0
-        )
 
 
 @pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "late"])

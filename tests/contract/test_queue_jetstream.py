@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from prometheus_client import REGISTRY
 from pullfill.errors import ConfigError, PullfillError, QueueFull, QueueUnavailable
 from pullfill.queue import nats_connection
 from pullfill.queue.contract import Delivery, Receipt, Urgency
-from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
+from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DEFAULTS, NOT_SET, Names, consumer_of
 from pullfill.wire import QueueSettings
@@ -113,19 +112,6 @@ async def test_jobs_whose_last_worker_died_become_dead_letters(
     assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
     assert await comes.pull(5), "what waits is no dead letter"
     await asyncio.gather(producer.close(), comes.close())
-
-
-async def test_nobody_there_ends_with_advice(
-    names: Names, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"nats://user:secret@127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(QueueUnavailable, match="nats-server") as caught:
-            await connected(JetStreamProducer, url, names, wait_s=0.5)
-    (line,) = caplog.messages
-    assert line.startswith("waiting for NATS at nats://127.0.0.1:")
-    assert "secret" not in line + str(caught.value)
 
 
 async def test_a_process_that_stood_still_does_not_blame_the_server(
@@ -304,23 +290,6 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
     assert [letter.job_id for letter in letters] == ["seq-1"]
 
 
-async def test_beyond_many_holes_only_the_first_message_says_what_is_gone(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One old message keeps the holes behind it. A long list of them would block the loop."""
-    monkeypatch.setattr("pullfill.queue.depth.MAX_HOLES", -1)
-    producer, _ = lasting
-    first, second, third = [await producer.publish(name, b"", 10) for name in "abc"]
-    await producer.cancel(second)
-    await asyncio.sleep(2 * BUSY_REFRESH_S)
-    producer.look_again()
-    await asyncio.sleep(2 * BUSY_REFRESH_S)
-    assert producer.gone([first, second, third]) == []
-    await producer.cancel(first)
-    producer.look_again()
-    await soon(lambda: producer.gone([first, second, third]) == [first, second])
-
-
 async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> None:
     producer, _ = lasting
     assert producer.max_body < 8 << 20
@@ -330,21 +299,6 @@ async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> No
         assert not caught.value.retryable
     await producer.publish("large", bytes(producer.max_body), 10)
     assert producer.available
-
-
-async def test_an_answer_that_makes_no_sense_does_not_keep_the_queue_shut(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The task that asks for the depth must survive such an answer: it also closes the breaker."""
-    producer = lasting[0]
-
-    async def api(*asked: object) -> object:
-        return {"what": "is this"}
-
-    with monkeypatch.context() as odd:
-        odd.setattr(producer.connection, "api", api)
-        await soon(lambda: not producer.available)
-    await soon(lambda: producer.available)
 
 
 async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(

@@ -24,33 +24,11 @@ from pullfill.wire import (
     WorkerState,
     encode,
 )
-from tests.support.etcd import EtcdServer, free_ports
+from tests.support.etcd import EtcdServer
 from tests.support.waiting import soon
 from tests.support.workers import compat, member, record
 
 # ------------------------------------------------------------------ client
-
-
-async def test_many_watches_do_not_block_a_put(client: EtcdClient, ns: str) -> None:
-    async def first(i: int) -> None:
-        async for event in watch_prefix(client, f"{ns}/{i}/"):
-            if isinstance(event, Put):
-                return
-
-    watches = [asyncio.create_task(first(i)) for i in range(40)]
-    await asyncio.sleep(0.2)
-    for i in range(40):
-        await client.put(f"{ns}/{i}/k", b"")
-    await asyncio.wait_for(asyncio.gather(*watches), 20)
-
-
-async def test_nobody_there() -> None:
-    told: list[str] = []
-    url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    with pytest.raises(RegistryUnavailable, match=r"did not answer within 0\.3 s.*--etcd"):
-        await EtcdClient.connect(url, wait_s=0.3, on_retry=told.append)
-    assert told
-    assert all(url in line for line in told)
 
 
 # ------------------------------------------------------------------ watch
@@ -237,25 +215,6 @@ async def test_a_key_deleted_or_overwritten_by_hand_comes_back(client: EtcdClien
         assert now.lease == me.lease.id
     assert not me.revoked.is_set()
     await me.leave()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_size", 32), ("vllm", "0.31.0")],
-)
-async def test_an_incompatible_worker_does_not_join(
-    client: EtcdClient, ns: str, field: str, value: object
-) -> None:
-    old = member(client, ns, "decode-old", ttl_s=60)
-    await old.join()
-    new = member(client, ns, "prefill-new", changes={"compat": compat(**{field: value})})
-    with pytest.raises(IncompatibleError) as caught:
-        await new.join()
-    assert caught.value.field == field
-    for told in (field, repr(value), "decode-old"):
-        assert told in str(caught.value)
-    assert list(await registered(client, ns)) == ["decode-old"]
-    await old.leave()
 
 
 async def test_a_process_of_another_wire_version_does_not_join(client: EtcdClient, ns: str) -> None:

@@ -15,8 +15,6 @@ from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import live_workers
-from pullfill.registry.membership import Membership
 from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
 from pullfill.wire import Hello, SelfCheck, WorkerState, encode
 from tests.support.control_rig import Decode
@@ -125,6 +123,7 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         return [peer.why_not for peer in at.server.peers.values()]
 
     try:
+        assert links.checking, "before it has begun to connect, too"
         links.start(lambda: changes.append(links.checking))
         first, second = decode
         await soon(lambda: sum(map(bool, told(first) + told(second))) == 2)
@@ -149,34 +148,6 @@ async def test_a_prefill_worker_follows_the_results(client: EtcdClient) -> None:
         await links.close()
         for one in decode:
             await one.server.stop()
-        await results.close()
-
-
-async def test_a_prefill_worker_registers_as_checking(client: EtcdClient) -> None:
-    """Others must not take it for ready, not even before it has begun to connect."""
-    results = await SelfChecks(client, "registers").start()
-    directory: Any = FakeDirectory()
-    directory.put(record("decode-1", role="decode", compat=COMPAT, computes="a", control="c:1"))
-    hello = Hello(prefill_instance="prefill-1", compat=COMPAT.hash(), computes="ours")
-    links = DecodeLinks(directory, hello, COMPAT, no_transfer_worker, kept=results)
-    us = record("prefill-1", role="prefill", compat=COMPAT, computes="ours")
-    membership = Membership(
-        client, "registers", 5, lambda _: [us], checking=lambda _: bool(links.checking)
-    )
-
-    async def state() -> WorkerState:
-        (worker,) = await live_workers(client, "registers")
-        return worker.record.state
-
-    try:
-        await membership.join()
-        assert await state() is WorkerState.CHECKING
-        results.keep(pair_of(COMPAT.hash(), "a", "ours"), result(passed=True))
-        links.start(membership.refresh)
-        await soon(state, good=WorkerState.READY.__eq__)
-    finally:
-        await links.close()
-        await membership.leave()
         await results.close()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import logging
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,43 +194,6 @@ async def test_a_refused_login_or_certificate_is_told_at_once(
     async with asyncio.timeout(HANG_S):
         with pytest.raises(NotNow, match=advice):
             await EtcdClient.connect(locked_etcd.url, wait_s=100.0, security=security.etcd)
-
-
-@pytest.mark.parametrize("what", ["handshake", "full watch"])
-async def test_a_server_that_hangs_keeps_no_socket_of_ours_open(
-    tmp_path: Path, locked_etcd: EtcdServer, certificates: Certificates, what: str
-) -> None:
-    """TLS is ended by both sides; a connection whose server does not answer must not be left."""
-    security = write(tmp_path, etcd_toml(certificates), password=PASSWORD)
-    before = sockets_of_this_process()
-    client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
-    request = {"create_request": {"key": b"w", "range_end": b"x"}}
-    try:
-        if what == "handshake":
-            locked_etcd.pause()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await EtcdClient.connect(locked_etcd.url, security=security.etcd)
-        else:
-            async with client.stream("/watch", request, idle_s=HANG_S) as lines:
-                await anext(lines)
-                for _ in range(3):  # more than anybody reads: it is not even polled then
-                    await client.put("w", bytes(400_000))
-                locked_etcd.pause()
-        assert sockets_of_this_process() > before
-        await client.close()
-        assert sockets_of_this_process() == before
-    finally:
-        locked_etcd.resume()
-        await client.close()
-
-
-def sockets_of_this_process() -> set[str]:
-    links = set()
-    for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of this very listing
-            links.add(os.readlink(entry.path))
-    return {link for link in links if link.startswith("socket:")}
 
 
 # --------------------------------------------------------------------------

@@ -298,28 +298,6 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
     session.close()
 
 
-def test_no_thread_left_for_a_connection(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is refused, others are served afterwards, and closing works."""
-    rig = make()
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    start_thread = threading.Thread.start
-
-    def start_none(thread: threading.Thread) -> None:
-        if thread.name.startswith("kv-127"):
-            raise RuntimeError("can't start new thread")
-        start_thread(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start_none)
-        with pytest.raises(PeerUnavailable):
-            rig.connect(mine, region)
-    rig.connect(mine, region).close()
-    region.owner.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,21 +407,6 @@ def test_idle_connections_keep_no_peer_out(make: Make, monkeypatch: pytest.Monke
         idle.append(dial(region))
         eventually(lambda: len(connections()) == 12)
     for each in (*idle, *fleet):
-        each.close()
-    eventually(lambda: not connections())
-
-
-def test_idle_connections_do_not_use_up_the_open_files(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        stream_server.machine, "open_files", lambda: stream_server.FILES_SPARED + 32
-    )
-    rig = make()
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    idle = [dial(region) for _ in range(16)]
-    rig.connect(mine, region).close()
-    for each in idle:
         each.close()
     eventually(lambda: not connections())
 
