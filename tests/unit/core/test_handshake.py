@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pullfill.errors import AuthFailed
-from pullfill.net.handshake import CONTROL, KV_PORT, Acceptance, Introduction, Seal
+from pullfill.net.handshake import CONTROL, KV_PORT, Acceptance, Introduction
 from pullfill.net.security import ClusterKey
 from pullfill.wire import AuthChallenge
 
@@ -30,10 +30,3 @@ def test_a_proof_taken_from_another_connection_is_refused() -> None:
     challenged(here, again)
     with pytest.raises(AuthFailed, match="the prefill worker has another cluster key"):
         again.check(proof)
-
-
-def test_a_frame_is_not_taken_before_the_one_before_it() -> None:
-    out = Seal(b"k" * 32)
-    _, second = out.add(b"a"), out.add(b"b")
-    with pytest.raises(AuthFailed):
-        Seal(b"k" * 32).remove(second)

@@ -104,11 +104,6 @@ def test_predicted_blocks_never_exceed_their_bound() -> None:
         assert len(predicted) <= 8
 
 
-def test_an_index_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PrefixIndex(0)
-
-
 # ------------------------------------------------------------------ names of blocks
 
 

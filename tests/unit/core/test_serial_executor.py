@@ -8,7 +8,6 @@ from concurrent.futures import CancelledError
 import pytest
 
 from pullfill.runtime.serial_executor import SerialExecutor
-from tests.support.waiting import eventually
 
 
 def test_calls_run_in_order_and_one_at_a_time() -> None:
@@ -27,20 +26,6 @@ def test_calls_run_in_order_and_one_at_a_time() -> None:
                 assert executor.wait(10)
         assert executor.wait(10)
         assert ran == list(range(500))
-
-
-def test_a_stuck_one_delays_nobody_and_an_idle_one_has_no_thread() -> None:
-    gate, before = threading.Event(), threading.active_count()
-    stuck = [SerialExecutor(linger_s=0.05) for _ in range(20)]
-    for executor in stuck:
-        executor.put(gate.wait)
-    free = SerialExecutor(linger_s=0.05)
-    assert free.submit(lambda: 7).result(10) == 7
-    assert all(executor.busy for executor in stuck)
-    gate.set()
-    assert all(executor.wait(10) for executor in stuck)
-    eventually(lambda: threading.active_count() <= before)
-    assert free.submit(lambda: 8).result(10) == 8
 
 
 def test_a_call_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:

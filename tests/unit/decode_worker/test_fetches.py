@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from pullfill.decode_worker.prefix import fetches
-from pullfill.decode_worker.prefix.fetches import FetchOutcome
 from tests.support.fetch_rig import LEAST, FetchWorker
 from tests.support.kv_engine import BLOCK
 from tests.support.transfer_rigs import RIGS
@@ -74,27 +73,6 @@ async def test_a_prefix_that_is_hardly_longer_is_computed(
     worker.config = msgspec.structs.replace(worker.config, min_fetch_tokens=0)
     assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False), "it is switched off"
     assert asked == []
-
-
-async def test_a_holder_that_failed_is_not_asked_for_a_while(
-    worker: FetchWorker, asked: list[Any]
-) -> None:
-    worker.holders.failed("holder")
-    request = worker.request(TOKENS, hint(worker, 10 * BLOCK))
-    assert worker.side.decide(request, 0) == (0, False)
-    worker.side.enqueue(request, [[]], 0)
-    told = worker.traces.finish(request.request_id)
-    assert told is not None
-    assert (told.fetch, told.fetched_from) == (FetchOutcome.UNREACHABLE.value, "holder")
-    assert asked == []
-
-
-async def test_while_a_step_runs_nothing_is_fetched(worker: FetchWorker, asked: list[Any]) -> None:
-    """It may still write into blocks that vLLM would allocate for the copy."""
-    worker.side.collect()
-    assert await look(worker, hint(worker, 10 * BLOCK)) == (0, False)
-    worker.side.step_done()
-    assert await look(worker, hint(worker, 10 * BLOCK)) == (None, False)
 
 
 async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(

@@ -215,22 +215,6 @@ def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> Non
     assert here == [True, False]
 
 
-def test_a_request_that_no_thread_can_prepare_goes_back(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another worker may take it. The frontend's other requests go on here."""
-    rig.add("a")
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(rig.request_server.intake.thread, "put", refuse)
-    rig.request_server._max_model_len = 1 << 20
-    rig.add("b", 10_000, settle=False)
-    assert rig.peer.recv_multipart() == [front_wire.BACK, front_wire.encode_ids(["b"])]
-    assert rig.request_server.active_requests == 1
-
-
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:
     situation = Situation(10, 0)
     rig.request_server._traces.decided("r", situation, Decision(False, "short"))

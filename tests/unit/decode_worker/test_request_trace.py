@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.errors import Outcome
-from pullfill.runtime import tracing
 from pullfill.wire import StageTimings, Timings
 from tests.support.fakes import FakeClock
-
-HEADERS = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
-REMOTE = "decode.remote_prefill"
 
 
 def test_the_first_decision_and_the_outage_of_its_fallback_are_told() -> None:
@@ -56,37 +50,3 @@ def test_what_a_prefill_worker_says_at_its_commit_counts_if_vllm_loads_the_kv(
     assert told.timings_ms == times
     assert (told.attempts, told.prefill_instance) == (1, "p")
     assert traces.finish("r") is None
-
-
-@pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """One row for each recorded span: name, span, parent span, error, begin, end."""
-    found: list[tuple[Any, ...]] = []
-
-    def record(
-        name: str, context: Any, above: Any, began: float, ended: float, *_: Any,
-        error: str = "", **__: Any,
-    ) -> None:  # fmt: skip
-        found.append((name, context, above, error, began, ended))
-
-    monkeypatch.setattr(tracing, "_exporting", object())
-    monkeypatch.setattr(tracing, "record", record)
-    return found
-
-
-def decided(remote: bool) -> RequestTraces:
-    traces = RequestTraces("decode-1")
-    traces.decided("r", Situation(100, 0), Decision(remote, "a reason"), headers=HEADERS)
-    return traces
-
-
-def test_a_client_that_leaves_during_a_remote_prefill_ends_its_span(spans: Any) -> None:
-    traces = decided(remote=True)
-    traces.claimed("r", 1, "prefill-1", 0.1)
-    traces.finish("r")
-    traces.settled("r", Outcome.CANCELLED)  # the ledger tells it only now
-    wait, remote, request = spans
-    assert [name for name, *_ in spans] == ["queue.wait", REMOTE, "decode.request"]
-    assert wait[2] == remote[1], "no span names one that is not there"
-    assert remote[2] == request[1]
-    assert remote[3] == "cancelled"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -158,23 +157,6 @@ async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
         await soon(lambda: rig.results() == ["passed"] * 2)
         (result,) = rig.kept.current.values()
         assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
-
-
-async def test_an_unforeseen_answer_of_the_registry_keeps_no_worker_checking(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: object) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr(self_check, "Directory", fails)
-    noted = asyncio.Event()
-    async with a_rig() as rig:
-        assert rig.checks.joining
-        rig.checks.join(cast(Any, None), "n", noted.set)
-        async with asyncio.timeout(5):
-            await noted.wait()
-        assert not rig.checks.joining
-    assert "ValueError: a bug" in caplog.text
 
 
 async def test_without_a_model_there_is_nothing_to_compare() -> None:

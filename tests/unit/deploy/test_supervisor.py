@@ -12,7 +12,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from pullfill.deploy.supervisor import (
     Supervisor,
 )
 from pullfill.deploy.view import ProcessView
-from pullfill.errors import ConfigError, RegistryUnavailable
+from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
 from pullfill.options import FrontendOptions
 from pullfill.registry.client import EtcdClient, KeyValue
@@ -211,18 +211,6 @@ async def test_an_interrupted_start_leaves_nothing(rig: Rig) -> None:
     assert (rig.state.live(), rig.state.cluster()) == ([], None)
 
 
-async def test_frontends_keep_off_the_cores_of_workers(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usable = os.sched_getaffinity(0)
-    monkeypatch.setattr(plan, "frontend_cores", lambda _: {min(usable)})
-    for name in ("decode-0", "frontend-0"):
-        rig.add(name)
-    async with rig.up(frontends=1, port=0, prefill=0):
-        cores = {entry.role: os.sched_getaffinity(entry.pid) for entry in rig.state.live()}
-    assert cores == {"decode": usable, "frontend": {min(usable)}}
-
-
 async def test_a_frontend_of_stock_servers_is_not_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,21 +236,6 @@ async def test_a_start_whose_etcd_goes_away_ends_soon(
         with pytest.raises(RegistryUnavailable, match="etcd is away"):
             await rig.supervisor().start()
     assert rig.state.live() == []
-
-
-async def test_a_process_that_cannot_be_watched_is_told(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def keep(*_: object) -> None:
-        raise OSError("too many open files")
-
-    monkeypatch.setattr(Supervisor, "_keep", keep)
-    rig.add("decode-0")
-    async with rig.up():
-        """Then it is stopped."""
-    assert (
-        "decode-0 is not watched any more: OSError('too many open files')" in rig.printed.getvalue()
-    )
 
 
 async def test_a_deleted_state_directory_leaves_nothing_running(rig: Rig) -> None:
@@ -337,23 +310,6 @@ async def test_a_worker_whose_engine_fails_on_requests_is_not_given_up(
         rig.kill("decode-0")
         await until(lambda: rig.recorded()["decode-0"].restarts > MAX_DEATHS)
     assert "gave up" not in rig.said()
-
-
-async def test_a_lock_that_cannot_be_opened_costs_one_try(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = rig.state.locked
-
-    def locked() -> AbstractContextManager[None]:
-        monkeypatch.setattr(rig.state, "locked", opened)
-        raise ConfigError("too many open files")
-
-    rig.add("decode-0")
-    async with rig.up():
-        monkeypatch.setattr(rig.state, "locked", locked)
-        rig.kill("decode-0")
-        await until(lambda: rig.recorded()["decode-0"].restarts == 1)
-    assert "decode-0 was not started again: too many open files" in rig.said()
 
 
 async def test_without_restarts_a_death_is_only_told(rig: Rig) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,32 +53,6 @@ def test_what_the_engine_runs_on(
         assert environment.os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16", (
             "a user's own value wins"
         )
-
-
-def test_a_worker_on_one_core_computes_on_one_thread_with_openmp_loaded_before_python() -> None:
-    torch = find_spec("torch")
-    assert torch is not None
-    assert torch.origin is not None
-    openmp = next(Path(torch.origin).parent.glob("lib/libgomp*"))
-    code = (
-        "import ctypes, os, threading\n"
-        "from pullfill.engine import environment\n"
-        "count = ctypes.CDLL(None).omp_get_max_threads\n"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "environment.prepare(model='m')\n"
-        "def engine():\n"
-        "    print(count())\n"
-        "    environment.bound_compute_threads()\n"
-        "    print(count())\n"
-        "thread = threading.Thread(target=engine)\n"
-        "thread.start()\n"
-        "thread.join()\n"
-    )
-    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    env |= {"LD_PRELOAD": str(openmp), "PULLFILL_DEVICE": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    cores = len(os.sched_getaffinity(0))
-    assert done.stdout.split() == [str(cores), "1"], done.stderr
 
 
 def test_ranks_share_the_cores() -> None:

@@ -188,35 +188,6 @@ async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
 # --------------------------------------------------------------------------- the blocks of workers
 
 
-async def test_a_worker_is_cold_until_it_has_told_its_blocks(rig: Rig) -> None:
-    worker = rig.workers[0]
-    worker.original.append(Op.STORE, BLOCKS)
-    rig.prefixes.follow(worker, rig.now)
-    assert rig.known() == ("cold", 0)
-    rig.answer(worker)
-    assert rig.known() == ("warm", 5)
-    assert rig.prefixes.status("a", rig.now) == {
-        "state": "warm", "blocks": 5, "refused": 0, "since_s": 0.0
-    }  # fmt: skip
-    assert value("pullfill_prefix_index_blocks") == 5
-
-
-async def test_a_lost_worker_is_forgotten_and_comes_back_cold(rig: Rig) -> None:
-    worker = rig.workers[0]
-    worker.original.append(Op.STORE, BLOCKS)
-    rig.prefixes.follow(worker, rig.now)
-    rig.answer(worker)
-    rig.prefixes.forget(worker, rig.now)
-    assert rig.known() == ("none", 0)
-    rig.answer(worker)  # what was still on its way
-    assert rig.known() == ("none", 0)
-    again: Any = Worker("a")
-    rig.prefixes.follow(again, rig.now)
-    assert rig.known() == ("cold", 0)
-    rig.answer(again)
-    assert rig.known() == ("warm", 0)
-
-
 async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> None:
     worker, prefixes = rig.workers[0], rig.prefixes
     prefixes.follow(worker, rig.now)

@@ -213,28 +213,3 @@ async def test_a_viewer_hears_something_between_snapshots_but_not_while_they_fai
     live.close()
     assert [body async for body in stream] == [body async for body in live.watch()] == []
     assert live.viewers == 0
-
-
-async def test_streams_go_on_while_the_past_is_read_and_nothing_of_it_is_lost(view: View) -> None:
-    """A request that is told again has a new serial. Those before it are still to be read."""
-    requests = RequestLog()
-    moved = finish(requests, "moved")
-    for number in range(600):
-        finish(requests, f"r{number}")
-    live = live_of(view, requests)
-    for left in (True, False):
-        reading = asyncio.create_task(live._take_ended(()))
-        await asyncio.sleep(0)
-        assert not reading.done()
-        if left:
-            reading.cancel()
-            await asyncio.wait((reading,))
-    finish(requests, "new")
-    assert moved.told is not None
-    requests.tell(moved, moved.told)
-    await reading
-    stream: Any = live.watch()
-    told = await next_of(stream)
-    assert [row.id for row in told.ended[-3:]] == ["r599", "new", "moved"]
-    assert told.now.done_per_s >= 602 / 60
-    await stream.aclose()

@@ -266,26 +266,6 @@ async def test_beside_streams_one_job_is_taken_at_a_time() -> None:
     await worker.puller.close()
 
 
-async def test_a_worker_leaves_though_its_pull_loses_the_cancellation() -> None:
-    worker, pulls = Worker(), 0
-
-    async def pull(*_: float, **__: bool) -> Any:
-        nonlocal pulls
-        pulls += 1
-        try:
-            await asyncio.sleep(100)
-        except asyncio.CancelledError:
-            if pulls > 1:
-                raise
-            # The first one is lost, as `wait_for` of Python 3.11 may lose it.
-
-    worker.puller.consumer.pull = pull  # type: ignore[method-assign]
-    worker.puller.start()
-    await soon(lambda: pulls == 1)
-    await asyncio.wait_for(worker.puller.close(), 5)
-    assert pulls == 1
-
-
 # ------------------------------------------------------------------ what runs
 
 

@@ -14,7 +14,6 @@ from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fakes import prefill_task
 from tests.support.transfer_rigs import extent, memory_over, random_bytes
@@ -113,27 +112,6 @@ def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     assert session.done[-1] == ("write", [3], [5])
 
 
-def test_the_engine_starts_no_threads_for_the_parts_of_several_ranks(credits: Credits) -> None:
-    """It would have to wait for them."""
-    parts, threads = [Session(), Session()], set[str]()
-    for part in parts:
-        part.transport = "shm"
-    group = GroupSession(parts, parts)
-    transfer_worker = TransferWorker(group, "decode-1", [MEMORY], credits)
-    calls = Calls(transfer_worker)
-    here = threading.current_thread().name
-
-    def done(task: PrefillTask, failure: BaseException | None) -> None:
-        threads.add(threading.current_thread().name)
-
-    transfer_worker.write(calls.task, [1], [6], True, done)
-    eventually(lambda: calls.ends)
-    assert threads
-    assert here not in threads
-    transfer_worker.close()
-    assert transfer_worker.join(10)
-
-
 def test_a_failed_write_ends_the_task_and_the_rest_is_dropped_but_no_failed_read_does(
     transfer_worker: TransferWorker, session: Session
 ) -> None:
@@ -196,24 +174,6 @@ def test_work_submitted_after_the_end_is_answered_too(
     assert isinstance(calls.ends[0], HandoffError)
     assert calls.task.outstanding == 0
     assert session.done == []
-
-
-def test_without_a_thread_for_it_an_operation_is_answered(
-    transfer_worker: TransferWorker, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    calls = Calls(transfer_worker)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    transfer_worker.write(calls.task, [1], [6], True, calls.done)
-    transfer_worker.close()
-    assert session.closed == 1, "the session is closed all the same"
-    monkeypatch.undo()
-    assert isinstance(calls.ends[0], HandoffError)
-    assert calls.task.outstanding == 0
-    assert session.done == []
-    assert not transfer_worker.busy
 
 
 # ------------------------------------------------------------------ modes

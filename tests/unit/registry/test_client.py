@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
 from pullfill.registry.client import EtcdClient, parse_url, prefix_end
-from pullfill.registry.watch import Follower, Synced, watch_prefix
+from pullfill.registry.watch import Synced, watch_prefix
 
 OLD = "etcdserver: revision of auth store is old"
 HEADER = {"header": {"revision": "7"}}
@@ -177,19 +177,4 @@ async def test_a_line_that_is_too_long_ends_no_watch(
             if members[0].watches:
                 break
     assert members[0].watches == 1
-    await client.close()
-
-
-async def test_a_follower_whose_start_is_cancelled_watches_no_more(members: list[Member]) -> None:
-    client = await EtcdClient.connect(await members[0].start())
-    members[0].hangs = True
-    before = asyncio.all_tasks()
-    follower = Follower(client, "p/", "what is there", print)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await follower.start()
-    await follower.close()
-    await asyncio.sleep(0)
-    left = [task.get_name() for task in asyncio.all_tasks() - before]
-    assert "what is there" not in left
     await client.close()

@@ -81,19 +81,6 @@ def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
     assert data == bytes(20)
 
 
-def test_without_more_threads_the_parts_are_copied_one_after_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    members = [_Scripted() for _ in range(3)]
-    whole = GroupSession(members, members)
-    assert whole.move("write", TOKEN, [1], [2]).nbytes == 30
-    assert all(s.moves == ["write"] for s in members)
-
-
 def test_interrupt_and_close_reach_everyone() -> None:
     members = [_Scripted(), failing(TransferFailed("x")), _Scripted()]
     whole = GroupSession(members, members)

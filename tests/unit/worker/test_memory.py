@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,28 +11,13 @@ from pullfill.decode_worker.side import NoFences, open_memory
 from pullfill.engine.kv import Geometry, total_heads
 from pullfill.errors import IncompatibleError, OverloadedError
 from pullfill.options import WorkerOptions
-from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.owners import Owner, RankRegion, region_of
-from pullfill.transfer.shm.files import RegionFiles, ShmEndpoint, create_kv
+from pullfill.transfer.owners import Owner, RankRegion
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 
 BLOCKS, HEADS, LAYERS, PAGE = 6, 2, 3, 4096
 STAGE = RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)
 OUT_OF_REACH = dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], STAGE)
-
-
-def told(directory: Path, ranks: int) -> dict[tuple[int, int], RankRegion]:
-    """What the processes of `ranks` tensor-parallel ranks tell."""
-    found = {}
-    for rank in range(ranks):
-        layout = dense_layout(LAYERS, BLOCKS, HEADS // ranks, PAGE)
-        nbytes = LAYERS * layout.layer_stride
-        path = create_kv(directory, "decode-x", rank, nbytes)
-        region = region_of(LocalMemory(0, nbytes, layout), str(path))
-        found[0, rank] = replace(region, pid=1)
-    return found
 
 
 def opened(context: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
@@ -51,23 +35,6 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptur
     assert "every prompt is prefilled by this worker (no driver)" in caplog.text
     with pytest.raises(OverloadedError):
         NoFences().open([1])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_rank_is_published_and_nothing_is_left(tmp_path: Path, ranks: int) -> None:
-    context = WorkerContext("decode-x", RegionFiles("decode-x", tmp_path))
-    owner = opened(context, told(tmp_path, ranks))
-    assert owner is not None
-    assert context.geometry == Geometry(LAYERS, PAGE, "cpu")
-    found = owner.describe()
-    assert [(d.rank, d.world_size, d.first_head) for d in found] == [
-        (rank, ranks, rank) for rank in range(ranks)
-    ]
-    endpoints = [ShmEndpoint.decode(d.endpoints["shm"]) for d in found]
-    assert len({e.kv for e in endpoints}) == ranks
-    assert {e.fence for e in endpoints} == {str(tmp_path / "pullfill-decode-x.fence")}
-    memory.close(context)
-    assert list(tmp_path.iterdir()) == []
 
 
 def config(**changes: int | bool) -> SimpleNamespace:
