@@ -158,26 +158,6 @@ async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
         await rig.states(failing=1)
 
 
-@pytest.mark.parametrize("gone", [False, True])
-async def test_a_server_that_is_lost_while_the_client_is_slow_ends_the_stream_with_an_error(
-    gone: bool,
-) -> None:
-    """gone: and it is registered no more. It is looked at until its answers have ended."""
-    async with forwarding() as rig:
-        rig.decode[0].stops = True
-        got = rig.begin(stream=True)
-        got.reads = asyncio.Event()
-        await soon(lambda: got.parts)
-        if gone:
-            rig.servers.set("test", [])
-        rig.decode[0].alive = False
-        await asyncio.sleep(0.2)  # many looks
-        got.reads.set()
-        await got.ended()
-    assert got.parts[1].startswith(b'data: {"error"')
-    assert got.parts[1].endswith(b"data: [DONE]\n\n")
-
-
 def test_the_load_is_read_from_metrics() -> None:
     load = load_of(METRICS)
     assert (load.running, load.waiting) == (3.0, 4.0)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.wire import DecodePolicy
 from tests.support.frontend_rig import events, forwarding
 from tests.support.waiting import soon
 
@@ -59,19 +58,6 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
         asked.leave()
         assert not (await asked.ended()).parts
         await rig.idle()
-
-
-async def test_explain_names_the_servers_of_a_stream_whose_client_left() -> None:
-    async with forwarding() as rig:
-        rig.decode[0].stops = True
-        asked = rig.begin(headers=ID, stream=True)
-        await soon(lambda: asked.parts)
-        asked.leave()
-        await asked.ended()
-        record = rig.requests.get("cmpl-r1")
-        assert record.decode_instance == rig.decode[0].url
-        assert record.prefill_instance == rig.prefill[0].url
-        assert [stage.result for stage in record.stages] == ["ok", "cancelled"]
 
 
 @each_stock
@@ -227,22 +213,6 @@ async def test_a_server_without_the_connector_is_named() -> None:
         assert again.status == 503
         assert "start it with --kv-transfer-config" in again.message
         assert len(rig.prefill[0].requests) == 1
-
-
-async def test_a_staged_request_goes_to_who_is_free_when_its_prefill_is_done() -> None:
-    async with forwarding(decode=2) as rig:
-        rig.policy = DecodePolicy.LEAST_LOADED
-        gate = rig.prefill[0].stalls = asyncio.Event()
-        asked = rig.begin()
-        await soon(lambda: rig.prefill[0].open)
-        busy = rig.decode[0]
-        busy.metrics = "vllm:num_requests_running{} 900.0\nvllm:num_requests_waiting{} 900.0\n"
-        (seen,) = (s for s in rig.servers.ready("decode") if s.url == busy.url)
-        await soon(lambda: seen.load is not None and seen.load.waiting > 0)
-        gate.set()
-        await asked.ended()
-        assert not busy.requests
-        assert rig.decode[1].requests
 
 
 # ------------------------------------------- errors of vLLM 0.32 with its NixlConnector, as scripts

@@ -120,38 +120,6 @@ async def test_a_worker_that_hangs_is_lost() -> None:
         await asyncio.wait_for(stopped.given_up.wait(), 10)
 
 
-async def test_a_worker_that_joins_while_others_are_asked_is_not_lost() -> None:
-    async with hanging() as stopped, answering({"load": {}}) as (url, _asked):
-        known = FakeDirectory(record("decode-0", http=stopped.url))
-        async with viewing(known) as view:
-            looking = asyncio.create_task(view.status())
-            await asyncio.wait_for(stopped.asked.wait(), 10)
-            known.put(record("decode-1", http=url))
-            stopped.ended.set()
-            states = {r.instance_id: r.state for r in (await looking).workers}
-            assert states == {"decode-0": "lost"}
-            rows = (await view.status()).workers
-            assert [row.state for row in rows] == ["lost", "ready"]
-
-
-async def test_questions_at_once_cost_each_worker_one() -> None:
-    async with answering({"load": {}}) as (url, asked):
-        async with viewed(url, again_s=3600.0) as view:
-            status = (view.status() for _ in "ab")
-            await asyncio.gather(*(view.reasons() for _ in range(5)), *status)
-            assert len(asked) == 1
-            await view.reasons()
-            assert len(asked) == 1, "an answer counts for a moment"
-        async with viewed(url, again_s=0.0, most_asked=0.001) as view:
-            await view.reasons()
-            await view.reasons()
-            assert len(asked) == 2, "as seldom as a large fleet"
-        async with viewed(url, **AT_ONCE) as view:
-            await view.reasons()
-            await view.reasons()
-            assert len(asked) == 4
-
-
 async def test_what_a_worker_said_long_ago_is_not_repeated() -> None:
     said = {"load": {}, "servers": {"nats": AWAY}}
     known = FakeDirectory()

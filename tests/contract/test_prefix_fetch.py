@@ -321,17 +321,6 @@ async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair
     side.request_finished(request.request_id)
 
 
-async def test_blocks_that_come_as_the_worker_leaves(pair: Pair) -> None:
-    request = await pair.leased()
-    served = pair.allocate(request)
-    fetch = pair.asker.fetches._open.get(request.request_id)
-    pair.asker.fetches._stop(fetch)  # what `close` does
-    pair.asker.side.enqueue(request, [served.table], PREFIX)
-    await soon(lambda: served.loaded is not None)
-    told = await pair.asker.end(served)
-    assert (served.loaded, told.fetched_tokens) == (False, 0)
-
-
 @pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "late"])
 async def test_a_holder_that_answers_nonsense(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, wrong: str

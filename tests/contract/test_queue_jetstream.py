@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -112,27 +111,6 @@ async def test_jobs_whose_last_worker_died_become_dead_letters(
     assert [(one.job_id, one.body) for one in letters] == [("a", b"body")]
     assert await comes.pull(5), "what waits is no dead letter"
     await asyncio.gather(producer.close(), comes.close())
-
-
-async def test_a_process_that_stood_still_does_not_blame_the_server(
-    lasting: Pair, hasty: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its loop runs again only when the time for the answer is over."""
-    consumer = lasting[1]
-    client = consumer.connection.client
-    real, asked = client.flush, list[float]()
-
-    async def flush(**options: Any) -> None:
-        asked.append(time.monotonic())
-        time.sleep(1.2 * nats_connection.PING_WAIT_S)  # noqa: ASYNC251 - the loop is to stand still
-        await real(**options)
-
-    turns: list[bool] = []
-    consumer.health.subscribe(lambda: turns.append(consumer.health.up))
-    with monkeypatch.context() as slow:
-        slow.setattr(client, "flush", flush)
-        await soon(lambda: len(asked) > 1, HANG_S)
-    assert turns == []
 
 
 @pytest.mark.essential
@@ -299,26 +277,6 @@ async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> No
         assert not caught.value.retryable
     await producer.publish("large", bytes(producer.max_body), 10)
     assert producer.available
-
-
-async def test_thousands_of_cancels_at_once_do_not_make_the_queue_seem_away(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All jobs that wait are cancelled when the last prefill worker is lost."""
-    producer, now, most = lasting[0], 0, 0
-
-    async def api(*_: object) -> object:
-        nonlocal now, most
-        now, most = now + 1, max(most, now + 1)
-        await asyncio.sleep(0.001)
-        now -= 1
-        return {}
-
-    receipts = [Receipt(f"j{n}", n, stream_id=producer.stream_id) for n in range(200)]
-    with monkeypatch.context() as slow:
-        slow.setattr(producer.connection, "api", api)
-        assert all(await asyncio.gather(*map(producer.cancel, receipts)))
-    assert most < 80, "the others wait here, where no timeout runs"
 
 
 # ------------------------------------------------------------------ the streams and their settings

@@ -312,32 +312,6 @@ async def test_of_two_workers_with_one_id_the_later_one_stays(client: EtcdClient
 # ------------------------------------------------------------------ directory
 
 
-async def test_directory_follows(client: EtcdClient, ns: str) -> None:
-    here = member(client, ns, "decode-1", ttl_s=60)
-    await here.join()
-    directory = Directory(client, ns, ["decode"])
-    changes: list[tuple[str | None, str | None]] = []
-
-    def note(old: WorkerRecord | None, new: WorkerRecord | None) -> None:
-        changes.append((old and str(old.state), new and str(new.state)))
-        raise RuntimeError("a bad subscriber harms nobody")
-
-    await directory.start()
-    directory.subscribe(note)
-    assert list(directory.workers("decode")) == ["decode-1"]
-    prefill = member(client, ns, "prefill-1", ttl_s=60)
-    await prefill.join()
-    await here.set_state(WorkerState.DRAINING)
-    await soon(lambda: len(changes) == 1)
-    await here.leave()
-    await soon(lambda: not directory.workers("decode"), within_s=5)
-    assert changes == [("ready", "draining"), ("draining", None)]
-    assert directory.workers("prefill") == {}
-    assert directory.reachable
-    await prefill.leave()
-    await directory.close()
-
-
 @pytest.mark.essential
 async def test_directory_ignores_malformed_records_and_says_so_once(
     client: EtcdClient, ns: str, caplog: pytest.LogCaptureFixture

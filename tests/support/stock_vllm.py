@@ -33,9 +33,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-LEASE_S = 6
-"""How long a prefill server keeps blocks that nobody reads. vLLM's own value is 30. It divides this
-one by 6 and rounds down for the seconds between two signs of life: less than 6 gives 0."""
 
 
 @dataclass
@@ -64,7 +61,6 @@ class StockVllm:
         return self.process is not None and self.process.poll() is None
 
     def launch(self) -> None:
-        """Start it. It can be killed and launched again: it keeps its address."""
         self.log.touch()
         self.process = zygote().spawn(
             self._arguments(), self._environment(), self.log, module=__name__
@@ -100,7 +96,6 @@ class StockVllm:
             "kv_connector": "NixlConnector",
             "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
             "kv_buffer_device": "cpu",
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
         return [
             "--model", str(self.model),

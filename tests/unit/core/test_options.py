@@ -8,7 +8,6 @@ from enum import Enum
 from functools import wraps
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -97,21 +96,6 @@ def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
     (options,) = told
     assert options.drain_s("decode") == workers_s
     assert options.drain_s("frontend") == frontends_s + options.frontend.ready_grace_s
-
-
-def test_flags_of_up_are_those_of_the_processes_it_starts() -> None:
-    up = cli.app.commands["up"]
-    flags: dict[str, Any] = {p.name or "": p for p in up.get_params(click.Context(up))}
-    handed_on = {
-        one.field: one
-        for kind in (WorkerOptions, FrontendOptions)
-        for one in declared(kind)
-        if one.up
-    }
-    assert {"kv_mode", "max_inflight", "drain_timeout_s"} <= handed_on.keys()
-    for name, one in handed_on.items():
-        assert flags[name].help == one.help
-        assert flags[name].default == (None if one.given else one.default)
 
 
 # --------------------------------------------------------------------------- values

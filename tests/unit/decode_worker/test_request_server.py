@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -201,18 +199,6 @@ def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: R
     rig.settle()
     assert rig.core.prepared == ["c", "a"]
     assert (rig.core.added, rig.core.aborted) == (["c", "a"], [])
-
-
-def test_a_large_message_is_never_prepared_on_the_engine_thread(rig: Rig) -> None:
-    here: list[bool] = []
-    rig.core.preprocess_add_request = MethodType(  # type: ignore[method-assign]
-        lambda _, r: (here.append(threading.current_thread() is threading.main_thread()) or r, 0),
-        rig.core,
-    )
-    rig.request_server._max_model_len = 1 << 20
-    rig.add("small", 100)
-    rig.add("large", 2_000)
-    assert here == [True, False]
 
 
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:

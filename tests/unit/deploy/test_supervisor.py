@@ -28,7 +28,6 @@ from pullfill.deploy.supervisor import (
     MAX_DEATHS,
     WINDOW_S,
     Deaths,
-    DiskWatch,
     Interrupted,
     Supervisor,
 )
@@ -338,19 +337,3 @@ async def test_nothing_is_started_while_the_cluster_stops(rig: Rig, how: str) ->
         if how == "down":  # it ends without the signal that `rig.up` sends
             await until(lambda: rig.state.cluster() is None)
     assert "restarts: 1" not in rig.said()
-
-
-async def test_nats_starts_again_after_a_disk_that_was_full_for_a_moment(rig: Rig) -> None:
-    """Between two looks. The log of NATS tells it. tests/integration/test_full_disk.py has one that
-    stays full."""
-    children = rig.supervisor()._children
-    look = DiskWatch(children, restart=True).look
-    children.launch(rig.add("nats", f"echo '[ERR] 1.blk: no space left on device'; {SLEEP}"))
-    await until(lambda: rig.state.log_of("nats").stat().st_size > 0)
-    look()
-    assert children.running["nats"].wait(10) == -15
-    children.launch(rig.add("nats"))
-    look()
-    assert children.running["nats"].poll() is None, "that line is about the process before"
-    children.running["nats"].kill()
-    children.reap()

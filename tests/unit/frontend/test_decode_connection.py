@@ -21,7 +21,7 @@ from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.proxy import Proxy
-from tests.support.waiting import patience, soon
+from tests.support.waiting import soon
 
 LATE = front_wire.LoadReport(
     running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
@@ -53,24 +53,6 @@ async def test_a_hello_lost_in_flight_is_sent_again(proxy: Proxy) -> None:
         worker.start()
         await r.ready(1)
     worker.die()
-
-
-async def test_all_outputs_that_came_before_a_break_count() -> None:
-    """The loop was busy, so many of them wait."""
-    worker = FakeDecode("decode-1", stop_after=300)
-
-    def be_busy() -> None:
-        while not worker.active or worker.active[0].sent < 300:
-            time.sleep(0.01)
-        time.sleep(patience(0.2))  # ZMQ's thread writes what it has
-        worker.die()
-        time.sleep(patience(0.2))
-
-    async with rig(worker) as r:
-        r.dispatcher.submit(request("a", max_tokens=400))
-        be_busy()
-        await soon(lambda: r.sink.gone == ["decode-1"])
-        assert len(r.sink.tokens["a"]) == 300
 
 
 async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Proxy) -> None:

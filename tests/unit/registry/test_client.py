@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
 from pullfill.registry.client import EtcdClient, parse_url, prefix_end
-from pullfill.registry.watch import Synced, watch_prefix
 
 OLD = "etcdserver: revision of auth store is old"
 HEADER = {"header": {"revision": "7"}}
@@ -162,19 +161,3 @@ def test_urls() -> None:
             parse_url(bad)
     with pytest.raises(ConfigError, match="cannot read etcd URL 'http://x/path'"):
         parse_url("http://me:secret@x/path")
-
-
-async def test_a_line_that_is_too_long_ends_no_watch(
-    members: list[Member], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The keys are read again, as after a compaction."""
-    monkeypatch.setattr("pullfill.registry.client._LINE", 1 << 10)
-    members[0].says = json.dumps({"result": {"cancel_reason": 2000 * "x"}}).encode() + b"\n"
-    client = await EtcdClient.connect(await members[0].start())
-    async with asyncio.timeout(5):
-        async for event in watch_prefix(client, "p/"):
-            assert isinstance(event, Synced)
-            if members[0].watches:
-                break
-    assert members[0].watches == 1
-    await client.close()
