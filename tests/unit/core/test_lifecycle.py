@@ -29,6 +29,18 @@ SLEEP = "await asyncio.sleep(60)"
 HANGS = "lifecycle.exit_within(0.2, 3); time.sleep(60)"
 
 
+async def test_a_process_that_is_told_to_leave_makes_a_file_for_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it then dies, `up` does not start it again."""
+    mark = tmp_path / "id.leaving"
+    monkeypatch.setenv(lifecycle.LEAVING_ENV, str(mark))
+    stop = lifecycle.Stop()
+    assert not mark.exists()
+    stop.ask("lease revoked")
+    assert mark.exists()
+
+
 @pytest.mark.parametrize(
     ("before", "hang", "code"),
     [

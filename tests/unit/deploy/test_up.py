@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import up
 from pullfill.deploy.state import StateDir
-from pullfill.deploy.view import ProcessView
+from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.options import UpOptions
 from tests.support.waiting import eventually
 
@@ -121,3 +122,16 @@ def test_lines_tell_how_long_it_took() -> None:
     first, second = stream.getvalue().splitlines()
     assert "http://[::1]:1" in first
     assert "ready after" in second
+
+
+def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default rich ends the process in this case. If a supervisor ends like that, the processes
+    that it has started go on without it."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        view = ProcessView(SteadyConsole(), "x")
+        with view:
+            for _ in range(2):
+                view.say("etcd died")

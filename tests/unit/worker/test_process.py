@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from pullfill.config import ClusterRef
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, NotNow
 from pullfill.options import WorkerOptions
+from pullfill.runtime import log
 from pullfill.wire import WorkerState
+from pullfill.worker import process
 from pullfill.worker.process import advertised, kv_port_of
 from pullfill.worker.worker import Worker
 
@@ -49,3 +51,25 @@ def test_a_decode_worker_is_not_ready_before_it_gets_requests(role: str, ready: 
     why = ""
     said, detail = worker._ready()
     assert (said, detail["state"], detail["reasons"]) == (True, WorkerState.READY, [])
+
+
+@pytest.mark.parametrize(("debug", "kind", "code"), [("", ConfigError, 2), ("1", NotNow, 1)])
+async def test_a_worker_that_ends_shows_where_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    debug: str,
+    kind: type[ConfigError],
+    code: int,
+) -> None:
+    async def serve() -> int:
+        raise kind("no good")
+
+    codes: list[int] = []
+    monkeypatch.setenv(log.DEBUG_ENV, debug)
+    monkeypatch.setattr(process, "leave", codes.append)
+    monkeypatch.setattr(process.check, "require_version", lambda: "")
+    await process._serve(serve)
+    told = capsys.readouterr().err
+    assert codes == [code]
+    assert told.endswith("error: no good\n")
+    assert ("in serve" in told) == bool(debug)
