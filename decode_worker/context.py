@@ -27,5 +27,4 @@ class DecodeContext(WorkerContext):
 
     def welcome(self) -> Welcome:
         """What a worker that connects is told first."""
-        regions = self.owner.describe() if self.owner is not None else ()
-        return Welcome(decode_instance=self.instance_id, regions=regions)
+        return Welcome(decode_instance=self.instance_id, regions=self.owner.describe())

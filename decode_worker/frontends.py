@@ -15,7 +15,6 @@ from typing import Any
 
 from pullfill import wire
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.decode_worker.prefix.block_events import BlockEvents
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.engine import front_wire
@@ -45,16 +44,14 @@ class Frontends:
         load: Callable[[bool], LoadReport],
         # Has the engine's loop take a turn after so many seconds.
         wake_after: Callable[[float], object],
-        blocks: BlockEvents,
         events: KvEvents,
         ledger: Ledger,
         leases: ReadLeases,
     ) -> None:
         self._loop = loop
-        self._server = server
+        self.server = server
         self._load = load
         self._wake_after = wake_after
-        self._blocks = blocks
         self._events = events
         self._ledger = ledger
         self._leases = leases
@@ -68,7 +65,7 @@ class Frontends:
     def before_step(self) -> None:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
-            self._server.check_silent()
+            self.server.check_silent()
             # The asyncio thread does that, unless it hangs.
             self._ledger.tick_overdue()
             self.make_way()
@@ -86,16 +83,16 @@ class Frontends:
                 self._wake_after(self._tell_at - now)
             return
         self._woken, self._tell_at = False, now + LOAD_S
-        report = self._load(self._server.draining)
+        report = self._load(self.server.draining)
         if report != self._told:
             self._told = report
-            self._server.tell(front_wire.LOAD, wire.encode(report))
+            self.server.tell(front_wire.LOAD, wire.encode(report))
 
     def after_step(self, running: int) -> None:
         """Outputs come to `on_outputs`."""
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        self._server.send_outputs(outputs)
+        self.server.send_outputs(outputs)
 
     def on_failed_step(self, untouched: set[str]) -> None:
         """Migrate the requests that cannot have caused the failure of this engine step.
@@ -104,14 +101,14 @@ class Frontends:
         the step, once they notice that this process has ended.
 
         untouched: IDs of the requests that wait in vLLM's queue and were not in the step."""
-        self._server.start_drain()
-        self._server.receive()  # what has arrived, but was not read yet, migrates, too
-        self._server.migrate(untouched | self._server.coming())
+        self.server.start_drain()
+        self.server.receive()  # what has arrived, but was not read yet, migrates, too
+        self.server.migrate(untouched | self.server.coming())
         time.sleep(_FLUSH_S)
 
     def on_aborted(self, request_ids: set[str]) -> None:
         """Migrate requests that vLLM has aborted, as when somebody pauses stock `vllm serve`."""
-        self._server.migrate(request_ids)
+        self.server.migrate(request_ids)
 
     def make_way(self, no_room_s: float = 5.0) -> None:
         """Migrate requests that wait for blocks while blocks are in quarantine.
@@ -127,7 +124,7 @@ class Frontends:
                 len(ids),
                 blocks,
             )
-            self._server.migrate(ids)
+            self.server.migrate(ids)
 
     # ------------------------------------------------------------------ asyncio thread
 
@@ -136,36 +133,22 @@ class Frontends:
 
         def listen() -> None:
             self._loop.use(self)
-            self._server.bind(host, port)
+            self.server.bind(host, port)
 
         await self._loop.call(listen)
 
-    @property
-    def address(self) -> str:
-        """Where frontends connect."""
-        return self._server.address
-
-    @property
-    def requests(self) -> int:
-        """Number of requests that are not finished."""
-        return self._server.active_requests
-
     def quiet(self, for_s: float) -> bool:
         """Whether no request has come for so long."""
-        return time.monotonic() - self._server.last_taken > for_s
+        return time.monotonic() - self.server.last_taken > for_s
 
     @property
     def uncached_tokens(self) -> int:
         """Number of tokens to be computed before all requests generate, as frontends were told."""
         return self._told.uncached_tokens_queued if self._told else 0
 
-    def status(self) -> dict[str, int]:
-        """Return what /status shows of the cached blocks that frontends are told of."""
-        return self._blocks.status()
-
     def start_drain(self) -> None:
         """Take no more requests."""
-        self._loop.submit(self._server.start_drain)
+        self._loop.submit(self.server.start_drain)
 
     async def idle(self, dead: asyncio.Event) -> None:
         """Wait until two checks in a row find no request, here or in a job.
@@ -177,7 +160,7 @@ class Frontends:
         dead: set when the engine has ended."""
         quiet = 0
         while quiet < 2 and not dead.is_set():
-            busy = self._server.active_requests or self._ledger.waiting_requests
+            busy = self.server.active_requests or self._ledger.waiting_requests
             quiet = 0 if busy else quiet + 1
             await asyncio.sleep(0.05)
 
@@ -186,12 +169,8 @@ class Frontends:
 
         within_s: a stuck engine thread cannot do it. After this time this gives up, and the
         frontends notice when this process has ended."""
-        logger.warning("migrating %d unfinished requests", self._server.active_requests)
+        logger.warning("migrating %d unfinished requests", self.server.active_requests)
         with contextlib.suppress(TimeoutError, NotNow):
             async with asyncio.timeout(within_s):
-                await self._loop.call(self._server.migrate)
+                await self._loop.call(self.server.migrate)
                 await asyncio.sleep(_FLUSH_S)
-
-    def close(self) -> None:
-        """Close the socket, so that frontends notice at once. The engine thread has ended."""
-        self._server.close()

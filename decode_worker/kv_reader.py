@@ -19,7 +19,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.serial_executor import SerialExecutor
-from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over, survey
+from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over
 from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
 from pullfill.wire import FenceToken, RegionDescriptor
 
@@ -176,10 +176,8 @@ def reach_for(
     if not memories:
         return None
     names = pulled_over(memories[0], options.transports)
-    if options.transports is None:  # what does not work here was not asked for
-        found = survey(memories[0].device, names)
-        names = frozenset(name for name, why_not in found.items() if why_not is None)
-    transports = peer_transports(names, memories, key)
+    ways = peer_transports(options.transports, memories, key, options.host)
+    transports = [way for way in ways if way.name in names]
 
     def reach(regions: Sequence[RegionDescriptor]) -> Open:
         if not regions:

@@ -21,7 +21,7 @@ _REMOTE = (JobState.QUEUED, *UNDER_WAY)
 
 
 def load_of(
-    engine: Engine[Any],
+    engine: Engine,
     ledger: Ledger,
     requests: int,
     peers: Peers,
@@ -86,7 +86,7 @@ def report_of(view: View, meter: StepMeter, draining: bool) -> LoadReport:
 
 
 def demand_of(
-    engine: Engine[Any], ledger: Ledger, peers: Peers, meter: StepMeter, uncached_tokens: int
+    engine: Engine, ledger: Ledger, peers: Peers, meter: StepMeter, uncached_tokens: int
 ) -> Demand:
     """Return what this worker tells the planner. asyncio thread only.
 

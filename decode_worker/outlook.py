@@ -90,7 +90,7 @@ class Outlook:
             hit_tokens=hit_tokens,
             local_tokens=blocks.local_tokens,
             config=config,
-            engine=blocks.never or ("" if context.owner is not None else "no_transport"),
+            engine=blocks.never or ("" if context.owner.transports else "no_transport"),
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
             takes_features=any(peer.hello.features for peer in pulling),

@@ -44,7 +44,6 @@ from pullfill.worker.context import (
     KeptFrom,
     SchedulerHalf,
     Tables,
-    WorkerContext,
 )
 from pullfill.worker.ports import StepReport
 
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.self_check import Trials
     from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
-    from pullfill.transfer.owners import RankRegion
 
 
 def _all_kept(tokens: int) -> tuple[int, ...]:
@@ -484,12 +482,10 @@ class DecodeHalf(SchedulerHalf):
     The calls about requests go to `DecodeScheduler`, which is made once the engine is built
     (side.py). Before that, vLLM only tells what there is: memory of each rank, and blocks.
 
-    blocks: made when vLLM constructs the connector.
-    why_not: what is missing for other processes to reach the memory. Empty: nothing."""
+    blocks: made when vLLM constructs the connector."""
 
     _scheduler: DecodeScheduler = LATER
     blocks: JobBlocks
-    why_not = ""
 
     def begin(self, scheduler: DecodeScheduler) -> None:
         """Ask this scheduler from now on."""
@@ -502,9 +498,6 @@ class DecodeHalf(SchedulerHalf):
         self.blocks = JobBlocks(
             vllm_config.cache_config.block_size, speculation.local_tokens(vllm_config), never
         )
-
-    def attached(self, context: WorkerContext, first: RankRegion) -> None:
-        self.why_not = first.why_not
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         self.blocks.bind(manager.block_pool, kept_from)

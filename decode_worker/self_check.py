@@ -420,7 +420,7 @@ def checks_for(
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
-    if not context.memories or not computes or not generates or blocks < 1:
+    if not context.owner.transports or not computes or not generates or blocks < 1:
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(

@@ -1,14 +1,14 @@
 """The decode side of a worker.
 
-`build` makes its parts, in reading order, once the engine is there. `DecodeSide` is all of it, as
-worker/process.py sees it. `DecodeRole` is how a process becomes a decode worker.
+`DecodeRole` is how a process becomes a decode worker. Its `build` makes all parts, in reading
+order, once the engine is there. `DecodeSide` is all of it, as worker/worker.py sees it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -39,22 +39,16 @@ from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.kv_events import KvEvents
-from pullfill.errors import BadMessage, ClaimRefused, ConfigError, Outcome, OverloadedError
+from pullfill.errors import BadMessage, ClaimRefused, Outcome
 from pullfill.ids import new_incarnation
-from pullfill.net.security import ClusterKey
 from pullfill.options import WorkerOptions
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
-from pullfill.runtime import log
 from pullfill.snapshot import Demand
-from pullfill.transfer.connect import backends
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.owners import Owner
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import (
-    FenceToken,
     KvMode,
     LeaseHello,
     PrefillJob,
@@ -64,157 +58,17 @@ from pullfill.wire import (
     WorkerRecord,
     decode,
 )
-from pullfill.worker.context import WorkerContext
 from pullfill.worker.sides import Engine, Role, Servers, Service
-
-logger = log.get("decode_worker.side")
-
-
-async def build(
-    engine: Engine[WorkerContext],
-    half: DecodeHalf,
-    servers: Servers,
-    cluster: ClusterRef,
-    options: WorkerOptions,
-    *,
-    router: Settings[RouterConfig],
-    events: KvEvents,
-    parts: AsyncExitStack,
-) -> DecodeSide:
-    """Make all parts of a decode side. asyncio thread. What it opens, it pushes onto `parts`.
-
-    events: of the engine's prefix cache."""
-    view, turns, told = engine.view, engine.loop, engine.context
-    config, wake_engine = view.config, turns.wake
-    loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
-    copies.when_broken(engine.fail)
-
-    # The job queue of this model.
-    names = Names(cluster.namespace, engine.compat.hash())
-    producer = JetStreamProducer(servers.nats, names, servers.queue.current)
-    parts.push_async_callback(producer.close)
-    parts.callback(servers.queue.subscribe(producer.configure))
-
-    # The KV memory, and who may write to it.
-    incarnation = new_incarnation()
-    told.opened(owner := open_memory(told, half.why_not, incarnation, options, key))
-    wake = asyncio.Event()
-    ledger = Ledger(
-        owner.fences if owner is not None else NoFences(),
-        incarnation=incarnation,
-        kv_mode=options.kv_mode,
-        on_event=wake_engine,
-        on_action=partial(loop.call_soon_threadsafe, wake.set),
-    )
-    peers, links = Peers(), Links()
-    traces = RequestTraces(
-        told.instance_id,
-        outage=lambda: "; ".join(outages(producer.health, servers.etcd.health, peers, ledger)),
-    )
-    context = DecodeContext(
-        told.instance_id,
-        told.files,
-        told.geometry,
-        told.ranks,
-        owner,
-        told.adapters,
-        router_config=lambda: router.current,
-        traces=traces,
-        ledger=ledger,
-        blocks=half.blocks,
-    )
-
-    # The frontends' socket.
-    blocks = await turns.call(partial(BlockEvents, loop, view, events))
-    tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
-    meter = StepMeter(context, view)
-
-    load = partial(report_of, view, meter)
-    server = RequestServer(
-        turns,
-        traces,
-        welcome=partial(_welcome, engine, events, tasks, load),
-        models=[engine.served_name, options.model],
-        key=key,
-        follow=blocks.follow,
-    )
-
-    # The prefill workers' connections, and what they say about jobs.
-    trials, checks = checks_for(context, config, engine.compat, turns, servers.kept) or (None, None)
-    if checks is not None:
-        parts.push_async_callback(checks.close)
-    handoff = Handoff(
-        ledger,
-        producer,
-        traces,
-        peers=peers,
-        links=links,
-        wake=wake,
-        instance_id=told.instance_id,
-        compat_hash=engine.compat.hash(),
-    )
-    computes = rounding_digest(config)
-    leases = ReadLeases(context, turns, view, compat=engine.compat, computes=computes)
-    wake_after = partial(_wake_after, loop, wake_engine)
-    frontends = Frontends(turns, server, load, wake_after, blocks, events, ledger, leases)
-    reach = reach_for(told.memories, options, key)
-    control = ControlServer(
-        handoff,
-        welcome=context.welcome,
-        compat=engine.compat,
-        key=key,
-        reach=reach if options.kv_mode is KvMode.PULL else None,
-        checks=checks,
-        leases=leases,
-    )
-    await control.start(options.host, options.control_port)
-    parts.push_async_callback(control.stop)
-
-    # What decides about a prompt.
-    num_blocks = config.cache_config.num_gpu_blocks
-    draining = threading.Event()
-    outlook = Outlook(
-        context, producer, peers, links, meter, checks, servers.etcd.health, draining, num_blocks
-    )
-    hello = LeaseHello(
-        decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
-    )
-    fetches = fetches_for(
-        context, hello, reach, key, outlook.situation, meter.prefill_s, wake_engine
-    )
-    if fetches is not None:
-        parts.push_async_callback(fetches.close)
-    scheduler = DecodeScheduler(
-        half.blocks,
-        ledger,
-        situation=outlook.situation,
-        publish=handoff.publish,
-        traces=traces,
-        queue_full=producer.look_again,
-        meter=meter,
-        fetching=fetches,
-        tier=view.tier,
-        seats=view.seats(options.reserve_seats),
-        in_flight=view.in_flight,
-        trials=trials,
-        of_frontend=server.has,
-    )
-    # From now on this side answers the engine. Before, the engine takes no request.
-    half.begin(scheduler)
-    await frontends.begin(options.host, options.data_port)
-    return DecodeSide(
-        engine, context, frontends, control, leases, outlook, draining, checks, meter, options,
-        servers.etcd, cluster.namespace,
-    )  # fmt: skip
 
 
 @dataclass(eq=False)
 class DecodeSide(Service):
     """See Service."""
 
-    engine: Engine[WorkerContext]
+    engine: Engine
     context: DecodeContext
     frontends: Frontends
+    blocks: BlockEvents
     control: ControlServer
     leases: ReadLeases
     outlook: Outlook
@@ -229,16 +83,13 @@ class DecodeSide(Service):
     @property
     def requests(self) -> int:
         """Number of requests of frontends that are not finished."""
-        return self.frontends.requests
+        return self.frontends.server.active_requests
 
     def describe(self, record: WorkerRecord) -> WorkerRecord:
         self.context.ledger.new_incarnation(record.incarnation)
-        self.leases.renew()
-        if (owner := self.context.owner) is not None:
-            owner.renew(record.incarnation)
         return msgspec.structs.replace(
             record,
-            data=self.frontends.address,
+            data=self.frontends.server.address,
             control=self.options.advertise_control or self.control.address,
             computes=self.checks.computes if self.checks else "",
         )
@@ -265,7 +116,7 @@ class DecodeSide(Service):
             self.leases,
             self.checks,
         )
-        load["prefix"] = self.frontends.status()
+        load["prefix"] = self.blocks.status()
         load["demand"] = msgspec.to_builtins(self._demand())
         return {"load": load, **self.outlook.servers()}
 
@@ -309,10 +160,11 @@ class DecodeSide(Service):
 
     async def engine_gone(self, hangs: bool) -> None:
         if not hangs:
-            self.frontends.close()
+            # Frontends notice at once. The engine thread, whose socket it is, has ended.
+            self.frontends.server.close()
 
 
-class DecodeRole(Role[WorkerContext]):
+class DecodeRole(Role):
     """See Role. It is the Neighbour of a prefill side in the same worker."""
 
     name, kv_role = "decode", "kv_consumer"
@@ -329,19 +181,144 @@ class DecodeRole(Role[WorkerContext]):
     def adjust(self, config: Any) -> None:
         self._events.switch_on(config)
 
-    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> WorkerContext:
-        return WorkerContext(str(self._options.instance_id), files)
-
-    def make_half(self, context: WorkerContext) -> DecodeHalf:
+    def make_half(self, wake: Callable[[], None]) -> DecodeHalf:
         self._half = DecodeHalf()
         return self._half
 
-    async def build(
-        self, engine: Engine[WorkerContext], servers: Servers, parts: AsyncExitStack
-    ) -> Service:
-        self._side = await build(
-            engine, self._half, servers, self._cluster, self._options, router=self._router,
-            events=self._events, parts=parts,
+    async def build(self, engine: Engine, servers: Servers, parts: AsyncExitStack) -> Service:
+        """Make all parts of a decode side. asyncio thread."""
+        cluster, options = self._cluster, self._options
+        view, turns, told = engine.view, engine.loop, engine.context
+        config, wake_engine = view.config, turns.wake
+        loop, key = asyncio.get_running_loop(), cluster.security.cluster.load()
+        copies.when_broken(engine.fail)
+
+        # The job queue of this model.
+        names = Names(cluster.namespace, engine.compat.hash())
+        producer = JetStreamProducer(servers.nats, names, servers.queue.current)
+        parts.push_async_callback(producer.close)
+        parts.callback(servers.queue.subscribe(producer.configure))
+
+        # Who may write to the KV memory.
+        wake = asyncio.Event()
+        ledger = Ledger(
+            told.owner.fences,
+            incarnation=new_incarnation(),  # until it is registered
+            kv_mode=options.kv_mode,
+            on_event=wake_engine,
+            on_action=partial(loop.call_soon_threadsafe, wake.set),
+        )
+        peers, links = Peers(), Links()
+        traces = RequestTraces(
+            told.instance_id,
+            outage=lambda: "; ".join(outages(producer.health, servers.etcd.health, peers, ledger)),
+        )
+        context = DecodeContext(
+            told.instance_id,
+            told.files,
+            told.geometry,
+            told.ranks,
+            told.why_not,
+            told.owner,
+            told.adapters,
+            router_config=lambda: self._router.current,
+            traces=traces,
+            ledger=ledger,
+            blocks=self._half.blocks,
+        )
+
+        # The frontends' socket.
+        blocks = await turns.call(partial(BlockEvents, loop, view, self._events))
+        tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
+        meter = StepMeter(context, view)
+
+        load = partial(report_of, view, meter)
+        server = RequestServer(
+            turns,
+            traces,
+            welcome=partial(_welcome, engine, self._events, tasks, load),
+            models=[engine.served_name, options.model],
+            key=key,
+            follow=blocks.follow,
+        )
+
+        # The prefill workers' connections, and what they say about jobs.
+        trials, checks = checks_for(context, config, engine.compat, turns, servers.kept) or (
+            None,
+            None,
+        )
+        if checks is not None:
+            parts.push_async_callback(checks.close)
+        handoff = Handoff(
+            ledger,
+            producer,
+            traces,
+            peers=peers,
+            links=links,
+            wake=wake,
+            instance_id=told.instance_id,
+            compat_hash=engine.compat.hash(),
+        )
+        computes = rounding_digest(config)
+        leases = ReadLeases(context, turns, view, compat=engine.compat, computes=computes)
+        wake_after = partial(_wake_after, loop, wake_engine)
+        frontends = Frontends(turns, server, load, wake_after, self._events, ledger, leases)
+        reach = reach_for(told.memories, options, key)
+        control = ControlServer(
+            handoff,
+            welcome=context.welcome,
+            compat=engine.compat,
+            key=key,
+            reach=reach if options.kv_mode is KvMode.PULL else None,
+            checks=checks,
+            leases=leases,
+        )
+        await control.start(options.host, options.control_port)
+        parts.push_async_callback(control.stop)
+
+        # What decides about a prompt.
+        num_blocks = config.cache_config.num_gpu_blocks
+        draining = threading.Event()
+        outlook = Outlook(
+            context,
+            producer,
+            peers,
+            links,
+            meter,
+            checks,
+            servers.etcd.health,
+            draining,
+            num_blocks,
+        )
+        hello = LeaseHello(
+            decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
+        )
+        fetches = fetches_for(
+            context, hello, reach, key, outlook.situation, meter.prefill_s, wake_engine
+        )
+        if fetches is not None:
+            parts.push_async_callback(fetches.close)
+        scheduler = DecodeScheduler(
+            self._half.blocks,
+            ledger,
+            situation=outlook.situation,
+            publish=handoff.publish,
+            traces=traces,
+            queue_full=producer.look_again,
+            meter=meter,
+            fetching=fetches,
+            tier=view.tier,
+            seats=view.seats(options.reserve_seats),
+            in_flight=view.in_flight,
+            trials=trials,
+            of_frontend=server.has,
+        )
+        # From now on this side answers the engine. Before, the engine takes no request.
+        self._half.begin(scheduler)
+        await frontends.begin(options.host, options.data_port)
+        self._side = DecodeSide(
+            engine, context, frontends, blocks, control, leases, outlook, draining, checks, meter,
+            options, servers.etcd, cluster.namespace,
         )  # fmt: skip
         return self._side
 
@@ -382,74 +359,6 @@ def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
     return True
 
 
-# ---------------------------------------------------------------------- KV memory
-
-
-def open_memory(
-    context: WorkerContext,
-    why_not: str,
-    incarnation: str,
-    options: WorkerOptions,
-    key: ClusterKey | None,
-) -> Owner | None:
-    """Let prefill workers reach the memory of every rank, over each transport that works here.
-
-    Returns None if no transport reaches it: this worker then prefills every prompt itself. Closing
-    the owner removes the files, too. Raises ConfigError if the port is taken, or if the user has
-    named transports and none of them reaches the memory.
-
-    why_not: what is missing for that, as a rank has told."""
-    names: list[str] = []
-    if context.ranks and context.files is not None:
-        owner = Owner(
-            context.files,
-            context.ranks,
-            incarnation,
-            instance_id=context.instance_id,
-            kinds=backends(options.transports, context.memories[0], options.host),
-            key=key,
-            offered=options.transports,
-        )
-        try:
-            owner.listen(options.host, options.kv_port, options.advertise_kv)
-            # A transport that misses one rank brings no KV.
-            found = [set(owner.endpoints(rank)) for rank in range(len(context.ranks))]
-            names = sorted(set.intersection(*found))
-            if not names and options.transports is not None:
-                raise ConfigError(
-                    f"--transports {','.join(sorted(options.transports))}: none of them reaches "
-                    "this worker's KV memory (pullfill doctor says why)"
-                )
-        except BaseException:
-            owner.close()
-            raise
-        if names:
-            layouts = [memory.layout for memory in context.memories]
-            logger.info(
-                "KV cache shared over %s: %d blocks of %d bytes on %d ranks", ", ".join(names),
-                layouts[0].num_blocks, sum(layout.block_bytes for layout in layouts), len(layouts),
-            )  # fmt: skip
-            return owner
-        owner.close()
-    logger.warning(
-        "no transport reaches this worker's KV memory: every prompt is prefilled by this worker%s",
-        why_not and f" ({why_not})",
-    )
-    return None
-
-
-class NoFences:
-    """OwnerFences of memory that no other process can reach. Every grant is refused."""
-
-    in_use = 0
-
-    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        raise OverloadedError("no transport reaches this worker's KV memory")
-
-    def try_revoke(self, token: FenceToken) -> bool:
-        return True
-
-
 # ---------------------------------------------------------------------- small parts of `build`
 
 
@@ -459,7 +368,7 @@ def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay
 
 
 def _welcome(
-    engine: Engine[WorkerContext],
+    engine: Engine,
     events: KvEvents,
     tasks: list[str],
     load: Callable[[bool], front_wire.LoadReport],

@@ -19,10 +19,10 @@ from pullfill.engine import requests as engine_requests
 from pullfill.engine.adapters import AdapterFiles
 from pullfill.errors import BadMessage
 from pullfill.prefill_worker.reach import OutOfReach
-from pullfill.prefill_worker.scheduler import PrefillContext
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.wire import Adapter
+from pullfill.worker.context import WorkerContext
 from pullfill.worker.ports import Submit
 
 logger = log.get("prefill_worker.engine")
@@ -35,20 +35,22 @@ FILES_S = 20.0
 class PrefillEngine:
     """Submits and ends tasks. Methods are called on the asyncio thread.
 
+    tasks: see `PrefillScheduler`.
     block_size: number of tokens of a block, here and at each decode worker.
     limit: how many multimodal inputs of a modality a prompt may have."""
 
     def __init__(
         self,
         requests: Submit,
-        context: PrefillContext,
+        tasks: dict[str, PrefillTask],
+        context: WorkerContext,
         *,
         block_size: int,
         compat_hash: str,
         limit: Callable[[str], int],
     ) -> None:
         self._requests = requests
-        self._tasks = context.scheduler.tasks
+        self._tasks = tasks
         self._adapters = context.adapters
         self.block_size = block_size
         self.groups = max(1, len(context.groups.layers))

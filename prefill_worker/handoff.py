@@ -188,10 +188,6 @@ class Handoff:
         until = asyncio.get_running_loop().time() + self.grant.deadline_s
         transfer_worker = link.transfer.current or await self._reach_memory(until)
         self._check_alive()
-        if self.grant.incarnation != link.record.incarnation:
-            # The decode worker has registered again since this connection was made: only a new
-            # connection can write into its memory.
-            raise OutOfReach(f"{self.job.decode_instance} has registered again")
         if self.job.adapter is not None:
             await engine.check_adapter(self.job.adapter)
             self._check_alive()

@@ -14,56 +14,19 @@ from __future__ import annotations
 import asyncio
 
 from pullfill.backoff import Backoff
-from pullfill.errors import ConfigError, HandoffError
-from pullfill.ids import new_incarnation
-from pullfill.net.security import ClusterKey
+from pullfill.errors import ConfigError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
-from pullfill.transfer.connect import backends, pulled_over
 from pullfill.transfer.contract import OwnerFences, proved
-from pullfill.transfer.owners import Owner
-from pullfill.wire import FenceToken, RegionDescriptor
-from pullfill.worker.context import WorkerContext
+from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.read_grants")
 
 
-def open_region(
-    context: WorkerContext,
-    *,
-    host: str,
-    port: int = 0,
-    advertise: str | None = None,
-    transports: frozenset[str] | None,
-    key: ClusterKey | None,
-) -> tuple[RegionDescriptor, ...]:
-    """Open our memory, and describe that of each rank, for `Hello`. Empty: nobody can read it.
-
-    Sets `context.owner`, which the worker closes when no session can be open. Raises ConfigError.
-
-    host, port: where to listen if `tcp` is among the transports. Port 0: any.
-    advertise: the address to publish instead."""
-    if not context.ranks or context.files is None:
-        return ()
-    names = pulled_over(context.memories[0], transports)
-    owner = Owner(
-        context.files,
-        context.ranks,
-        new_incarnation(),  # of this process
-        instance_id=context.instance_id,
-        kinds=backends(names, context.memories[0]),
-        key=key,
-        offered=names,
-    )
-    context.opened(owner)
-    owner.listen(host, port, advertise)
-    return owner.describe()
-
-
 class ReadGrants:
-    """See the module. fences: over our own memory. None: nobody can read it."""
+    """See the module. fences: over our own memory."""
 
-    def __init__(self, fences: OwnerFences | None) -> None:
+    def __init__(self, fences: OwnerFences) -> None:
         self._fences = fences
         self._open: dict[PrefillTask, FenceToken] = {}
 
@@ -75,9 +38,7 @@ class ReadGrants:
     def open(self, task: PrefillTask) -> FenceToken:
         """Return the right to read what the task has computed.
 
-        Raises HandoffError, OverloadedError."""
-        if self._fences is None:
-            raise HandoffError("told to keep its blocks, but nobody can read this worker's memory")
+        Raises OverloadedError."""
         blocks = task.kept_blocks
         fence = self._open[task] = self._fences.open(blocks, len(blocks))  # to be read only
         return fence
@@ -87,7 +48,7 @@ class ReadGrants:
 
         Returns whether it is proved that nobody reads the blocks any more."""
         fence = self._open.get(task)
-        return fence is None or self._fences is None or proved(self._fences, fence)
+        return fence is None or proved(self._fences, fence)
 
     async def let_go(self, task: PrefillTask) -> None:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.

@@ -31,13 +31,11 @@ from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
-    WorkerContext,
 )
 from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
-    from pullfill.transfer.owners import RankRegion
 
 logger = log.get("prefill_worker.scheduler")
 
@@ -89,14 +87,6 @@ class PrefillScheduler(SchedulerHalf):
         self._by_position: Callable[[Tables], Tables]
         # vLLM's own KV offloading, beside our connector, once the engine is built.
         self.tier: Tier | None = None
-
-    def attached(self, context: WorkerContext, first: RankRegion) -> None:
-        if not context.ranks:
-            why = first.why_not and f" ({first.why_not})"
-            logger.warning(
-                "no transport reaches KV memory on %s: this worker gets no jobs%s",
-                first.device, why,
-            )  # fmt: skip
 
     def bind(
         self,
@@ -444,10 +434,3 @@ class Meter:
         each_s = self._rate.a
         rate = 1.0 / each_s if each_s else 0.0
         return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))
-
-
-@dataclass(slots=True, kw_only=True)
-class PrefillContext(WorkerContext):
-    """What the connector, which vLLM constructs, shares with the rest of the process."""
-
-    scheduler: PrefillScheduler

@@ -25,8 +25,8 @@ from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
 from pullfill.prefill_worker.reach import OutOfReach, open_transfer_worker
-from pullfill.prefill_worker.read_grants import ReadGrants, open_region
-from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
+from pullfill.prefill_worker.read_grants import ReadGrants
+from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import JetStreamConsumer
@@ -39,7 +39,6 @@ from pullfill.runtime.lifecycle import end, until
 from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Hello, WorkerRecord
 from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Neighbour, Role, Servers, Service
@@ -51,14 +50,13 @@ _KEPT_S = 1.0  # how long a drain waits after the last job
 _NO_ROOM_S = 0.2
 
 
-class PrefillRole(Role[PrefillContext]):
+class PrefillRole(Role):
     """See Role.
 
     beside: the decode side of the same worker. None: there is none.
     copiers: the transfer workers that may still copy to decode workers."""
 
     name, kv_role = "prefill", "kv_both"
-    log_stats = False
     serving = "is pulling"
 
     def __init__(
@@ -88,21 +86,16 @@ class PrefillRole(Role[PrefillContext]):
             # order of the step rule brought hardly more prompts in time.
             config.scheduler_config.policy = "priority"
 
-    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> PrefillContext:
-        scheduler = PrefillScheduler(wake, self._options.concurrency or 0)
-        return PrefillContext(self.instance_id, files, scheduler=scheduler)
+    def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:
+        self._scheduler = PrefillScheduler(wake, self._options.concurrency or 0)
+        return self._scheduler
 
-    def make_half(self, context: PrefillContext) -> SchedulerHalf:
-        return context.scheduler
-
-    async def build(
-        self, engine: Engine[PrefillContext], servers: Servers, parts: AsyncExitStack
-    ) -> Service:
-        """Make the memory, what pulls jobs, and what runs them, in this order."""
+    async def build(self, engine: Engine, servers: Servers, parts: AsyncExitStack) -> Service:
+        """Make what pulls jobs, and what runs them, in this order."""
         copies.when_broken(engine.fail)
-        self._hello = self.open_memory(engine)
-        self._engine, options = engine, self._options
+        self._engine, options, scheduler = engine, self._options, self._scheduler
         config, context = engine.view.config, engine.context
+        hello = self._hello(engine)
         names = Names(self._cluster.namespace, engine.compat.hash())
         consumer = JetStreamConsumer(servers.nats, names, servers.queue.current)
         parts.push_async_callback(consumer.close)
@@ -111,12 +104,13 @@ class PrefillRole(Role[PrefillContext]):
         tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
         tasks = PrefillEngine(
             engine.loop,
+            scheduler.tasks,
             context,
             block_size=engine.compat.block_size,
             compat_hash=engine.compat.hash(),
             limit=features.limits(config.model_config),
         )
-        budget = Budget(tokens, context.scheduler.concurrency)
+        budget = Budget(tokens, scheduler.concurrency)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
         blocks = -(-tokens // config.cache_config.block_size)
         kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
@@ -132,33 +126,33 @@ class PrefillRole(Role[PrefillContext]):
             credits=credits, copiers=self.copiers,
         )  # fmt: skip
         links = DecodeLinks(
-            self._directory, self._hello, engine.compat, reach, self._key,
-            load=context.scheduler.load, kept=servers.kept,
+            self._directory, hello, engine.compat, reach, self._key,
+            load=scheduler.load, kept=servers.kept,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 
-        read_grants = ReadGrants(context.owner.fences if context.owner else None)
+        read_grants = ReadGrants(context.owner.fences)
         puller = Puller(
             consumer, links, tasks, budget, credits, read_grants,
-            max_prompt_tokens=self._hello.max_prompt_tokens, take_back=self._own,
+            max_prompt_tokens=hello.max_prompt_tokens, take_back=self._own,
         )  # fmt: skip
         parts.push_async_callback(puller.close)
         if self._beside is not None:
             yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
             parts.push_async_callback(end, yields)
         healths = [consumer.health, servers.etcd.health]
-        return PrefillService(engine, puller, healths, self._hello)
+        return PrefillService(engine, scheduler, puller, healths, hello)
 
     def _own(self, delivery: Delivery) -> bool:
         return self._beside is not None and self._beside.take_back(delivery.body)
 
     async def _yield(self, beside: Neighbour, puller: Puller) -> None:
         """Pull only while the decode side leaves time, and keep no job that gets no blocks."""
-        tasks = self._engine.context.scheduler.tasks
+        tasks = self._scheduler.tasks
         step_tokens = self._engine.view.config.scheduler_config.max_num_batched_tokens
         calm = 0
         while True:
-            rate = self._engine.context.scheduler.load().tokens_per_s
+            rate = self._scheduler.load().tokens_per_s
             step_s = step_tokens / rate if rate else None
             why = beside.busy(step_s)
             calm = 0 if why else calm + 1
@@ -175,17 +169,13 @@ class PrefillRole(Role[PrefillContext]):
                     task.end(OutOfReach("this worker has no free blocks for it"))
             await asyncio.sleep(0.05)
 
-    def open_memory(self, engine: Engine[PrefillContext]) -> Hello:
-        """Open our KV memory to decode workers that read it. Returns what to say of us."""
-        options, config = self._options, engine.view.config
-        regions = open_region(
-            engine.context, host=options.host, port=options.kv_port,
-            advertise=options.advertise_kv, transports=options.transports, key=self._key,
-        )  # fmt: skip
+    def _hello(self, engine: Engine) -> Hello:
+        """What decode workers are told of us."""
+        config = engine.view.config
         return Hello(
             prefill_instance=self.instance_id,
             compat=engine.compat.hash(),
-            regions=regions,
+            regions=engine.context.owner.describe(),
             computes=rounding_digest(config),
             adapters=config.lora_config is not None,
             features=config.model_config.supports_multimodal_inputs,
@@ -202,12 +192,13 @@ class PrefillService(Service):
 
     def __init__(
         self,
-        engine: Engine[PrefillContext],
+        engine: Engine,
+        scheduler: PrefillScheduler,
         puller: Puller,
         healths: list[ServerHealth],
         hello: Hello,
     ) -> None:
-        self._engine = engine
+        self._engine, self._scheduler = engine, scheduler
         self._links, self.puller = puller.links, puller
         self._healths = healths
         self._computes = hello.computes
@@ -241,7 +232,7 @@ class PrefillService(Service):
                 "jobs": self.puller.in_flight,
                 "unclaimed": budget.waiting,
                 "tokens": budget.tokens,
-                "tokens_per_s": self._engine.context.scheduler.load().tokens_per_s,
+                "tokens_per_s": self._scheduler.load().tokens_per_s,
                 "completed": budget.completed,
                 "failed": budget.failed,
                 "decode_workers": self._links.connected,

@@ -296,14 +296,12 @@ class WorkerOptions(RoleOptions):
     )
     kv_port: int = flag(
         0,
-        "Port for KV over tcp; 0: any. With both sides: the decode side's. The prefill side takes "
-        "the next one",
+        "Port for KV over tcp; 0: any",
         **PORT,
     )
     advertise_kv: str | None = flag(
         None,
-        "Tell others this address for KV instead of the one it listens at. With both sides as "
-        "--kv-port",
+        "Tell others this address for KV instead of the one it listens at",
         metavar="tcp://H:P",
         parse=lambda text: check_address("--advertise-kv", text),
     )

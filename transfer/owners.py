@@ -216,6 +216,7 @@ class Owner:
     ) -> None:
         """
         ranks: in order.
+        incarnation: of the memory, new at each start of the worker.
         kinds: the backends that the port serves, by name.
         offered: the transports that are published. None: all.
 
@@ -252,8 +253,16 @@ class Owner:
         found, offered = self._endpoints[rank], self._offered
         return {n: e for n, e in found.items() if offered is None or n in offered}
 
+    @property
+    def transports(self) -> list[str]:
+        """Those by which peers reach every rank. One that misses a rank brings no KV."""
+        found = [set(self.endpoints(rank)) for rank in range(len(self._memories))]
+        return sorted(set.intersection(*found)) if found else []
+
     def describe(self) -> tuple[RegionDescriptor, ...]:
-        """What peers are told of each rank, in order."""
+        """What peers are told of each rank, in order. Empty: they cannot reach the memory."""
+        if not self.transports:
+            return ()
         return tuple(
             RegionDescriptor(
                 instance_id=self._instance_id,
@@ -269,12 +278,6 @@ class Owner:
             )
             for rank, memory in enumerate(self._memories)
         )
-
-    def renew(self, incarnation: str) -> None:
-        """Take a new incarnation, after the owner registered again. Sessions and descriptors of the
-        old one are refused from now on. Fences stay: each still ends by `try_revoke`."""
-        self._incarnation = incarnation
-        self.fences.renew(incarnation)
 
     def close(self) -> None:
         """Let nobody open the memory any more, and remove the files. Peers that mapped memory keep

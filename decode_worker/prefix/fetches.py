@@ -68,8 +68,7 @@ class FetchOutcome(enum.StrEnum):
     UNREACHABLE = "unreachable"
     # The copy broke off: the holder died, or was too slow.
     LOST = "lost"
-    # The lease ended before the copy was confirmed: it took too long, or vLLM had no blocks, or the
-    # holder registered again.
+    # The lease ended before the copy was confirmed: it took too long, or vLLM had no blocks.
     EXPIRED = "expired"
     # The request ended, or went another way.
     CANCELLED = "cancelled"

@@ -64,7 +64,6 @@ class _Lease:
     number: int
     fence: FenceToken
     blocks: list[Any]  # vLLM's blocks that it pins
-    incarnation: str  # of this worker when the lease was given
     timer: asyncio.TimerHandle | None = None
     unproved: bool = False  # the lease has ended, but its reader may still read
 
@@ -103,13 +102,12 @@ class ReadLeases:
         self._pool = context.blocks.pool
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._askers: set[_Asker] = set()
         self._asked = Tasks()  # one for each lease that is asked for
         # All leases whose blocks are pinned. Changed on the engine thread.
         self._pinned: set[_Lease] = set()
         self._closed = False
         self.why_not = ""
-        if context.owner is None:
+        if not context.owner.transports:
             self.why_not = "no transport reaches its KV memory"
         elif not keeps_all(context.groups):
             self.why_not = "its model does not keep the KV of all tokens in one group"
@@ -131,21 +129,14 @@ class ReadLeases:
             channel.write(Goodbye(reason=why))
             return
         asker = _Asker(channel, hello.decode_instance)
-        self._askers.add(asker)
         channel.write(self._context.welcome())
         logger.info("decode worker %s may read our prefix cache", asker.name)
         try:
             await channel.hear(ToHolder, partial(self._hears, asker))
         finally:
             asker.gone = True
-            self._askers.discard(asker)
             for lease in list(asker.leases.values()):
                 self._over(asker, lease)
-
-    def renew(self) -> None:
-        """End all connections: this worker has another incarnation now. Askers connect again."""
-        for asker in list(self._askers):
-            asker.channel.abort()
 
     async def drain(self) -> None:
         """Give no more leases, and wait for the end of those that are open: LEASE_S at most."""
@@ -246,14 +237,13 @@ class ReadLeases:
         if not blocks:
             return NOT_HELD
         ids = [block.block_id for block in blocks]
-        assert self._context.owner is not None
         try:
             fence = self._context.owner.fences.open(ids, len(ids))  # to be read only
         except (ConfigError, OverloadedError):
             return BUSY
         # Referenced in vLLM's pool, a block is neither evicted nor reused.
         self._pool.touch(blocks)
-        lease = _Lease(next(self._numbers), fence, blocks, self._context.ledger.incarnation)
+        lease = _Lease(next(self._numbers), fence, blocks)
         self._pinned.add(lease)
         return lease
 
@@ -262,11 +252,9 @@ class ReadLeases:
     def _end(self, asker: _Asker, said: LeaseEnd) -> None:
         failpoints.hit("decode.before_lease_end")
         lease = asker.leases.get(said.lease)
-        # Another incarnation has announced its memory anew: what was read may be of another life.
-        valid = lease is not None and lease.incarnation == self._context.ledger.incarnation
         if lease is not None:
             self._over(asker, lease)
-        asker.channel.write(LeaseEnded(rid=said.rid, valid=valid))
+        asker.channel.write(LeaseEnded(rid=said.rid, valid=lease is not None))
 
     def _over(self, asker: _Asker, lease: _Lease) -> None:
         """End a lease, for whatever reason. Afterwards no copy made under it is confirmed."""
@@ -277,7 +265,6 @@ class ReadLeases:
 
     def _let_go(self, lease: _Lease) -> None:
         """Revoke the fence, and look again until it is proved that nobody reads."""
-        assert self._context.owner is not None
         try:
             quiet = proved(self._context.owner.fences, lease.fence)
         except ConfigError as exc:

@@ -93,6 +93,7 @@ class RegionDescriptor(Message, frozen=True, kw_only=True):
 
     Address of the run (layer l, block b, head h) is
     `base_offset + l*layer_stride + b*block_stride + h*head_stride`, `page_bytes` long.
+    incarnation: of the memory, new at each start of its process.
     endpoints: transport name -> address understood by that transport.
     first_head, first_layer: where the region's heads and layers are in the whole model, when it is
     split over `world_size` ranks.

@@ -26,12 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pullfill.engine import groups, kv, speculation
 from pullfill.engine.environment import bind_to_parent
-from pullfill.engine.kv import Attention, RankAttention
+from pullfill.engine.kv import RankAttention
 from pullfill.runtime import pages
 from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 from pullfill.worker import memory
-from pullfill.worker.context import SchedulerHalf, sides_for
+from pullfill.worker.context import SchedulerHalf, installed
 from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: SharedKvPool | None = None
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
-            sides = sides_for(vllm_config)
-            self._contexts = [context for context, _ in sides]
-            self._halves = [half for _, half in sides]
+            self._context, self._halves = installed()
             for half in self._halves:
                 half.constructed(vllm_config, kv_cache_config)
             return
@@ -107,18 +105,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         whole = kv.join_attention([told.attention for told in metadata.values()])
         told = {rank: rank_told.region for rank, rank_told in metadata.items()}
         whole = replace(whole, groups=groups.groups_of(self._kv_cache_config))
-        self.attach(told, self._heads, whole)
-
-    def attach(self, told: memory.Told, kv_heads: int, stored: Attention) -> None:
-        """Take what all ranks have told of their memory. All sides share it."""
-        first, *others = self._contexts
-        region = memory.attach(first, told, kv_heads, stored)
-        for other in others:
-            # And the adapters: those of one engine have different numbers.
-            other.geometry, other.ranks = first.geometry, first.ranks
-            other.adapters = first.adapters
-        for context, half in zip(self._contexts, self._halves, strict=True):
-            half.attached(context, region)
+        memory.attach(self._context, told, self._heads, whole)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

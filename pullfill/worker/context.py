@@ -19,7 +19,7 @@ from pullfill.worker.ports import Steps
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
     from pullfill.transfer.contract import LocalMemory
-    from pullfill.transfer.owners import MappedRank, Owner, RankRegion
+    from pullfill.transfer.owners import MappedRank, Owner
     from pullfill.transfer.shm.files import RegionFiles
 
 Tables = Sequence[Sequence[int]]
@@ -31,25 +31,23 @@ LATER: Any = None
 
 @dataclass(slots=True)
 class WorkerContext:
-    """The part that is the same in both kinds of worker.
+    """What all sides of one worker share.
 
     files: the files of the KV memory, made before the engine.
     geometry: the shape of the KV cache, once the ranks have told it.
     ranks: the memory of each rank, as this process maps it. Empty if no transport reaches it.
-    owner: lets peers reach that memory. None: nobody can.
+    why_not: what is missing for other processes to reach it, as a rank has told.
+    owner: lets peers reach that memory, from `memory.open_to_peers` on.
     adapters: the LoRA adapters of the engine.
     """
 
     instance_id: str
-    files: RegionFiles | None = None
+    files: RegionFiles = LATER
     geometry: Geometry | None = None
     ranks: list[MappedRank] = field(default_factory=list)
-    owner: Owner | None = None
+    why_not: str = ""
+    owner: Owner = LATER
     adapters: Adapters = field(default_factory=Adapters)
-
-    def opened(self, owner: Owner | None) -> None:
-        """Remember who lets peers reach the memory. The worker closes it after the engine."""
-        self.owner = owner
 
     @property
     def memories(self) -> list[LocalMemory]:
@@ -69,9 +67,6 @@ class SchedulerHalf(Steps):
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """vLLM has constructed the connector."""
-
-    def attached(self, context: WorkerContext, first: RankRegion) -> None:
-        """The side's context has the memory. first: what the first rank has told of its part."""
 
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
@@ -100,22 +95,22 @@ class SchedulerHalf(Steps):
         """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
 
 
-_sides: list[tuple[WorkerContext, SchedulerHalf]] = []
+_installed: list[tuple[WorkerContext, Sequence[SchedulerHalf]]] = []
 
 
-def install(*sides: tuple[WorkerContext, SchedulerHalf]) -> None:
+def install(context: WorkerContext, *halves: SchedulerHalf) -> None:
     """Make these the sides of the connector that vLLM constructs in this process."""
-    _sides[:] = sides
+    _installed[:] = [(context, halves)]
 
 
-def sides_for(vllm_config: Any) -> list[tuple[WorkerContext, SchedulerHalf]]:
+def installed() -> tuple[WorkerContext, Sequence[SchedulerHalf]]:
     """Return the sides of the connector that vLLM constructs. Raises ConfigError if there are none.
 
     Whoever starts the engine has installed them: a worker of our own (process.py), or in stock
     `vllm serve` the connector itself (stock_core.py)."""
-    if not _sides:
+    if not _installed:
         raise ConfigError(
             "WorkerConnector works inside pullfill's own workers only. For stock `vllm serve` "
             "name PullfillDecode of pullfill.worker.stock_core"
         )
-    return list(_sides)
+    return _installed[0]

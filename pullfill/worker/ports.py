@@ -1,4 +1,4 @@
-"""The five ports by which a side knows vLLM: these four, and `View` (engine/view.py).
+"""The ports by which a side knows vLLM: these three, and `View` (engine/view.py).
 
     vLLM ─▶ connector ─▶ side ─▶ ports ◀─ adapter
 
@@ -93,13 +93,3 @@ class Submit(Protocol):
         """Abort a request if it still runs.
 
         forgotten: called on the engine thread once the engine runs no such request any more."""
-
-
-class MemoryLifetime(Protocol):
-    """The KV memory, for whoever ends the engine."""
-
-    def quiet(self, within_s: float) -> bool:
-        """Let nobody reach the memory any more, and wait for copies. Any thread. Blocks.
-
-        Call it once the engine takes no more steps, and before its memory is freed. Idempotent.
-        Returns False if a copy still runs after `within_s`."""

@@ -11,29 +11,23 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, NoReturn
 
 from pullfill.config import ClusterRef, ranks_of
 from pullfill.engine import args, check, compat, environment
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineLife
-from pullfill.errors import ConfigError, PullfillError, exit_code
+from pullfill.errors import PullfillError, exit_code
 from pullfill.ids import new_instance_id
 from pullfill.net.this_host import allow_open_files
-from pullfill.options import LogFormat, WorkerOptions, check_address
+from pullfill.options import LogFormat, WorkerOptions
 from pullfill.runtime import log, tracing
 from pullfill.runtime.lifecycle import EXIT_S, STEP_FAILED, Stop, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles
-from pullfill.worker import context as contexts
-from pullfill.worker.sides import Engine, Role
-from pullfill.worker.worker import Worker, engines_of
+from pullfill.worker.context import WorkerContext, install
+from pullfill.worker.sides import Engine, Role, role_of
+from pullfill.worker.worker import Worker, engine_of
 
-# By name, as vLLM gets the connector: the rooms of the sides import this one.
-ROLES = {
-    "decode": ("pullfill.decode_worker.side", "DecodeRole"),
-    "prefill": ("pullfill.prefill_worker.side", "PrefillRole"),
-}
 # The sides of a worker, by the command that starts it.
 SIDES = {"decode": ("decode",), "prefill": ("prefill",), "worker": ("decode", "prefill")}
 
@@ -58,45 +52,11 @@ def run(
     environment.prepare(model=options.model, eager=eager, ranks=ranks)
 
     async def serve() -> int:
-        name = options.instance_id or new_instance_id(kind)
-        roles: list[Any] = []
-        for number, side in enumerate(SIDES[kind]):
-            module, role = ROLES[side]
-            own = replace(
-                options,
-                instance_id=name,
-                kv_port=kv_port_of(options, number),
-                advertise_kv=advertised(options.advertise_kv, number),
-            )
-            # The prefill side gets the decode side beside it.
-            roles.append(getattr(import_module(module), role)(cluster, own, *roles))
-        process = WorkerProcess(kind, roles, name, cluster, options, list(vllm_args))
-        return await process.serve()
+        own = replace(options, instance_id=options.instance_id or new_instance_id(kind))
+        return await WorkerProcess(kind, cluster, own, list(vllm_args)).serve()
 
     asyncio.run(_serve(serve))
     raise AssertionError("unreachable")
-
-
-def kv_port_of(options: WorkerOptions, number: int) -> int:
-    """Return where a side listens for KV. Of two sides the second one takes the next port.
-
-    Raises ConfigError."""
-    port = options.kv_port and options.kv_port + number
-    taken = options.control_port, options.data_port, options.http_port, 1 << 16
-    if number and port and port in taken:
-        raise ConfigError(
-            f"a worker with --kv-port {options.kv_port} also needs port {port}, but another flag "
-            "names it, or it is too high: choose another --kv-port"
-        )
-    return port
-
-
-def advertised(address: str | None, number: int) -> str | None:
-    """Return the address that a side tells for KV. See `kv_port_of`. Raises ConfigError."""
-    if address is None or not number:
-        return address
-    host, _, port = address.rpartition(":")
-    return check_address("--advertise-kv of the prefill side", f"{host}:{int(port) + number}")
 
 
 async def _serve(serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
@@ -118,24 +78,24 @@ async def _serve(serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
 class WorkerProcess:
     """One worker, on the process's asyncio loop. The engine has its own thread.
 
-    kind: a key of SIDES. roles: see `Worker`."""
+    kind: a key of SIDES."""
 
     def __init__(
         self,
         kind: str,
-        roles: Sequence[Role[Any]],
-        instance_id: str,
         cluster: ClusterRef,
         options: WorkerOptions,
         vllm_args: list[str],
     ) -> None:
-        self._roles = roles
+        self._roles: list[Role] = []
+        for side in SIDES[kind]:
+            # The prefill side gets the decode side beside it.
+            self._roles.append(role_of(side)(cluster, options, *self._roles))
         self._kind = kind
         self._options = options
         self._vllm_args = vllm_args
-        self._instance_id = instance_id
         self._stop = Stop()
-        self._worker = Worker(roles, instance_id, cluster, options)
+        self._worker = Worker(self._roles, cluster, options)
 
     async def serve(self) -> int:
         """Build everything, serve, leave. Returns the exit code."""
@@ -175,41 +135,31 @@ class WorkerProcess:
 
     def _load(self) -> EngineHost:
         environment.bound_compute_threads()
-        name = self._instance_id
-        # One engine has one KV memory. The second side has a fence file of its own: so a new
-        # incarnation of the one side does not void what the other side has granted.
-        files = [RegionFiles(name + end) for end in ("", "-r")[: len(self._roles)]]
+        name = str(self._options.instance_id)
+        files = RegionFiles(name)
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
             kv_role="kv_both" if len(self._roles) > 1 else self._roles[0].kv_role,
             engine_id=name,
-            extra={"instance_id": name, "directory": str(files[0].directory)},
+            extra={"instance_id": name, "directory": str(files.directory)},
         )
         tracing.begin(self._config.observability_config.otlp_traces_endpoint, self._kind, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
         for one in self._roles:
             one.adjust(self._config)
-        host = EngineHost(self._config, log_stats=any(one.log_stats for one in self._roles))
-        self._contexts = [
-            one.make_context(host.wake, of_it)
-            for one, of_it in zip(self._roles, files, strict=True)
-        ]
-        sides = zip(self._contexts, self._roles, strict=True)
-        self._halves = [one.make_half(context) for context, one in sides]
-        contexts.install(*zip(self._contexts, self._halves, strict=True))
+        host = EngineHost(self._config, log_stats="decode" in SIDES[self._kind])
+        self._context = WorkerContext(name, files)
+        self._halves = [one.make_half(host.wake) for one in self._roles]
+        install(self._context, *self._halves)
         return host
 
-    def _built(self, host: EngineHost, core: Any) -> list[Engine[Any]]:
-        first = self._contexts[0]
-        if first.geometry is None:
+    def _built(self, host: EngineHost, core: Any) -> Engine:
+        context, served = self._context, self._served_name
+        if context.geometry is None:
             raise RuntimeError("vLLM registered no KV cache with the connector")
-        described = compat.describe(
-            self._config, self._served_name, self._fingerprint, first.geometry
-        )
-        return engines_of(
-            host, self._life, self._contexts, self._halves, self._served_name, described
-        )
+        described = compat.describe(self._config, served, self._fingerprint, context.geometry)
+        return engine_of(host, self._life, context, self._halves, served, described)
 
 
 async def _all(work: Any) -> None:

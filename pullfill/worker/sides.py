@@ -6,29 +6,27 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
 
 from pullfill.engine.view import View
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.registry.self_checks import SelfChecks
-from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Compat, QueueSettings, WorkerRecord
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.memory import Copier
 
-C = TypeVar("C", bound=WorkerContext)
-
 
 @dataclass(frozen=True, slots=True)
-class Engine(Generic[C]):
-    """An engine that is built, as one side sees it: the ports, and what the engine is.
+class Engine:
+    """An engine that is built, as its sides see it: the ports, and what the engine is.
 
     loop: `EngineThread` and `Submit`, and for the request server all that it is.
-    context: of the side. It describes the KV cache in memory.
+    context: describes the KV cache in memory.
     dead: set once the engine takes no more steps. asyncio thread.
     fail: ends the worker, for this reason. Any thread."""
 
@@ -36,13 +34,9 @@ class Engine(Generic[C]):
     loop: EngineLoop
     served_name: str
     compat: Compat
-    context: C
+    context: WorkerContext
     dead: asyncio.Event
     fail: Callable[[str], None]
-
-    def of(self, context: Any) -> Engine[Any]:
-        """Return the same engine with the context of another side."""
-        return replace(self, context=context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,42 +98,51 @@ class Service(Protocol):
         hangs: its thread may still run."""
 
 
-class Role(ABC, Generic[C]):
+class Role(ABC):
     """How one side of a worker is made.
 
-        watch ─▶ make_context ─▶ make_half ─▶ build
+        watch ─▶ make_half ─▶ build
 
     name: `decode` or `prefill`.
-    log_stats: as of EngineHost.
     serving: what the log says of a worker that serves.
     copiers: who may copy from or to the KV memory for this side."""
 
     name: ClassVar[str]
     kv_role: ClassVar[str]
-    log_stats: ClassVar[bool] = True
     serving: ClassVar[str] = "is ready"
     copiers: Collection[Copier] = ()
 
+    @abstractmethod
     def adjust(self, config: Any) -> None:
         """Change vLLM's config, from which the engine is built next. Engine thread."""
 
     @abstractmethod
-    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> C:
-        """What this side shares with the connector. Engine thread.
+    def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:
+        """What answers vLLM's scheduler. Engine thread.
 
         wake: see `EngineThread`."""
-
-    @abstractmethod
-    def make_half(self, context: C) -> SchedulerHalf:
-        """What answers vLLM's scheduler. Engine thread."""
 
     @abstractmethod
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         """Open what needs etcd, but no engine. The model loads meanwhile."""
 
     @abstractmethod
-    async def build(self, engine: Engine[C], servers: Servers, parts: AsyncExitStack) -> Service:
+    async def build(self, engine: Engine, servers: Servers, parts: AsyncExitStack) -> Service:
         """Make the side, ready to be registered. What it opens, it pushes onto `parts`."""
+
+
+# By name, as vLLM gets the connector: the rooms of the sides import this one.
+_ROLES = {
+    "decode": ("pullfill.decode_worker.side", "DecodeRole"),
+    "prefill": ("pullfill.prefill_worker.side", "PrefillRole"),
+}
+
+
+def role_of(side: str) -> Callable[..., Role]:
+    """Return what makes the role of this name."""
+    module, name = _ROLES[side]
+    made: Callable[..., Role] = getattr(import_module(module), name)
+    return made
 
 
 class Neighbour(Protocol):

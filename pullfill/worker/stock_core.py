@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import fields
-from importlib import import_module
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -41,12 +40,11 @@ from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import EXIT_S, exit_within, leave, until
 from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
-from pullfill.worker import context as contexts
 from pullfill.worker import memory
 from pullfill.worker.connector import RankTold, WorkerConnector
-from pullfill.worker.context import SchedulerHalf, WorkerContext
-from pullfill.worker.sides import Engine, Role, Service
-from pullfill.worker.worker import Worker, engines_of
+from pullfill.worker.context import WorkerContext, install
+from pullfill.worker.sides import Engine, Service, role_of
+from pullfill.worker.worker import Worker, engine_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,7 +143,7 @@ class StockLife:
 
     def __init__(self, host: StockHost) -> None:
         self.loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[list[Engine[Any]]] = self.loop.create_future()
+        self.ready: asyncio.Future[Engine] = self.loop.create_future()
         self.dead, self.ending = asyncio.Event(), asyncio.Event()
         self.failure: BaseException | None = None
         self.hangs = self.left = False
@@ -199,10 +197,9 @@ class StockCore:
         name, model = name_of(config, kind.side), config.model_config
         extra = config.kv_transfer_config.kv_connector_extra_config
         cluster, options = settings_of(extra, kind.side, model.model, name)
-        module, role_class = kind.role_class
-        role: Role[Any] = getattr(import_module(module), role_class)(cluster, options)
+        role = role_of(kind.side)(cluster, options)
         role.adjust(config)
-        self._worker = Worker([role], name, cluster, options, stays=True)
+        self._worker = Worker([role], cluster, options, stays=True)
         self._config = config
         # vLLM kills this process after its `shutdown_timeout`.
         drain_s = config.shutdown_timeout
@@ -214,8 +211,8 @@ class StockCore:
             )
         self._fingerprint = compat.fingerprint_as_run(config)
         self._host = StockHost(core, self._stays, self.close)
-        self.context: WorkerContext = role.make_context(self._host.wake, RegionFiles(name))
-        self.half: SchedulerHalf = role.make_half(self.context)
+        self.context = WorkerContext(name, RegionFiles(name))
+        self.half = role.make_half(self._host.wake)
         # As in our own loop: a claim must not wait 5 ms for the engine thread to let the GIL go.
         sys.setswitchinterval(0.0005)
         self._close_s = _CLOSE_S
@@ -233,8 +230,8 @@ class StockCore:
         served = self._config.model_config.served_model_name
         assert self.context.geometry is not None
         described = compat.describe(self._config, served, self._fingerprint, self.context.geometry)
-        engines = engines_of(self._host, self._life, [self.context], [self.half], served, described)
-        self._tell(self._life.ready.set_result, engines)
+        engine = engine_of(self._host, self._life, self.context, [self.half], served, described)
+        self._tell(self._life.ready.set_result, engine)
         self._host.wait(self._serves.done)
         self._serves.result()
 
@@ -244,8 +241,7 @@ class StockCore:
         self._tell(self._life.dead.set)
         self._thread.join(self._close_s)
         self._close_s = 0.0
-        if self.context.files is not None:
-            self.context.files.close()  # while etcd or NATS is away, the worker takes longer
+        self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
     def _stays(self) -> bool:
         """vLLM is told to end. Returns whether the worker still finishes its work."""
@@ -331,12 +327,10 @@ def _in_one_line() -> Iterator[None]:
 class PullfillDecode(WorkerConnector):
     """The connector of a decode worker in stock `vllm serve`. See the module.
 
-    side: its name. kv_role: what vLLM must be told of it.
-    role_class: of the side, by module and name, because the rooms of the sides import this one."""
+    side: its name. kv_role: what vLLM must be told of it."""
 
     side = "decode"
     kv_role = "kv_consumer"
-    role_class: ClassVar = ("pullfill.decode_worker.side", "DecodeRole")
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -345,7 +339,7 @@ class PullfillDecode(WorkerConnector):
         if role is KVConnectorRole.SCHEDULER:
             with _in_one_line():
                 self._stock = StockCore(vllm_config, kv_cache_config, type(self))
-            contexts.install((self._stock.context, self._stock.half))
+            install(self._stock.context, self._stock.half)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def place(self, vllm_config: VllmConfig) -> tuple[str, Path]:
@@ -384,4 +378,3 @@ class PullfillPrefill(PullfillDecode):
 
     side = "prefill"
     kv_role = "kv_producer"
-    role_class: ClassVar = ("pullfill.prefill_worker.side", "PrefillRole")

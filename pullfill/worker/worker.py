@@ -44,24 +44,23 @@ from pullfill.worker.sides import Engine, Role, Servers, Service
 logger = log.get("worker")
 
 
-def engines_of(
+def engine_of(
     host: EngineHost,
     life: Any,
-    contexts: Sequence[WorkerContext],
+    context: WorkerContext,
     halves: Sequence[SchedulerHalf],
     served_name: str,
     described: Compat,
-) -> list[Engine[Any]]:
-    """Make the ports of an engine that is built. Returns it as each side sees it. Engine thread.
+) -> Engine:
+    """Make the ports of an engine that is built. Engine thread.
 
-    life: of the engine. contexts, halves: of the sides."""
-    view, first = View(host.core), contexts[0]
+    life: of the engine. halves: of the sides."""
+    view = View(host.core)
     for half in halves:
         half.built(view)
-    loop = EngineLoop(host, host.core, life, first.adapters, halves)
+    loop = EngineLoop(host, host.core, life, context.adapters, halves)
     host.use(loop)
-    engine: Engine[Any] = Engine(view, loop, served_name, described, first, life.dead, life.fail)
-    return [engine.of(context) for context in contexts]
+    return Engine(view, loop, served_name, described, context, life.dead, life.fail)
 
 
 class Worker:
@@ -73,8 +72,7 @@ class Worker:
 
     def __init__(
         self,
-        roles: Sequence[Role[Any]],
-        instance_id: str,
+        roles: Sequence[Role],
         cluster: ClusterRef,
         options: WorkerOptions,
         *,
@@ -83,17 +81,15 @@ class Worker:
         self._roles, self._stays = roles, stays
         self._cluster = cluster
         self._options = options
-        self._instance_id = instance_id
-        log.identify(instance_id)
+        self._instance_id = str(options.instance_id)
+        log.identify(self._instance_id)
         self._started_at = time.time()
         self._state = WorkerState.READY
         self._leaving = False
         self._sides: dict[str, Service] = {}
 
-    async def build(self, life: Life[list[Engine[Any]]], parts: AsyncExitStack) -> None:
+    async def build(self, life: Life[Engine], parts: AsyncExitStack) -> None:
         """Make the sides once the engine is ready. What it opens, it pushes onto `parts`.
-
-        life: of the engine, as each side sees it, in the order of the roles.
 
         Raises PullfillError."""
         options, namespace = self._options, self._cluster.namespace
@@ -114,12 +110,13 @@ class Worker:
         nats = NatsConnection(self._cluster.nats_url, self._instance_id, security.options())
         parts.push_async_callback(nats.close)
         servers = Servers(etcd, nats, queue, kept)
-        engines = await life.ready
-        self._engine = engines[0]
-        contexts = [engine.context for engine in engines]
-        kv = memory.KvMemory(contexts, [role.copiers for role in self._roles])
-        parts.push_async_callback(memory.end, life, kv)
-        for role, engine in zip(self._roles, engines, strict=True):
+        self._engine = engine = await life.ready
+        copiers = [role.copiers for role in self._roles]
+        parts.push_async_callback(memory.end, life, engine.context, copiers)
+        decodes = any(role.name == "decode" for role in self._roles)
+        key = self._cluster.security.cluster.load()
+        memory.open_to_peers(engine.context, options, key, decodes=decodes)
+        for role in self._roles:
             self._sides[role.name] = await role.build(engine, servers, parts)
         self._membership = Membership(
             etcd,

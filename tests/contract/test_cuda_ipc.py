@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from pullfill.decode_worker.side import open_memory
 from pullfill.errors import (
     BadMessage,
     ConfigError,
@@ -41,6 +40,7 @@ from pullfill.transfer.owners import Owner
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import FenceToken, RegionDescriptor
 from pullfill.worker.context import WorkerContext
+from pullfill.worker.memory import open_to_peers
 from tests.support.fake_gpu import FakeDriver
 from tests.support.transfer_rigs import (
     DENSE,
@@ -358,11 +358,12 @@ class GpuRanks:
         """[layer, block, head of the whole model, byte]."""
         return np.concatenate([pages(data, self.layout) for data in self.data], axis=2)
 
-    def parts(self, directory: Path) -> WorkerContext:
+    def owner(self, directory: Path, options: WorkerOptions = OPTIONS) -> Owner:
         """Of a decode worker."""
         made = WorkerContext("decode-1", RegionFiles("decode-1", directory))
         made.ranks = self.mapped
-        return made
+        open_to_peers(made, options, None, decodes=True)
+        return made.owner
 
     def close(self) -> None:
         for rank in self.mapped:
@@ -385,7 +386,7 @@ def test_every_head_gets_where_it_belongs(
     tmp_path: Path, driver: FakeDriver, mine: int, theirs: int
 ) -> None:
     decode, prefill = GpuRanks(driver, theirs, 1), GpuRanks(driver, mine, 50)
-    owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
+    owner = decode.owner(tmp_path)
     transport = CudaIpcTransport([0], lambda: driver, driver.lane)
     openings = sum(driver.openings.values())
     session = connect(prefill.memories, seen_by_others(owner), [transport])
@@ -431,7 +432,7 @@ def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
 ) -> None:
     """Another transport is taken then. Rank 0 alone would say that this one works."""
     decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
-    owner = open_memory(decode.parts(tmp_path), "", "i1", OPTIONS, None)
+    owner = decode.owner(tmp_path)
     (descriptor,) = seen_by_others(owner)
     gpus = [memory.device for memory in prefill.memories if memory.device is not None]
     assert gpus == [0, 1]
@@ -452,5 +453,5 @@ def test_what_misses_one_rank_is_not_offered(
     monkeypatch.setattr(Owner, "endpoints", lambda owner, rank: {} if rank else whole(owner, rank))
     options = WorkerOptions(model="m", transports=frozenset({"cuda_ipc"}))
     with pytest.raises(ConfigError, match="none of them reaches"):
-        open_memory(decode.parts(tmp_path), "", "i1", options, None)
+        decode.owner(tmp_path, options)
     decode.close()

@@ -345,12 +345,8 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
             context=SimpleNamespace(memories=[memory]), dead=asyncio.Event()
         )
         (nats := ServerHealth("nats")).ok()
-        service = PrefillService(
-            engine,
-            prefill.puller,
-            [nats],
-            prefill.links.hello,
-        )
+        unused: Any = None
+        service = PrefillService(engine, unused, prefill.puller, [nats], prefill.links.hello)
         faults = hold(prefill)
         served = decode.send(prompt(30))
         await stuck_in_a_read(prefill)

@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
@@ -43,7 +44,7 @@ from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
-from pullfill.worker.worker import engines_of
+from pullfill.worker.worker import engine_of
 from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.etcd import EtcdServer
 from tests.support.late import Late
@@ -64,7 +65,7 @@ pytestmark = pytest.mark.engine
 NAME = ""
 NUMBERS = itertools.count()
 PROMPT, BROUGHT = 5 * BLOCK, 4 * BLOCK
-Sides = Callable[[Callable[[], None], RegionFiles], tuple[Any, SchedulerHalf]]
+Half = Callable[[Callable[[], None]], SchedulerHalf]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,7 @@ class Probe(SchedulerHalf):
 class Made:
     """An engine by its ports. stock: its process, if that is vLLM's."""
 
-    engine: Engine[Any]
+    engine: Engine
     stock: Any = None
 
     @property
@@ -158,11 +159,10 @@ def _sleeps_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
+async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
     """Our own loop (engine/host.py)."""
     name = NAME
     files = RegionFiles(name)
-    kept: list[memory.KvMemory] = []
 
     def load() -> EngineHost:
         config, _ = build_config(
@@ -170,14 +170,13 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
             extra={"instance_id": name, "directory": str(files.directory)},
         )  # fmt: skip
         host = EngineHost(config)
-        contexts.install(sides(host.wake, files))
+        contexts.install(WorkerContext(name, files), half(host.wake))
         return host
 
-    def built(host: EngineHost, core: Any) -> Engine[Any]:
-        ((context, half),) = contexts.sides_for(None)
-        kept.append(memory.KvMemory([context]))
+    def built(host: EngineHost, core: Any) -> Engine:
+        context, halves = contexts.installed()
         described = compat(block_size=BLOCK)
-        return engines_of(host, life, [context], [half], "m", described)[0]
+        return engine_of(host, life, context, halves, "m", described)
 
     life = EngineLife(load, built)
     life.start()
@@ -185,7 +184,7 @@ async def own_loop(model: Path, sides: Sides) -> AsyncIterator[Made]:
     try:
         yield Made(engine)
     finally:
-        await memory.end(life, kept[0])
+        await memory.end(life, engine.context, [])
 
 
 def stock_proc(config: Any) -> Any:
@@ -237,12 +236,12 @@ class StockProc:
         assert not self._thread.is_alive()
 
 
-class ProbeRole(Role[WorkerContext]):
+class ProbeRole(Role):
     """A role whose half is a test's, and which notes its engine."""
 
     name, kv_role = "decode", "kv_consumer"
-    sides: ClassVar[Sides]
-    engine: ClassVar[asyncio.Future[Engine[Any]]]
+    half: ClassVar[Half]
+    engine: ClassVar[asyncio.Future[Engine]]
     loops: ClassVar[list[asyncio.AbstractEventLoop]]
     # How long it takes to finish its work, and what it was told of its end.
     finish_s: ClassVar[float] = 0.0
@@ -251,16 +250,14 @@ class ProbeRole(Role[WorkerContext]):
     def __init__(self, cluster: ClusterRef, options: WorkerOptions) -> None:
         self.told.clear()
 
-    def make_context(self, wake: Callable[[], None], files: RegionFiles) -> WorkerContext:
-        context, self._half = self.sides(wake, files)
-        return context
+    def adjust(self, config: Any) -> None: ...
 
-    def make_half(self, context: WorkerContext) -> SchedulerHalf:
-        return self._half
+    def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:
+        return self.half(wake)
 
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None: ...
 
-    async def build(self, engine: Engine[Any], servers: Any, parts: AsyncExitStack) -> Any:
+    async def build(self, engine: Engine, servers: Any, parts: AsyncExitStack) -> Any:
         self._dead = engine.dead
         ProbeRole.loops = [asyncio.get_running_loop()]
         self.engine.get_loop().call_soon_threadsafe(self.engine.set_result, engine)
@@ -288,10 +285,10 @@ class ProbeRole(Role[WorkerContext]):
 
 @asynccontextmanager
 async def stock_core(
-    etcd: EtcdServer, ns: str, model: Path, sides: Sides, shutdown_timeout: int = 0
+    etcd: EtcdServer, ns: str, model: Path, half: Half, shutdown_timeout: int = 0
 ) -> AsyncIterator[Made]:
     """vLLM's own loop, and one flag (worker/stock_core.py)."""
-    ProbeRole.sides = staticmethod(sides)
+    ProbeRole.half = staticmethod(half)
     ProbeRole.engine = asyncio.get_running_loop().create_future()
     parser = arg_utils.EngineArgs.add_cli_args(flag_parser("test"))
     args = arg_utils.EngineArgs.from_cli_args(
@@ -300,17 +297,18 @@ async def stock_core(
     args.shutdown_timeout = shutdown_timeout
     place = {"etcd": etcd.url, "nats": "nats://unused", "namespace": ns}
     args.kv_transfer_config = vllm_config.KVTransferConfig(
-        kv_connector="ProbedConnector", kv_connector_module_path="tests.support.probed_connector",
+        kv_connector="PullfillDecode", kv_connector_module_path="pullfill.worker.stock_core",
         kv_role="kv_consumer", engine_id=NAME, kv_connector_extra_config=place,
     )  # fmt: skip
     config = args.create_engine_config()
-    proc = StockProc(config)
-    try:
-        await asyncio.wrap_future(proc.core)
-        engine = await ProbeRole.engine
-        yield Made(engine, proc)
-    finally:
-        await asyncio.to_thread(proc.end)
+    with mock.patch("pullfill.worker.stock_core.role_of", return_value=ProbeRole):
+        proc = StockProc(config)
+        try:
+            await asyncio.wrap_future(proc.core)
+            engine = await ProbeRole.engine
+            yield Made(engine, proc)
+        finally:
+            await asyncio.to_thread(proc.end)
 
 
 async def test_a_client_of_stock_vllm_says_nothing_of_kv_transfer(
@@ -341,7 +339,6 @@ async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
     adapter = partial(stock_core, etcd, ns)
     async with probed(adapter, model_path) as (made, _):
         files = made.engine.context.files
-        assert files is not None
         assert files.fence_path.exists()
     assert not files.fence_path.exists()
 
@@ -384,19 +381,16 @@ async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
     begin = StockCore.begin
 
     def begin_late(stock: StockCore) -> None:
+        files.append(stock.context.files)
         stock._thread.join(20)
         stock.close()
         stock.close()
         begin(stock)
 
-    def sides(_: Any, own: RegionFiles) -> tuple[Any, SchedulerHalf]:
-        files.append(own)
-        return WorkerContext(NAME, own), Probe()
-
     monkeypatch.setattr(ProbeRole, "watch", refuse)
     monkeypatch.setattr(StockCore, "begin", begin_late)
     with pytest.raises(ConfigError, match="not in this cluster"):
-        async with stock_core(etcd, ns, model_path, sides):
+        async with stock_core(etcd, ns, model_path, lambda _: Probe()):
             pass
     assert not files[0].fence_path.exists()
     assert "error: not in this cluster\n" in capfd.readouterr().err
@@ -413,7 +407,7 @@ def adapter(request: pytest.FixtureRequest) -> Any:
 async def probed(adapter: Any, model: Path) -> AsyncIterator[tuple[Made, Probe]]:
     """An engine with a `Probe` as its side. Each step must be told as done in the end."""
     probe = Probe()
-    async with adapter(model, lambda _, files: (WorkerContext(NAME, files), probe)) as made:
+    async with adapter(model, lambda _: probe) as made:
         yield made, probe
     assert len(probe.running) == len(probe.steps)
     assert not any(probe.running)
@@ -512,13 +506,12 @@ async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path
         await asyncio.wrap_future(outcome)
 
 
-async def test_stock_vllm_frees_the_memory_after_the_worker_has_left(
-    model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
+async def test_the_memory_is_freed_after_nobody_can_reach_it(
+    adapter: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[bool] = []
     monkeypatch.setattr(mocked.MockExecutor, "shutdown", lambda _: left.append(not fence.exists()))
-    async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
-        assert made.engine.context.files is not None
+    async with probed(adapter, model_path) as (made, _):
         fence = made.engine.context.files.fence_path
         assert fence.exists()
     assert left

@@ -154,14 +154,6 @@ async def test_a_copy_after_the_lease_does_not_count(pair: Pair, gate: Gate) -> 
     assert (served.loaded, told.fetch, told.fetched_tokens) == (False, "expired", 0)
 
 
-async def test_a_holder_with_another_incarnation_confirms_nothing(pair: Pair, gate: Gate) -> None:
-    served = await pair.reading(gate)
-    pair.holder.ledger.new_incarnation("i1")
-    gate.open.set()
-    told = await pair.asker.end(served)
-    assert (served.loaded, told.fetch) == (False, "expired")
-
-
 async def test_a_holder_in_a_long_step_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

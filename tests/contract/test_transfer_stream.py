@@ -334,7 +334,9 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
         assert proxy.accepted == 2
         proxy.reset()
         eventually(lambda: not connections())
-        region.owner.renew("i2")
+        region.owner.close()
+        restarted = rig.region(DENSE, incarnation="i2")
+        proxy.target = split_address(restarted.descriptor.endpoints["tcp"])
         with pytest.raises(Fenced, match="incarnation"):
             session.move("write", token, [1], [1])
         session.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from tests.support.load import Load
 from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.engine
-# Below those that the kernel gives to whoever asks for any.
-KV_PORT = 20_000 + 2 * (os.getpid() % 5_000)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +19,7 @@ def both(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One worker with both sides. Every prompt goes to the other one, if there is one. Streams
     leave time for every step: the target is 10 s between two tokens."""
     with Cluster(tmp_path_factory.mktemp("both"), model_path) as cluster:
-        cluster.start(("worker", f"--kv-port={KV_PORT}"), "frontend")
+        cluster.start("worker", "frontend")
         cluster.set_router(policy="always_remote", max_queue_wait_s=3600, itl_ms=10_000)
         yield cluster
 
@@ -62,8 +58,6 @@ def test_a_worker_that_is_both_decodes_and_prefills(
     first = both.of("worker")[0]
     ready = {("decode", "ready"), ("prefill", "ready")}
     until(lambda: states(both, other) == ready, 20, "its self-checks have passed")
-    for port in (KV_PORT, KV_PORT + 1):  # one for each side
-        socket.create_connection(("127.0.0.1", port)).close()
     with Load(both, seed=3200) as load:
         until(lambda: each_does_both(load, first, other), 60, "both do both")
         assert other.stop() == 0

@@ -15,10 +15,11 @@ from pullfill.engine.args import build_config
 from pullfill.engine.host import EngineHost
 from pullfill.engine.view import Seats, View
 from pullfill.prefill_worker.engine import PrefillEngine
-from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
+from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
+from pullfill.worker.context import WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
 from pullfill.worker.ports import StepReport
 from tests.support.cluster import BLOCK, FLAGS, MOCK
@@ -71,7 +72,7 @@ class Prefills:
     seats: requests that ran, and seats kept for others, when each began."""
 
     host: EngineHost
-    context: PrefillContext
+    scheduler: PrefillScheduler
     engine: PrefillEngine
     steps: list[dict[str, int]] = field(default_factory=list)
     reads: dict[str, int] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Prefills:
     left: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def watch(self) -> None:
-        side: Any = self.context.scheduler
+        side: Any = self.scheduler
         scheduled, read = side.scheduled, side.read_prefix
 
         def planned(output: Any) -> Any:
@@ -96,7 +97,7 @@ class Prefills:
 
     def keep_seats(self, core: Any) -> None:
         """Keep seats for prefix reads, as a decode worker does for KV that it gets."""
-        seats, side = Seats(core), self.context.scheduler
+        seats, side = Seats(core), self.scheduler
         told, read = side.before_step, side.read_prefix
 
         def before_step() -> StepReport:
@@ -155,18 +156,20 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     )
     # An engine that nobody wakes sleeps for a minute, which fails the test.
     host = EngineHost(config, log_stats=False, idle_ms=60_000)
-    context = PrefillContext("prefill-1", files, scheduler=PrefillScheduler(host.wake, concurrency))
-    contexts.install((context, context.scheduler))
+    context, scheduler = WorkerContext("p", files), PrefillScheduler(host.wake, concurrency)
+    contexts.install(context, scheduler)
     made: list[Prefills] = []
     ready = threading.Event()
 
     def built(core: Any) -> None:
         life: Any = None
-        context.scheduler.built(View(core))
-        loop = EngineLoop(host, core, life, context.adapters, [context.scheduler])
+        scheduler.built(View(core))
+        loop = EngineLoop(host, core, life, context.adapters, [scheduler])
         host.use(loop)
-        engine = PrefillEngine(loop, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0)
-        made.append(Prefills(host, context, engine))
+        engine = PrefillEngine(
+            loop, scheduler.tasks, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0
+        )
+        made.append(Prefills(host, scheduler, engine))
         made[0].watch()
         if flags:
             made[0].keep_seats(core)

@@ -26,9 +26,6 @@ from pullfill.engine.kv import attention_of_rank
 from pullfill.engine.request_limits import targets_of
 from pullfill.engine.requests import UNTRACKED, own_request, prepare
 from pullfill.errors import BadMessage, ConfigError
-from pullfill.worker import memory
-from pullfill.worker.connector import WorkerConnector
-from pullfill.worker.context import WorkerContext
 from tests.support.features import feature
 from tests.support.prompts import random_prompt
 from tools.vllm_names import missing
@@ -245,17 +242,3 @@ def test_positions_beyond_the_prompt_and_empty_features_are_refused() -> None:
 
 
 pytestmark = pytest.mark.engine
-
-
-def test_both_sides_number_the_adapters_of_their_engine_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM would take two adapters with one number for one."""
-    monkeypatch.setattr(memory, "attach", lambda *_: None)
-    connector: Any = WorkerConnector.__new__(WorkerConnector)
-    decode, prefill = connector._contexts = [WorkerContext("worker-1") for _ in range(2)]
-    connector._halves = [SimpleNamespace(attached=lambda *_: None) for _ in range(2)]
-    assert prefill.adapters is not decode.adapters
-    connector.attach({}, 1, None)
-    assert prefill.adapters is decode.adapters
-    assert prefill.ranks is decode.ranks

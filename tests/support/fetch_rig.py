@@ -217,11 +217,10 @@ class FetchWorker(DecodeHalf):
 
     def expire(self) -> None:
         """Have the time of all leases that this worker gave be over now."""
-        for asker in self.leases._askers:
-            for lease in list(asker.leases.values()):
-                assert lease.timer is not None
-                assert lease.timer.when() <= asyncio.get_running_loop().time() + read_leases.LEASE_S
-                lease.timer._run()
+        for lease in list(self.leases._pinned):
+            assert lease.timer is not None
+            assert lease.timer.when() <= asyncio.get_running_loop().time() + read_leases.LEASE_S
+            lease.timer._run()
 
     async def check_back(self) -> None:
         await soon(lambda: not self.leases.open)

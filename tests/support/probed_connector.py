@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pullfill.worker.stock_core import PullfillDecode
-
-
-class ProbedConnector(PullfillDecode):
-    """With a test's side (tests/contract/test_ports.py)."""
-
-    role_class: ClassVar = ("tests.contract.test_ports", "ProbeRole")
 
 
 class FailsLate(PullfillDecode):

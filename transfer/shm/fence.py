@@ -63,6 +63,9 @@ class ShmFences:
     """
 
     def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
+        text = incarnation.encode()
+        if len(text) > 128:
+            raise ConfigError("an incarnation has at most 128 bytes")
         os.ftruncate(fd, _slot_at(slots))
         self._fd = fd
         self._slots = slots
@@ -76,19 +79,7 @@ class ShmFences:
         self._granted: dict[int, tuple[int, Sequence[int], int]] = {}
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
-        self.renew(incarnation)
-
-    def renew(self, incarnation: str) -> None:
-        """See Owner. A batch under way goes on; as always, `try_revoke` of its token ends it."""
-        text = incarnation.encode()
-        if len(text) > 128:
-            raise ConfigError("an incarnation has at most 128 bytes")
-        with self._mutex:
-            # The word first: a session that connects half-way finds text and word apart.
-            self._words[_INCARNATION_AT] = incarnation_word(incarnation)
-            _HEADER.pack_into(
-                self._map, 0, _MAGIC, self._slots, incarnation_word(incarnation), text
-            )
+        _HEADER.pack_into(self._map, 0, _MAGIC, slots, incarnation_word(incarnation), text)
 
     @property
     def in_use(self) -> int:

@@ -16,7 +16,7 @@ def frontends(server: Any, ledger: Any, waiting: Any = None, leased: int = 0) ->
     loop: Any = SimpleNamespace(waiting_for_blocks=waiting)
     leases: Any = SimpleNamespace(unproved_blocks=leased)
     unused: Any = None
-    return Frontends(loop, server, unused, unused, unused, unused, ledger, leases)
+    return Frontends(loop, server, unused, unused, unused, ledger, leases)
 
 
 async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:

@@ -34,9 +34,7 @@ class Rig:
         self.wakes: list[float] = []
         me: Any = self
         unused: Any = None
-        self.frontends = Frontends(
-            unused, me, self.load, self.wakes.append, unused, unused, unused, unused
-        )
+        self.frontends = Frontends(unused, me, self.load, self.wakes.append, unused, unused, unused)
         self.now = 1000.0
         self.look()
         self.sent.clear()

@@ -22,7 +22,7 @@ def decode_side(part: Any, frontends: Any) -> DecodeSide:
     """A side whose parts do nothing."""
     unused: Any = None
     return DecodeSide(
-        part, part, frontends, part, part, unused, threading.Event(), None, unused,
+        part, part, frontends, part, part, part, unused, threading.Event(), None, unused,
         WorkerOptions(model="m"), unused, "ns",
     )  # fmt: skip
 

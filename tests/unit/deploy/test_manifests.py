@@ -20,9 +20,8 @@ import pytest
 import yaml
 
 from pullfill.needs import PlanSettings
-from pullfill.options import LogFormat, WorkerOptions
+from pullfill.options import LogFormat
 from pullfill.runtime.lifecycle import EXIT_S
-from pullfill.worker.process import kv_port_of
 from tests.support.chart import CHART, RELEASE, HelmRefused, of_kind, pods, render, the_container
 from tests.support.flags import expand, parse
 
@@ -88,10 +87,6 @@ def test_a_pod_names_the_ports_of_its_sides(role: str) -> None:
     container = the_container(pods(render())[f"pullfill-{role}"])
     told = parse(arguments(container))
     named = {port["name"]: port["containerPort"] for port in container["ports"]}
-    if role == "worker":
-        ports = {key: told[key] for key in ("control_port", "data_port", "http_port", "kv_port")}
-        # It refuses a port that another flag names.
-        assert named.pop("kv-prefill") == kv_port_of(WorkerOptions(**ports), 1)
     assert named == {name: told[f"{name}_port"] for name in named}
 
 
@@ -132,7 +127,6 @@ def test_what_selects_pods_finds_them() -> None:
         ("pullfill-decode", "data"): [front], ("pullfill-decode", "http"): [front],
         ("pullfill-prefill", "kv"): [workers], ("pullfill-prefill", "http"): [front],
         ("pullfill-worker", "control"): [workers], ("pullfill-worker", "kv"): [workers],
-        ("pullfill-worker", "kv-prefill"): [workers],
         ("pullfill-worker", "data"): [front], ("pullfill-worker", "http"): [front],
         ("pullfill-nats", "client"): [OURS], ("pullfill-nats", "cluster"): [{"pullfill-nats"}],
         ("pullfill-etcd", "client"): [OURS], ("pullfill-etcd", "peer"): [{"pullfill-etcd"}],
@@ -358,7 +352,7 @@ def test_servers_of_other_charts_find_ours(file: str) -> None:
     }  # fmt: skip
     assert reached == {
         ("pullfill-nats", "client"), ("pullfill-etcd", "client"), ("pullfill-prefill", "kv"),
-        *(("pullfill-worker", port) for port in ("control", "kv", "kv-prefill")),
+        *(("pullfill-worker", port) for port in ("control", "kv")),
     }  # fmt: skip
     for one in documents:
         if one["kind"] not in WITHOUT_SCHEMA:

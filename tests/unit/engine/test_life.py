@@ -237,7 +237,7 @@ async def test_a_decode_worker_closes_its_port_between_the_last_step_and_the_mem
     host = Host()
     async with running(host) as engine:
         owner = Owner(engine, host)
-        await memory.end(engine, memory.KvMemory([WorkerContext("decode-1", owner=owner)]))  # type: ignore[arg-type]
+        await memory.end(engine, WorkerContext("decode-1", owner=owner), [])  # type: ignore[arg-type]
         assert owner.closed
         assert host.freed.is_set()
 
@@ -249,7 +249,7 @@ async def test_a_prefill_worker_waits_for_its_last_copy_before_the_memory_goes()
         copied, owner = threading.Event(), Owner(engine, host)
         copies: Any = SimpleNamespace(join=copied.wait)
         context = WorkerContext("prefill-1", owner=owner)  # type: ignore[arg-type]
-        ending = asyncio.create_task(memory.end(engine, memory.KvMemory([context], [[copies]])))
+        ending = asyncio.create_task(memory.end(engine, context, [[copies]]))
         await asyncio.wait_for(engine.dead.wait(), PATIENCE_S)
         assert not (await asyncio.wait([ending], timeout=0.05))[0]
         assert not host.freed.is_set()
@@ -266,10 +266,7 @@ async def test_a_copy_without_end_does_not_hold_a_worker_that_leaves(
     host = Host()
     async with running(host) as engine:
         stuck = SimpleNamespace(join=lambda timeout_s: timeout_s > 1.0)
-        await memory.end(
-            engine,
-            memory.KvMemory([WorkerContext("prefill-1")], [[stuck]]),  # type: ignore[list-item]
-            copies_s=0.02,
-        )
+        context: Any = SimpleNamespace(owner=Owner(engine, host))
+        await memory.end(engine, context, [[stuck]], copies_s=0.02)
         assert "exiting while a KV copy still runs" in caplog.text
         assert host.freed.is_set()

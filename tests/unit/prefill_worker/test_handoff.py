@@ -215,11 +215,6 @@ def differs(worker: Worker, delivery: Delivered) -> None:
     worker.grant = msgspec.structs.replace(worker.grant, job_digest=b"another")
 
 
-def renewed(worker: Worker, delivery: Delivered) -> None:
-    """The memory behind this link would refuse every write."""
-    worker.link.record.incarnation = "before"
-
-
 def no_memory(worker: Worker, delivery: Delivered) -> None:
     worker.reach = raising(OutOfReach("its KV port does not answer"))
 
@@ -243,7 +238,6 @@ def unknown(worker: Worker, delivery: Delivered) -> None:
     ("fault", "number", "verb", "later", "retry"),
     [
         (differs, 1, "term", False, False),
-        (renewed, 1, "nak", True, True),
         (broken, 1, "nak", False, True),
         (no_memory, 1, "nak", True, True),
         (no_memory, 2, "ack", False, False),

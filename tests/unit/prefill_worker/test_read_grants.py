@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from pullfill.decode_worker.kv_reader import reach_for
-from pullfill.errors import Fenced, HandoffError
+from pullfill.errors import Fenced
 from pullfill.options import WorkerOptions
-from pullfill.prefill_worker.read_grants import ReadGrants, open_region
-from pullfill.prefill_worker.scheduler import PrefillContext, PrefillScheduler
+from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.transfer.owners import MappedRank
 from pullfill.transfer.shm.files import RegionFiles, create_kv
 from pullfill.wire import FenceToken, KvMode
 from pullfill.worker import memory
+from pullfill.worker.context import WorkerContext
 from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import DENSE, extent, memory_over, pages, random_bytes
@@ -91,11 +91,6 @@ async def test_when_we_leave_the_blocks_stay() -> None:
     assert transfer_worker.let_go_of == [], "nothing was proved"
 
 
-def test_memory_that_nobody_can_read_is_never_ready() -> None:
-    with pytest.raises(HandoffError):
-        ReadGrants(None).open(kept_task(TransferWorker()))
-
-
 # ------------------------------------------------------------------ the memory
 
 PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)
@@ -104,28 +99,26 @@ PULL = WorkerOptions(model="m", kv_mode=KvMode.PULL)
 class Prefill:
     """Its memory and what it says of it."""
 
-    def __init__(self, directory: Path, transports: frozenset[str] | None, **where: Any) -> None:
-        self.context = PrefillContext("prefill-1", scheduler=PrefillScheduler(lambda: None))
-        self.context.files = RegionFiles("prefill-1", directory=directory)
+    def __init__(self, directory: Path, transports: frozenset[str] | None) -> None:
+        self.context = WorkerContext("prefill-1", RegionFiles("prefill-1", directory=directory))
         path = create_kv(directory, "prefill-1", 0, extent(DENSE))
         self.data = np.asarray(np.memmap(path, np.uint8, "r+"))
         self.data[:] = random_bytes(self.data.nbytes, seed=5)
         self.context.ranks = [MappedRank(memory_over(self.data, DENSE), str(path), None)]
-        self.regions = open_region(
-            self.context, host="127.0.0.1", transports=transports, key=None, **where
-        )
+        options = WorkerOptions(model="m", transports=transports)
+        memory.open_to_peers(self.context, options, None, decodes=False)
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_a_decode_worker_reads_what_the_fence_lets_it(name: str, tmp_path: Path) -> None:
     prefill = Prefill(tmp_path, frozenset({name}))
-    assert set(prefill.regions[0].endpoints) == {name}
     ours = random_bytes(extent(DENSE), seed=6)
     reach = reach_for([memory_over(ours, DENSE)], PULL, None)
     assert reach is not None
     owner = prefill.context.owner
-    assert owner is not None
-    session = reach(prefill.regions)()
+    regions = owner.describe()
+    assert set(regions[0].endpoints) == {name}
+    session = reach(regions)()
     try:
         assert session.transport == name
         fence = owner.fences.open([3, 9])

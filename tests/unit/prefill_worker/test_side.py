@@ -42,9 +42,11 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     def enough(_: Any) -> None:
         raise StopAsyncIteration
 
-    monkeypatch.setattr(role, "open_memory", enough)
+    monkeypatch.setattr(role, "_hello", enough)
+    role.make_half(lambda: None)
     monkeypatch.setattr(copies, "_watchers", [])
-    engine: Any = SimpleNamespace(fail=told.append)
+    view = SimpleNamespace(config=None)
+    engine: Any = SimpleNamespace(fail=told.append, view=view, context=None)
     with pytest.raises(StopAsyncIteration):
         await role.build(engine, None, AsyncExitStack())  # type: ignore[arg-type]
     for tell in copies._watchers:
@@ -59,10 +61,8 @@ def beside_streams(waiting: Callable[[float], set[str]] = lambda _: set(), **tas
     view = SimpleNamespace(config=SimpleNamespace(scheduler_config=steps))
     load = SimpleNamespace(tokens_per_s=50.0)
     scheduler = SimpleNamespace(load=lambda: load, tasks=tasks)
-    role._engine = SimpleNamespace(
-        view=view, context=SimpleNamespace(scheduler=scheduler),
-        loop=SimpleNamespace(waiting_for_blocks=waiting),
-    )  # fmt: skip
+    role._scheduler = scheduler
+    role._engine = SimpleNamespace(view=view, loop=SimpleNamespace(waiting_for_blocks=waiting))
     return role
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import pytest
 from numpy.typing import NDArray
 
 from pullfill.config import TRANSPORTS
-from pullfill.decode_worker.side import open_memory
 from pullfill.errors import BadMessage, ConfigError, Fenced, IncompatibleError, PeerUnavailable
 from pullfill.options import WorkerOptions
 from pullfill.transfer.connect import (
@@ -46,6 +44,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Commit, RegionDescriptor, StageTimings, encode
 from pullfill.wire import decode as decode_message
 from pullfill.worker.context import WorkerContext
+from pullfill.worker.memory import open_to_peers
 from tests.support.transfer_rigs import memory_over, pages, shm_rig
 
 PAGE, LAYERS, BLOCKS, HEADS = 64, 3, 8, 4
@@ -286,12 +285,14 @@ def test_memory_that_nothing_reaches_is_served_alone_unless_a_transport_was_aske
     # GPU memory of a kind that has no IPC handle, on a machine without NCCL.
     parts = WorkerContext("decode-1", RegionFiles("decode-1", tmp_path))
     parts.ranks = [MappedRank(replace(ON_CPU, device=0))]
-    make = partial(open_memory, parts, "", "i1", WorkerOptions(model="m", transports=asked), None)
-    if asked is None:
-        assert make() is None
-    else:
-        with pytest.raises(ConfigError, match="none of them reaches"):
-            make()
+    options = WorkerOptions(model="m", transports=asked)
+    with (
+        pytest.raises(ConfigError, match="none of them reaches")
+        if asked
+        else contextlib.nullcontext()
+    ):
+        open_to_peers(parts, options, None, decodes=True)
+    assert parts.owner.describe() == ()
     assert list(tmp_path.iterdir()) == []
 
 

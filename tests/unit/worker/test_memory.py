@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from pullfill.decode_worker.side import NoFences, open_memory
 from pullfill.engine.kv import Geometry, total_heads
-from pullfill.errors import IncompatibleError, OverloadedError
+from pullfill.errors import ConfigError, IncompatibleError
 from pullfill.options import WorkerOptions
 from pullfill.transfer.owners import Owner, RankRegion
+from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import memory
 from pullfill.worker.context import WorkerContext
 
@@ -20,21 +21,24 @@ STAGE = RankRegion(pid=1, device="cuda", num_layers=LAYERS, page_bytes=PAGE)
 OUT_OF_REACH = dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], STAGE)
 
 
-def opened(context: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner | None:
-    why_not = memory.attach(context, told, HEADS).why_not
-    context.opened(open_memory(context, why_not, "i0", WorkerOptions(model="m"), None))
+def opened(context: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner:
+    memory.attach(context, told, HEADS)
+    memory.open_to_peers(context, WorkerOptions(model="m"), None, decodes=True)
     return context.owner
 
 
-def test_memory_out_of_reach_is_said_and_grants_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    context = WorkerContext("decode-x")
+def test_memory_out_of_reach_is_said_and_grants_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = WorkerContext("decode-x", RegionFiles("decode-x", tmp_path))
     lacks = {rank: replace(one, why_not="no driver") for rank, one in OUT_OF_REACH.items()}
-    assert opened(context, lacks) is None
+    owner = opened(context, lacks)
+    assert (owner.transports, owner.describe()) == ([], ())
+    with pytest.raises(ConfigError, match="closed"):
+        owner.fences.open([1])
     assert context.memories == []
     assert context.geometry == Geometry(2 * LAYERS, PAGE, "cuda")
-    assert "every prompt is prefilled by this worker (no driver)" in caplog.text
-    with pytest.raises(OverloadedError):
-        NoFences().open([1])
+    assert "it sends no prefill jobs and gets none (no driver)" in caplog.text
 
 
 def config(**changes: int | bool) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""What a worker says of itself, how its process ends, and what two sides cannot do."""
+"""What a worker says of itself, and how its process ends."""
 
 from __future__ import annotations
 
@@ -13,28 +13,7 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import log
 from pullfill.wire import WorkerState
 from pullfill.worker import process
-from pullfill.worker.process import advertised, kv_port_of
 from pullfill.worker.worker import Worker
-
-
-def test_the_second_side_listens_at_the_next_port_if_it_is_free() -> None:
-    options = WorkerOptions(model="m", kv_port=7000, control_port=7002)
-    assert [kv_port_of(options, number) for number in (0, 1)] == [7000, 7001]
-    assert kv_port_of(WorkerOptions(model="m"), 1) == 0, "any"
-    for flag in ("http_port", "control_port", "data_port"):
-        given: dict[str, Any] = {flag: 7001}
-        with pytest.raises(ConfigError, match="--kv-port 7000 also needs port 7001"):
-            kv_port_of(WorkerOptions(model="m", kv_port=7000, **given), 1)
-    with pytest.raises(ConfigError, match="choose another"):
-        kv_port_of(WorkerOptions(model="m", kv_port=65535), 1)
-
-
-def test_the_second_side_tells_the_next_port() -> None:
-    assert advertised("tcp://h:7000", 0) == "tcp://h:7000"
-    assert advertised("tcp://h:7000", 1) == "tcp://h:7001"
-    assert advertised(None, 1) is None
-    with pytest.raises(ConfigError, match="--advertise-kv of the prefill side"):
-        advertised("tcp://h:65535", 1)
 
 
 @pytest.mark.parametrize(("role", "ready"), [("decode", False), ("prefill", True)])
@@ -42,8 +21,8 @@ def test_a_decode_worker_is_not_ready_before_it_gets_requests(role: str, ready: 
     """Kubernetes would end the old pod while frontends send nothing to the new one."""
     why = "self_check_pending"
     service: Any = SimpleNamespace(checking=lambda: why, reasons=list, told=dict)
-    options = WorkerOptions(model="m")
-    worker: Any = Worker([], "w-1", ClusterRef("n", "e", "q"), options)
+    options = WorkerOptions(model="m", instance_id="w-1")
+    worker: Any = Worker([], ClusterRef("n", "e", "q"), options)
     worker._sides[role] = service
     worker._guard = SimpleNamespace(detail=dict)
     said, detail = worker._ready()
