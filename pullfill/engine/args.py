@@ -31,12 +31,11 @@ def build_config(
     *,
     kv_role: str,
     engine_id: str,
-    extra: Mapping[str, str] | None = None,
 ) -> tuple[VllmConfig, str]:
     """Parse `vllm_args` and return (config, served model name).
 
     kv_role: vLLM's word for its direction.
-    extra: what the connector's half in each rank's process must know.
+    engine_id: the instance id. Each rank's process knows it by this.
 
     Raises ConfigError naming what is wrong with the flags or the model path.
     """
@@ -66,7 +65,6 @@ def build_config(
         "kv_connector": "WorkerConnector",
         "kv_connector_module_path": "pullfill.worker.connector",
         "kv_role": kv_role,
-        "kv_connector_extra_config": dict(extra or {}),
     }
     if offloading is not None:
         ours = kv_offloading.beside(ours, offloading)

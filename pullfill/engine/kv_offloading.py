@@ -51,10 +51,7 @@ def beside(ours: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
-    ours = {
-        **ours,
-        "kv_connector_extra_config": {**ours["kv_connector_extra_config"], BESIDE_TIER: True},
-    }
+    ours = {**ours, "kv_connector_extra_config": {BESIDE_TIER: True}}
     return {
         "kv_connector": "MultiConnector",
         "kv_role": ours["kv_role"],

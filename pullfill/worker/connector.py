@@ -29,6 +29,7 @@ from pullfill.engine.environment import bind_to_parent
 from pullfill.engine.kv import RankAttention
 from pullfill.runtime import pages
 from pullfill.transfer.owners import RankRegion
+from pullfill.transfer.shm.files import shm_dir
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, installed
@@ -82,8 +83,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def place(self, vllm_config: VllmConfig) -> tuple[str, Path]:
         """Return the worker's instance id, and where its files are. Called once in each rank."""
         bind_to_parent()
-        place = vllm_config.kv_transfer_config.kv_connector_extra_config
-        return place["instance_id"], Path(place["directory"])
+        return vllm_config.kv_transfer_config.engine_id, shm_dir()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str:

@@ -136,20 +136,19 @@ class WorkerProcess:
     def _load(self) -> EngineHost:
         environment.bound_compute_threads()
         name = str(self._options.instance_id)
-        files = RegionFiles(name)
+        # It makes the files of the KV memory, so that a name that is taken fails first.
+        self._context = WorkerContext(name, RegionFiles(name))
         self._config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
             kv_role="kv_both" if len(self._roles) > 1 else self._roles[0].kv_role,
             engine_id=name,
-            extra={"instance_id": name, "directory": str(files.directory)},
         )
         tracing.begin(self._config.observability_config.otlp_traces_endpoint, self._kind, name)
         self._fingerprint = compat.fingerprint_as_run(self._config)
         for one in self._roles:
             one.adjust(self._config)
         host = EngineHost(self._config, log_stats="decode" in SIDES[self._kind])
-        self._context = WorkerContext(name, files)
         self._halves = [one.make_half(host.wake) for one in self._roles]
         install(self._context, *self._halves)
         return host

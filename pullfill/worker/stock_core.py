@@ -176,9 +176,7 @@ class StockCore:
     made with the connector ─▶ begin: the memory is known ─▶ vLLM serves ─▶ close
     """
 
-    def __init__(
-        self, config: VllmConfig, kv_cache_config: KVCacheConfig, kind: type[PullfillDecode]
-    ) -> None:
+    def __init__(self, config: VllmConfig, kind: type[PullfillDecode]) -> None:
         """kind: says which side it has.
 
         Raises ConfigError if the settings or the engine do not fit."""
@@ -338,7 +336,7 @@ class PullfillDecode(WorkerConnector):
         self._stock: StockCore | None = None
         if role is KVConnectorRole.SCHEDULER:
             with _in_one_line():
-                self._stock = StockCore(vllm_config, kv_cache_config, type(self))
+                self._stock = StockCore(vllm_config, type(self))
             install(self._stock.context, self._stock.half)
         super().__init__(vllm_config, role, kv_cache_config)
 

@@ -165,10 +165,7 @@ async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
     files = RegionFiles(name)
 
     def load() -> EngineHost:
-        config, _ = build_config(
-            str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name,
-            extra={"instance_id": name, "directory": str(files.directory)},
-        )  # fmt: skip
+        config, _ = build_config(str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name)
         host = EngineHost(config)
         contexts.install(WorkerContext(name, files), half(host.wake))
         return host

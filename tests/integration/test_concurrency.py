@@ -151,8 +151,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         str(model),
         [*FLAGS, *MOCK, *flags, '--additional-config={"mock": {"step_s": 0.005}}'],
         kv_role="kv_both",
-        engine_id="e",
-        extra={"instance_id": f"concurrency-{concurrency}", "directory": str(files.directory)},
+        engine_id=files.instance_id,
     )
     # An engine that nobody wakes sleeps for a minute, which fails the test.
     host = EngineHost(config, log_stats=False, idle_ms=60_000)

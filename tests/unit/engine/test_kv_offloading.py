@@ -45,11 +45,8 @@ def test_refused(given: dict[str, Any], says: str) -> None:
 
 
 def test_our_connector_is_told_of_it() -> None:
-    ours = {"kv_role": "kv_both", "kv_connector_extra_config": {"instance_id": "i"}}
-    both = kv_offloading.beside(ours, {})["kv_connector_extra_config"]
-    assert both["connectors"][0]["kv_connector_extra_config"] == {
-        "instance_id": "i", "beside_tier": True,
-    }  # fmt: skip
+    both = kv_offloading.beside({"kv_role": "kv_both"}, {})["kv_connector_extra_config"]
+    assert both["connectors"][0]["kv_connector_extra_config"] == {"beside_tier": True}
 
 
 def test_refused_where_vllm_has_no_prefix_cache() -> None:
