@@ -109,8 +109,6 @@ def run(workload: Workload, options: Options, seed: int, sides: Sequence[str] = 
     """Run one workload. sides: of each engine. With PLAIN, requests go to the two in turn."""
     world = World(seed)
     asks = sorted(workload.asks(random.Random(seed)), key=lambda ask: ask.at)
-    for number, ask in enumerate(asks):
-        ask.name = f"r{number}"
     cluster = Cluster(world, options, sides, MACHINE)
     cluster.expect(asks)
     last, slowed = cluster.engines[-1], MACHINE.times(workload.slow, 1.0)

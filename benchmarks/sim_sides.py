@@ -44,9 +44,6 @@ QUIET_S = 0.5
 many seconds, or if a full step fits between two tokens. Beside streams it pulls one at a time."""
 
 
-NOTHING = LoadReport(running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0)
-
-
 class World:
     """Simulated time in seconds, from 0. It is a `pullfill.clock.Clock`.
 
@@ -214,10 +211,6 @@ class Rule:
     def remote(self, request: Request) -> bool:
         return False
 
-    def wants(self) -> int:
-        """How many more prompt tokens the worker would pull now."""
-        return 0
-
 
 class Product(Rule):
     """The rules `conditional` and `cost`, by the production code."""
@@ -276,19 +269,16 @@ class Product(Rule):
 
     def remote(self, request: Request) -> bool:
         engine, world = self.engine, self.engine.world
-        pullers = [one for one in engine.cluster.pullers() if one is not engine]
-        queue = engine.cluster.queue
-        jobs = len(queue) + sum(one.jobs for one in pullers)
-        tokens = sum(r.left for r in queue) + sum(one.job_tokens() for one in pullers)
+        queue = engine.cluster.ahead(engine)
         costs = self.model.predict(
-            Queue(len(pullers), jobs, tokens), Targets(request.ttft_s, request.itl_s),
+            queue, Targets(request.ttft_s, request.itl_s),
             request.hit, request.prompt - request.hit, world.now - request.at,
         )  # fmt: skip
         now = Situation(
             request.prompt,
             request.hit,
             config=self.config,
-            prefill_workers=len(pullers),
+            prefill_workers=queue.workers,
             queue_available=True,
             costs=costs,
         )
@@ -296,29 +286,20 @@ class Product(Rule):
         self.model.admitted(request.name, costs, remote)
         return remote
 
-    def pulls(self) -> bool:
-        """As `Neighbour.busy` and prefill_worker/side.py say it."""
-        engine = self.engine
-        if engine.sides != "both":
-            return engine.sides == "prefill"
-        if not self._delays():
-            return True
-        if any(r.job_of is None for r in engine.undone.values()):
-            return False
-        quiet = engine.world.now - engine.came >= QUIET_S
-        return quiet and (self.plans or not engine.own)
+    def wants(self) -> int | None:
+        """How many more prompt tokens the worker would pull now. None: it does not pull.
 
-    def wants(self) -> int:
-        if not self.pulls():
-            return 0
-        engine = self.engine
-        spare = engine.own and engine.sides == "both" and self._delays()
-        return 1 - engine.job_tokens() if spare else PULL_TOKENS - engine.backlog()
-
-    def _delays(self) -> bool:
+        As `Neighbour.busy` and prefill_worker/side.py say it."""
         engine = self.engine
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
-        return step_s > self.config.itl_ms / 1e3
+        if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
+            if engine.world.now - engine.came < QUIET_S or (engine.own and not self.plans):
+                return None
+            if any(r.job_of is None for r in engine.undone.values()):
+                return None
+            if engine.own:
+                return 1 - engine.job_tokens()
+        return PULL_TOKENS - engine.backlog() if engine.sides != "decode" else None
 
 
 class Engine:
@@ -339,7 +320,9 @@ class Engine:
         self.came = -math.inf
         self.prompts = Share(cluster.world)
         self._stepping = False
-        self._load: tuple[float, LoadReport] = (-math.inf, NOTHING)
+        self._told_at = -math.inf
+        # Prompt tokens and requests that it has told, with what was sent to it since.
+        self.sent = (0, 0)
         self.rule: Any = Rule(self) if self.options.rule == "plain" else Product(self)
 
     # ------------------------------------------------------------------ load
@@ -361,42 +344,41 @@ class Engine:
 
     def load(self) -> LoadReport:
         """What the worker has told others, at most TELL_S ago."""
-        now, (at, told) = self.world.now, self._load
-        if now - at >= TELL_S:
+        now = self.world.now
+        if now - self._told_at >= TELL_S:
             streams, cost = [r for r in self.running if r.made], self.rule.cost
-            told = LoadReport(
+            self._told = LoadReport(
                 running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
                 active_blocks=0, free_blocks=0, seats=self.options.seats, streams=len(streams),
                 stream_tokens=sum(r.computed for r in streams), prompt_share=self.prompts.share(),
                 step_s=(cost.base_s, cost.stream_s, cost.kv_s),
             )  # fmt: skip
-            self._load = now - now % TELL_S, told
-            self.cluster.sent[self.number] = []
-        return told
+            self._told_at = now - now % TELL_S
+            self.sent = self.backlog(), self.own
+        return self._told
 
     # ------------------------------------------------------------------ requests and jobs
 
     def add(self, request: Request) -> None:
         """A client's request."""
         self.own, self.came = self.own + 1, self.world.now
-        self.cluster.changed()
         self.world.at(self.came + QUIET_S + 1e-6, self._quiet)
         request.home = self
         request.hit = request.computed = self.hit(request)
         self._wait(request)
-        self._wake()
+        self.wake()
 
     def _goes(self, request: Request) -> bool:
         """Decide where the prompt of a request is computed."""
         request.remote = self.cluster.pulls and self.rule.remote(request)
         if request.remote:
             del self.undone[request.name]
-            self.cluster.changed()
+            self.cluster.changed(self)
             self.cluster.put(request)
         return request.remote
 
     def take(self, request: Request) -> None:
-        """Pull the job of a request."""
+        """Pull the job of a request. It begins with `wake`."""
         if request.home is self:
             request.remote = False
             self._wait(request)
@@ -407,11 +389,11 @@ class Engine:
                 request.ttft_s, request.itl_s, request.hit, request.hit, job_of=request,
             )  # fmt: skip
             self._wait(job)
-        self._wake()
 
     def _wait(self, request: Request) -> None:
         self.waiting.append(request)
         self.undone[request.name] = request
+        self.cluster.changed(self)
 
     def bring(self, request: Request) -> None:
         """The KV of a request has come."""
@@ -419,15 +401,15 @@ class Engine:
         self.cache.update(request.blocks[: request.prompt // BLOCK])
         self.rule.loaded(request)
         self.arrived.append(request)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if not self._stepping:
             self._stepping = True
             self._step()
 
     def _quiet(self) -> None:
-        self.cluster.changed()
+        self.cluster.changed(self)
         self.cluster.pull(self)
 
     # ------------------------------------------------------------------ one step
@@ -438,6 +420,7 @@ class Engine:
             request = self.arrived.popleft()
             self.waiting.appendleft(request)
             self.undone[request.name] = request
+            self.cluster.changed(self)
         threshold, budget = self.rule.plan()
         parts = self._schedule(threshold, budget)
         if not parts:
@@ -483,7 +466,6 @@ class Engine:
                 continue
             if not r.made:
                 del self.undone[r.name]
-                self.cluster.changed()
             if r.job_of is not None:
                 over.append(r)
                 continue
@@ -501,7 +483,8 @@ class Engine:
                 self.own -= 1
                 self.rule.finished(r)
                 self.cluster.over(r)
-                self.cluster.changed()
+        if prompts_s or over:
+            self.cluster.changed(self)
         self._step()
 
 
@@ -516,18 +499,23 @@ class Cluster:
     ) -> None:
         self.world, self.options = world, options
         self.queue: deque[Request] = deque()
+        # Jobs, and their tokens, there and at the workers that pull.
+        self._jobs = self._tokens = 0
         self.errors: list[tuple[float, float]] = []
         self.engines: list[Engine] = []
         self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
         self.decode = [one for one in self.engines if one.sides != "prefill"]
         self.pulls = options.rule != "plain" and any(o.sides != "decode" for o in self.engines)
         self.over: Callable[[Request], None] = lambda request: None
-        self._pullers: list[Engine] | None = None
+        # Of each worker that pulls, the jobs that it has and their tokens. Then of each one that
+        # wants more, by what it is chosen: streams, backlog, number.
+        self._pullers: dict[int, tuple[int, int]] = {}
+        self._able: dict[int, tuple[bool, int, int]] = {}
+        for one in self.engines:
+            self.changed(one)
         self._turn = itertools.count()
-        # Prompt tokens of what the frontend has sent since each worker told its load.
-        self.sent: list[list[int]] = [[] for _ in sides]
-        # How many workers get streams, and until when that holds.
-        self._few, self._few_until = 1, 0.0
+        # How many workers get streams, and until when that and what they have told hold.
+        self._few, self._few_until, self._told_until = 1, 0.0, 0.0
 
     # ------------------------------------------------------------------ placement
 
@@ -535,8 +523,9 @@ class Cluster:
         self.place(request).add(request)
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """Add each of these requests when it comes."""
-        for one in requests:
+        """Add each of these requests when it comes, and name them."""
+        for number, one in enumerate(requests):
+            one.name = f"r{number}"
             self.world.at(one.at, lambda one=one: self.add(one))  # type: ignore[misc]
 
     def ask_again(self, clients: int, prompt: int, output: int, within_s: float) -> list[Request]:
@@ -558,68 +547,84 @@ class Cluster:
         """Choose who answers a request: what the frontend does."""
         if self.options.place == "turn":
             return self.decode[next(self._turn) % len(self.decode)]
-        fits = self.decode
+        fits, now = self.decode, self.world.now
         if self.options.place == "pack":
-            if (now := self.world.now) >= self._few_until:
+            if now >= self._few_until:
                 self._few_until = now + LOAD_S
                 self._few = few([Told(one.load(), 0.0) for one in self.decode])
             fits = fits[: self._few]
+        if now >= self._told_until:
+            self._told_until = now - now % TELL_S + TELL_S
+            for one in fits:
+                one.load()
         chosen = min(fits, key=lambda one: self._cost(one, request))
-        self.sent[chosen.number].append(request.prompt - chosen.hit(request))
+        tokens, count = chosen.sent
+        chosen.sent = tokens + request.prompt - chosen.hit(request), count + 1
         return chosen
 
     def _cost(self, engine: Engine, request: Request) -> float:
         """Seconds of prompts there, this one included, and a little for each request."""
-        load, sent = engine.load(), self.sent[engine.number]
-        tokens = load.uncached_tokens_queued + sum(sent) + request.prompt - engine.hit(request)
-        return tokens * engine.machine.token_s + 0.01 * (load.running + len(sent))
+        tokens, count = engine.sent
+        if request.blocks:
+            tokens -= engine.hit(request)
+        return (tokens + request.prompt) * engine.machine.token_s + 0.01 * count
 
     # ------------------------------------------------------------------ the queue
 
-    def pullers(self) -> list[Engine]:
-        """The workers that pull jobs now. Found anew only after `changed`: there may be 1,000."""
-        if self._pullers is None:
-            self._pullers = [one for one in self.engines if one.rule.pulls()]
-        return self._pullers
+    def changed(self, one: Engine) -> None:
+        """Something has changed by which a worker decides whether, and how much, it pulls.
 
-    def changed(self) -> None:
-        """Something has changed by which a worker decides whether it pulls."""
-        self._pullers = None
+        All are known by that, as there may be 1,000."""
+        if one.sides == "decode" or not self.pulls:
+            return
+        jobs, tokens = self._pullers.pop(one.number, (0, 0))
+        self._able.pop(one.number, None)
+        if (wants := one.rule.wants()) is not None:
+            self._pullers[one.number] = one.jobs, one.job_tokens()
+            jobs, tokens = jobs - one.jobs, tokens - one.job_tokens()
+            if wants > 0:
+                streams = any(r.made for r in one.running)
+                self._able[one.number] = streams, one.backlog(), one.number
+        self._jobs, self._tokens = self._jobs - jobs, self._tokens - tokens
+
+    def ahead(self, home: Engine) -> Queue:
+        """What the job of a prompt would meet."""
+        workers = len(self._pullers) - (home.number in self._pullers)
+        jobs, tokens = self._pullers.get(home.number, (0, 0))
+        return Queue(workers, self._jobs - jobs, self._tokens - tokens)
 
     def put(self, request: Request) -> None:
         self.queue.append(request)
+        self._jobs, self._tokens = self._jobs + 1, self._tokens + request.left
         self.world.at(self.world.now + WAY_S, self.offer)
 
     def offer(self) -> None:
-        """Give jobs to the workers that want them: first to one without streams."""
-        while self.queue:
-            able = [one for one in self.pullers() if one.rule.wants() > 0]
-            if not able:
-                if not self._given_up():
-                    return
-                continue
-            request = self.queue.popleft()
-            taker = min(
-                able,
-                key=lambda one: (
-                    any(r.made for r in one.running), one is request.home, one.backlog(),
-                ),
-            )  # fmt: skip
-            taker.take(request)
+        """Give jobs to the workers that want them: first to one without streams.
 
-    def _given_up(self) -> bool:
-        """By the rules of today, a job goes back when the last worker stops pulling."""
-        if self.pullers():
-            return False
-        request = self.queue.popleft()
-        assert request.home is not None
-        request.home.rule.model.settled(request.name, False)
-        request.home.take(request)
-        return True
+        By the rules of today, a job goes back when the last worker stops pulling."""
+        takers: list[Engine] = []
+        while self.queue and (self._able or not self._pullers):
+            request = self.queue.popleft()
+            self._jobs, self._tokens = self._jobs - 1, self._tokens - request.left
+            home = request.home
+            assert home is not None
+            if self._able:
+                best = min(self._able.values())
+                if best[2] == home.number:  # it comes last among its like
+                    like = [one for one in self._able.values() if one[0] == best[0]]
+                    best = min((one for one in like if one is not best), default=best)
+                taker = self.engines[best[2]]
+            else:
+                home.rule.model.settled(request.name, False)
+                taker = home
+            taker.take(request)
+            takers.append(taker)
+        for taker in reversed(takers):
+            taker.wake()
 
     def pull(self, engine: Engine) -> None:
         """Called before each step of a worker."""
-        if self.queue and (engine.rule.wants() > 0 or not self.pullers()):
+        if self.queue and (engine.number in self._able or not self._pullers):
             self.offer()
 
     def commit(self, request: Request) -> None:

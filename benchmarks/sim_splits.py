@@ -60,8 +60,8 @@ def conversations(seed: int, rate: float, count: int = COUNT) -> list[Request]:
     begin, took_s = found[0][0], found[-1][0] - found[0][0]
     scale = rate * took_s / count
     return [
-        Request(f"r{n}", (at - begin) / scale, length, output, blocks)
-        for n, (at, length, output, blocks) in enumerate(found)
+        Request("", (at - begin) / scale, length, output, blocks)
+        for at, length, output, blocks in found
     ]
 
 
@@ -145,7 +145,7 @@ def recovery(system: System, seed: int) -> tuple[float, float, float]:
     asks = conversations(seed, rate / 2, int(30 * rate))
     storm = [one for one in conversations(-seed, 2 * rate, int(30 * rate)) if one.at < 10.0]
     for one in storm:
-        one.name, one.at = f"s{one.name}", one.at + 10.0
+        one.at += 10.0
         one.blocks = tuple(-1 - block for block in one.blocks)
     asks = sorted([*asks, *storm], key=lambda one: one.at)
     world = started(system, asks, seed)
