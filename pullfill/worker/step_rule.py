@@ -117,7 +117,7 @@ def plan(
     ordered = [*timely, *late]
     if late and turn % LATE_TURN == 0:
         ordered = [late[0], *timely, *late[1:]]
-    tokens, seconds = _filled(ordered, cost, limit - base, step_tokens)
+    tokens, seconds = _filled(ordered, cost, base, limit - base, step_tokens)
     return Plan(
         tuple(prompt.name for prompt in ordered),
         tokens,
@@ -160,7 +160,7 @@ def quote(
     after, limit, late = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     base = cost.base(streams.count, streams.kv_tokens)
     works = [cost.work(prompt.at, prompt.left) for prompt in by_due]
-    room_s = _room(by_due, cost, limit - base, sum(works), step_tokens)
+    room_s = _room(by_due, cost, base, limit, sum(works), step_tokens)
     mine = next(number for number, prompt in enumerate(by_due) if prompt is one)
     first = [
         number for number, prompt in enumerate(by_due)
@@ -185,7 +185,7 @@ def _cheapest(
     total = sum(works)
     best, limit, late = math.inf, math.inf, set[int]()
     for candidate in _limits(streams, by_due, base, total):
-        room_s = _room(by_due, cost, candidate - base, total, step_tokens)
+        room_s = _room(by_due, cost, base, candidate, total, step_tokens)
         found, missed = _prompts_price(by_due, works, now, (base + room_s) / room_s)
         steps = min(math.ceil(total / room_s), STEPS)
         found += _streams_price(streams, errors, base + room_s, steps)
@@ -195,12 +195,18 @@ def _cheapest(
 
 
 def _room(
-    by_due: Sequence[Prompt], cost: StepCost, most_s: float, total: float, step_tokens: int
+    by_due: Sequence[Prompt],
+    cost: StepCost,
+    base: float,
+    limit: float,
+    total: float,
+    step_tokens: int,
 ) -> float:
     """Return the seconds that prompts get in a step. total: seconds of all prompts."""
-    if most_s == math.inf:  # a full step
-        most_s = _filled(by_due, cost, math.inf, step_tokens)[1]
-    return max(min(most_s, total), 1e-9)
+    room_s = limit - base
+    if limit == math.inf:  # a full step
+        room_s = _filled(by_due, cost, base, math.inf, step_tokens)[1]
+    return max(min(room_s, total), 1e-9)
 
 
 def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: float) -> list[float]:
@@ -260,17 +266,22 @@ def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) 
 
 
 def _filled(
-    ordered: Sequence[Prompt], cost: StepCost, room_s: float, most: int
+    ordered: Sequence[Prompt], cost: StepCost, base: float, room_s: float, most: int
 ) -> tuple[dict[str, int], float]:
-    """Return how many tokens of each prompt fit, and the seconds that they add."""
+    """Return how many tokens of each prompt a step takes, and the seconds that they add.
+
+    base: seconds of a step without prompts."""
     tokens: dict[str, int] = {}
     used = 0.0
-    for prompt in ordered:
+    for done, prompt in enumerate(ordered):
         least = 0 if tokens else LEAST_TOKENS
         count = min(prompt.left, most, max(least, cost.fill(prompt.at, room_s - used)))
-        if count <= 0:
+        more = cost.work(prompt.at, count)
+        # Each prompt before it is done with this step, and would be later by `more`. In a step of
+        # its own, it and all behind it would be later by `base`.
+        if count <= 0 or done * more > (len(ordered) - done) * base:
             break
         tokens[prompt.name] = count
-        used += cost.work(prompt.at, count)
+        used += more
         most -= count
     return tokens, used

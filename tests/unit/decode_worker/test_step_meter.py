@@ -200,7 +200,7 @@ def test_a_step_takes_own_prompts_and_jobs_by_their_due_times() -> None:
     rig.chunks.waiting = [own, job, loaded]
     rig.step(0.01, a=1, b=1)
     ((order, each, total),) = rig.chunks.told
-    assert (set(order), each, total) == ({"own", "job", "loaded"}, 400, 2 * 13 + 13 + 700)
+    assert (set(order), each, total) == ({"own", "job", "loaded"}, 300, 2 * 13 + 13 + 300)
     assert order["loaded"] < min(order["own"], order["job"])
 
 

@@ -36,9 +36,20 @@ def priced(beside: Streams, *prompts: Prompt) -> float:
 
 
 def test_without_streams_a_step_is_full() -> None:
+    assert planned(Streams(), prompt("a", 1700), prompt("b", 700, 2.0)).tokens == {"a": STEP}
+
+
+def test_a_prompt_that_a_step_completes_is_not_delayed_by_the_next_one() -> None:
     found = planned(Streams(), prompt("a", 700), prompt("b", 700, 2.0))
-    assert found.tokens == {"a": 700, "b": 324}
-    assert found.total == STEP
+    assert found.tokens == {"a": 700}
+
+
+@pytest.mark.parametrize(("waiting", "taken"), [(2, 2), (3, 2), (20, 12)])
+def test_short_prompts_share_a_step_while_that_saves_more_than_it_delays(
+    waiting: int, taken: int
+) -> None:
+    found = planned(Streams(), *(prompt(str(number), 40) for number in range(waiting)))
+    assert len(found.tokens) == taken
 
 
 def test_streams_alone_make_an_empty_plan() -> None:
