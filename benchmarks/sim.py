@@ -179,7 +179,7 @@ def decision_us() -> float:
     """Median time of one decision at a busy worker: 32 streams, and 16 prompts under way."""
     world = World(0)
     model = CostModel(1024, clock=world)
-    queue, targets, took = Queue(1, 8, 8000), Targets(1.0, ITL_S), list[float]()
+    queue, targets, took = Queue(1, 8, 8000, 10e3), Targets(1.0, ITL_S), list[float]()
     for number in range(2000):
         name, tokens = f"r{number}", 500 + number
         begin = time.perf_counter()

@@ -26,6 +26,7 @@ from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import Told, few
+from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_cost import StepCost
@@ -319,6 +320,7 @@ class Engine:
         self.own = self.jobs = 0
         self.came = -math.inf
         self.prompts = Share(cluster.world)
+        self._meter, self._rate = Meter(), 0.0
         self._stepping = False
         self._told_at = -math.inf
         # Prompt tokens and requests that it has told, with what was sent to it since.
@@ -349,7 +351,8 @@ class Engine:
             streams, cost = [r for r in self.running if r.made], self.rule.cost
             self._told = LoadReport(
                 running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
-                active_blocks=0, free_blocks=0, seats=self.options.seats, streams=len(streams),
+                active_blocks=0, free_blocks=0, seats=self.options.seats, requests=self.own,
+                streams=len(streams),
                 stream_tokens=sum(r.computed for r in streams), prompt_share=self.prompts.share(),
                 step_s=(cost.base_s, cost.stream_s, cost.kv_s),
             )  # fmt: skip
@@ -433,6 +436,10 @@ class Engine:
         seconds = self.machine.step(self.world.random, len(streams), kv, prompts)
         prompts_s = seconds - self.machine.cost().base(len(streams), kv) if prompts else 0.0
         self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds, prompts_s))
+        if tokens := sum(n for r, n in parts if r.job_of is not None):
+            self._meter.step(tokens, self.world.now, self.world.now + seconds)
+            before, self._rate = self._rate, self._meter.load((), (), 0.0).tokens_per_s
+            self.cluster.told_rate(before, self._rate)
 
     def _schedule(self, threshold: int, budget: int) -> list[tuple[Request, int]]:
         found: list[tuple[Request, int]] = []
@@ -500,7 +507,8 @@ class Cluster:
         self.world, self.options = world, options
         self.queue: deque[Request] = deque()
         # Jobs, and their tokens, there and at the workers that pull.
-        self._jobs = self._tokens = 0
+        self._jobs = self._tokens = self._rated = 0
+        self._rates = 0.0
         self.errors: list[tuple[float, float]] = []
         self.engines: list[Engine] = []
         self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
@@ -591,7 +599,12 @@ class Cluster:
         """What the job of a prompt would meet."""
         workers = len(self._pullers) - (home.number in self._pullers)
         jobs, tokens = self._pullers.get(home.number, (0, 0))
-        return Queue(workers, self._jobs - jobs, self._tokens - tokens)
+        rate = self._rates / max(1, self._rated)
+        return Queue(workers, self._jobs - jobs, self._tokens - tokens, rate)
+
+    def told_rate(self, before: float, rate: float) -> None:
+        """A worker computes so many tokens of jobs in a second."""
+        self._rates, self._rated = self._rates + rate - before, self._rated + (not before)
 
     def put(self, request: Request) -> None:
         self.queue.append(request)

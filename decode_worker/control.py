@@ -219,8 +219,8 @@ class ControlServer:
         """Take one message of a prefill worker that was welcomed."""
         handoff = self._handoff
         peer.heard = self._loop.time()
-        if isinstance(message, Claim | Heartbeat):
-            peer.load = message.load
+        if isinstance(message, Claim | Commit | Ready | Heartbeat):
+            peer.load, peer.told = message.load, peer.heard
         match message:
             case Heartbeat():
                 self._beat(peer, message)

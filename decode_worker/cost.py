@@ -9,9 +9,6 @@
     finished     the request is over
 
 Predictions are made under every policy, so a change of policy begins with what was learned.
-
-A stretch of a prompt is told as `span(start, tokens)`: two numbers that its computation time is
-linear in, one for its tokens and one for what they attend to.
 """
 
 from __future__ import annotations
@@ -40,13 +37,9 @@ _STREAM_TOKENS = 8
 # different ones a plan would take 70 ms. So similar ones count as the smallest of them.
 _TARGETS = 8
 
-Span = tuple[float, float]
+# The length of prompt that tells an engine's rate.
+RATE_TOKENS = 1024
 P = TypeVar("P")
-
-
-def span(start: int, tokens: int) -> Span:
-    """Return the two numbers for `tokens` tokens that follow `start` others. See the module."""
-    return tokens / 256.0, tokens * (start + tokens / 2.0) / 262_144.0
 
 
 class Queue(msgspec.Struct, frozen=True):
@@ -55,6 +48,7 @@ class Queue(msgspec.Struct, frozen=True):
     workers: int = 1  # how many prefill workers pull
     jobs: int = 0  # in front of it, those in work included
     tokens: int = 0  # of these jobs, that are not computed yet
+    rate: float = 0.0  # prompt tokens that one of the workers computes in a second. 0: unknown
 
     @property
     def ahead(self) -> float:
@@ -102,8 +96,9 @@ class Prefill(msgspec.Struct):
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
-    # What one prefill worker computes until it is done: its part of the queue, and the prompt.
-    work: Span = (0.0, 0.0)
+    # Seconds that one prefill worker computes until it is done: its part of the queue, and the
+    # prompt.
+    work: float = 0.0
     choice: Choice = Choice.LOCAL
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
@@ -164,9 +159,11 @@ class CostModel:
         self._step_tokens = max(1, step_tokens)
         self._stream_tokens = max(stream_tokens, _STREAM_TOKENS)
         self._clock = clock
-        # Seconds from the decision to the first token over the span of `Prefill.work`, less the
-        # step here that makes the token. Whatever else a remote prefill takes is part of it.
-        self._remote = Rate()
+        # What a remote prefill takes beside `Prefill.work` and the step here that makes the token.
+        # It is not a share of the work: else short prompts, which hardly take anything but this,
+        # would teach that long ones take minutes.
+        self._beside = Rate()
+        self._rate = 0.0  # of prefill workers, as last told
         self._requests: dict[str, Prefill] = {}
         self._here: dict[str, Prefill] = {}
         self._away: dict[str, Prefill] = {}
@@ -183,14 +180,11 @@ class CostModel:
     def cost(self) -> StepCost:
         """How long steps of this engine take."""
         learned = self.fit.cost
-        if self.measured or not self._remote.count:
+        if self.measured or not self._rate:
             return learned
         # If a worker that computes no prompt were taken to be slow, it would get none, and its
         # speed would stay unknown. So it is as fast as prefill workers are until it is measured.
-        remote = self._remote
-        return msgspec.structs.replace(
-            learned, token_s=remote.a / 256.0, pair_s=remote.b / 262_144.0
-        )
+        return msgspec.structs.replace(learned, token_s=1.0 / self._rate, pair_s=0.0)
 
     def base(self, streams: int) -> float:
         """Seconds of a step that only decodes."""
@@ -207,19 +201,23 @@ class CostModel:
         """Predict what each choice costs for a prompt of `tokens` tokens after a hit of `start`.
 
         queue: what its job would meet. waited_s: how long it has waited already."""
-        now, remote = self._clock.monotonic(), self._remote
+        now = self._clock.monotonic()
+        self._rate = queue.rate or self._rate
         one = Prefill(targets, now, waited_s, tokens, start)
         cost, seconds = step_rule.quote(
             one.prompt(""), self._kept(), self._ahead(), self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
         one.options[Choice.LOCAL] = Option(seconds, cost)
-        x1, x2 = span(start, max(0, tokens - 1))
-        # How long the prompts in front are is not known, so neither is what they attend to.
-        one.work = x1 + queue.ahead / 256.0, x2
-        one.probe = not self._away and not remote.fresh(now)
-        if remote.count and queue.workers:
-            ttft_s = remote.of(*one.work) + self.base(len(self._streams))
+        one.probe = not self._away and not self._beside.fresh(now)
+        if self._rate and queue.workers:
+            # What a prompt attends to counts there as it does here. How long the prompts in front
+            # are is not known.
+            here = self.cost
+            if whole_s := here.work(0, RATE_TOKENS):
+                tokens = round(here.work(start, tokens) / whole_s * RATE_TOKENS)
+            one.work = (queue.ahead + tokens) / self._rate
+            ttft_s = one.work + self._beside.a + self.base(len(self._streams))
             late = (waited_s + ttft_s) / targets.ttft_s
             # As the step rule counts: one that misses its target anyway has no vote.
             missed = late > 1.0 and waited_s < targets.ttft_s
@@ -338,6 +336,11 @@ class CostModel:
         return bool(self._here)
 
     @property
+    def requests(self) -> int:
+        """Number of those that were admitted and are not over."""
+        return len(self._requests)
+
+    @property
     def streams(self) -> int:
         return len(self._streams)
 
@@ -348,7 +351,8 @@ class CostModel:
         self._streams[name] = Stream(one.targets.itl_s, self._steps)
         if one.choice is Choice.REMOTE:
             step_s = self.base(self.streams)
-            self._remote.observe(*one.work, max(0.0, took - step_s), now)
+            if one.work:
+                self._beside.observe(1.0, 0.0, max(0.0, took - step_s - one.work), now)
         if one.option is None or one.option.ttft_s <= 0:
             return FirstToken(took * 1e3)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0

@@ -38,6 +38,7 @@ class Forecast(msgspec.Struct, frozen=True):
     """How long one remote prefill is expected to take, in seconds. 0: unknown."""
 
     ahead: int = 0  # tokens in front of it that are not computed yet
+    rate: float = 0.0  # prompt tokens that one prefill worker computes in a second
     wait_s: float = 0.0  # in the queue
     prefill_s: float = 0.0  # the computation by a prefill worker
     write_s: float = 0.0  # the writing of the KV, which happens during the computation
@@ -79,6 +80,7 @@ class Links:
         kv_bytes: float,
         *,
         loads: Mapping[str, Load],
+        done_tokens: float,
         depth_tokens: int,
         own_tokens: int,
         own_unwritten: int = 0,
@@ -88,14 +90,15 @@ class Links:
         tokens, blocks, kv_bytes: how much of the prompt must be computed and written.
         loads: the reports of the prefill workers that pull, by instance id. Decisions count no
         other links: a slow one may be of a worker that is gone.
+        done_tokens: tokens of jobs in work that are computed already.
         depth_tokens: tokens of all jobs in the queue, including those in work.
         own_tokens: tokens of our own jobs that nobody has claimed. The queue may not know them.
         own_unwritten: blocks of claimed jobs of ours that are not written yet.
         """
         rates = [load.tokens_per_s for load in loads.values() if load.tokens_per_s > 0]
         each = sum(rates) / len(rates) if rates else 0.0
-        done = sum(load.done_tokens for load in loads.values())
-        ahead, many = max(depth_tokens - done, own_tokens, 0), max(1, len(loads))
+        ahead = max(depth_tokens - int(done_tokens), own_tokens, 0)
+        many = max(1, len(loads))
         now, slowest, links = self._clock.monotonic(), 0.0, list[float]()
         for name, link in list(self._blocks.items()):
             if link.fresh(now, MAX_TIMEOUT_S):  # its worker may be gone by then
@@ -112,6 +115,7 @@ class Links:
         write_at_most = blocks * slowest or kv_bytes / ASSUMED_BYTES_PER_S
         return Forecast(
             ahead=ahead,
+            rate=each,
             wait_s=wait_s,
             prefill_s=tokens / each if each else 0.0,
             write_s=blocks * per_block_s,

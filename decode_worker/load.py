@@ -77,6 +77,7 @@ def report_of(view: View, meter: StepMeter, draining: bool) -> LoadReport:
     return msgspec.structs.replace(
         view.load(draining),
         seats=view.config.scheduler_config.max_num_seqs,
+        requests=meter.model.requests,
         streams=meter.model.streams,
         stream_tokens=meter.model.kv_tokens,
         # Rounded, because a report is sent only if it has changed.

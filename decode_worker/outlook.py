@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pullfill.clock import SYSTEM_CLOCK
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
@@ -65,7 +66,7 @@ class Outlook:
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         ours = ledger.sums()
-        pulling = self.peers.pulling
+        now, pulling = SYSTEM_CLOCK.monotonic(), self.peers.pulling
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.hello.adapters for peer in pulling)
@@ -75,6 +76,7 @@ class Outlook:
             more,
             more * kv_bytes / self.num_blocks,
             loads={peer.instance_id: peer.load for peer in pulling},
+            done_tokens=sum(peer.done_tokens(now) for peer in pulling),
             depth_tokens=depth.depth_tokens,
             # Not those of claimed jobs: the queue knows these, and `uncomputed` is judged by what
             # is written. In pull mode nothing is.
@@ -84,7 +86,7 @@ class Outlook:
         own_jobs = ours.jobs[JobState.QUEUED]
         under_way = sum(ours.jobs[state] for state in UNDER_WAY)
         in_front = max(depth.depth_jobs, own_jobs + under_way)
-        queue = Queue(len(pulling), in_front, forecast.ahead)
+        queue = Queue(len(pulling), in_front, forecast.ahead, forecast.rate)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,

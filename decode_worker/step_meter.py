@@ -12,7 +12,7 @@ from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
-from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Step, Targets
+from pullfill.decode_worker.cost import RATE_TOKENS, CostModel, Prefill, Queue, Step, Targets
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
@@ -23,8 +23,6 @@ from pullfill.rate import Share
 from pullfill.wire import PredictedMs, RouterConfig, RouterPolicy
 from pullfill.worker.step_rule import LEAST_TOKENS, Prompt
 
-# The length of prompt that tells an engine's rate.
-_RATE_TOKENS = 1024
 # One of so many steps without prompts counts the KV of its streams: it changes slowly.
 _KV_EVERY = 16
 
@@ -183,8 +181,8 @@ class StepMeter:
     @property
     def own_rate(self) -> float:
         """Prompt tokens that this engine computes in a second. 0: not measured. Any thread."""
-        seconds = self.prefill_s(0, _RATE_TOKENS)
-        return _RATE_TOKENS / seconds if seconds > 0 else 0.0
+        seconds = self.prefill_s(0, RATE_TOKENS)
+        return RATE_TOKENS / seconds if seconds > 0 else 0.0
 
     def finished(self, request_id: str) -> None:
         """Note that a request is over."""

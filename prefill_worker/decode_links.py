@@ -116,7 +116,8 @@ class DecodeLink(PeerLink):
 
         make: makes the message with a given request id.
         within_s: raise PeerUnavailable after this time."""
-        reply = await self.ask(make, within_s)
+        load = self._links.load()
+        reply = await self.ask(lambda rid: replace(make(rid), load=load), within_s)
         assert isinstance(reply, CommitReply)
         return reply
 

@@ -266,7 +266,8 @@ class PrefillScheduler(SchedulerHalf):
 
     def load(self) -> Load:
         """Return the load to report to decode workers. Any thread."""
-        return self.meter.load(list(self.tasks.values()))
+        tasks, planned = list(self.tasks.values()), list(self._scheduled)
+        return self.meter.load(tasks, planned, time.monotonic())
 
     def step_done(self, running: int = 0) -> None:
         """Write the blocks of the steps that have run, and start the reads that waited for them.
@@ -406,6 +407,10 @@ class Turns:
         return task.cancelled or self.free(task.request_id)
 
 
+# Of so many tokens together a rate is measured.
+_MEASURED_TOKENS = 256
+
+
 class Meter:
     """Measures how many prompt tokens this worker computes in a second of work.
 
@@ -413,7 +418,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._rate = Rate()
-        self._worked_s = 0.0
+        self._tokens = self._seconds = self._worked_s = 0.0
         self._until = 0.0
 
     def step(self, tokens: int, planned: float, done: float) -> None:
@@ -423,14 +428,24 @@ class Meter:
         the same time share that time."""
         seconds = done - max(planned, self._until)
         self._until = done
-        if tokens and seconds > 0:
-            # By the time of work: after a pause one short step must not outweigh all before it.
-            self._worked_s += seconds
-            self._rate.observe(tokens, 0.0, seconds, self._worked_s)
+        if not tokens or seconds <= 0:
+            return
+        self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        # A few short steps must not outweigh the long ones before them.
+        if self._tokens >= _MEASURED_TOKENS or not self._rate.count:
+            # By the time of work, so that a pause does not count.
+            self._worked_s += self._seconds
+            self._rate.observe(self._tokens, 0.0, self._seconds, self._worked_s)
+            self._tokens = self._seconds = 0.0
 
-    def load(self, tasks: Iterable[PrefillTask]) -> Load:
-        """Return the load to report to decode workers. tasks: all tasks under way."""
-        done = sum((t.scheduled - t.first_target) * t.block_size for t in tasks)
+    def load(self, tasks: Iterable[PrefillTask], steps: Sequence[StepPlan], now: float) -> Load:
+        """Return the load to report to decode workers.
+
+        tasks: all tasks under way. steps: those that have not ended, the oldest first."""
         each_s = self._rate.a
-        rate = 1.0 / each_s if each_s else 0.0
-        return Load(tokens_per_s=min(rate, 1e12), done_tokens=max(0, done))
+        rate = min(1.0 / each_s, 1e12) if each_s else 0.0
+        # A step may compute a whole prompt. What it has done so far is told by its time.
+        ran = rate * (now - max(steps[0].planned, self._until)) if steps else 0.0
+        done = min(ran, steps[0].tokens if steps else 0) - sum(step.tokens for step in steps)
+        done += sum((t.scheduled - t.first_target) * t.block_size for t in tasks if not t.ended)
+        return Load(tokens_per_s=rate, done_tokens=max(0, round(done)))

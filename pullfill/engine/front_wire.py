@@ -110,7 +110,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     came. Tokens that a prefill worker computes do not count.
     active_blocks: KV blocks that requests hold. free_blocks: all others, cached ones included.
     seats: `--max-num-seqs`. 0: not told.
-    streams: number of requests that generate. stream_tokens: in their KV.
+    requests: of clients, not finished. streams: those that generate. stream_tokens: in their KV.
     prompt_share: share of the engine's time that prompts took lately, own and pulled ones.
     step_s: seconds of a step without prompts: its own, of each stream, and of each of
     `stream_tokens`."""
@@ -122,6 +122,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     free_blocks: Count
     draining: bool = False
     seats: Count = 0
+    requests: Count = 0
     streams: Count = 0
     stream_tokens: Count = 0
     prompt_share: Finite = 0.0

@@ -237,6 +237,7 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     transport: Text = ""
     # "name: reason" for each better transport, for people.
     why_not_better: tuple[Text, ...] = ()
+    load: Load = Load()
 
 
 class Ready(Message, tag="ready", frozen=True, kw_only=True):
@@ -253,6 +254,7 @@ class Ready(Message, tag="ready", frozen=True, kw_only=True):
     # The right to read them.
     fence: FenceToken
     timings: StageTimings
+    load: Load = Load()
 
 
 class CommitReply(Message, tag="commit_reply", frozen=True, kw_only=True):

@@ -524,7 +524,7 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
-        assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2)]
+        assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2, TOKENS / 12)]
         decode.outlook.draining.set()
         assert not remote(decode, 4), "it leaves"
         said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)

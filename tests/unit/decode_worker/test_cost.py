@@ -15,7 +15,6 @@ from pullfill.decode_worker.cost import (
     FirstToken,
     Queue,
     Targets,
-    span,
 )
 from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.rate import FORGET_S
@@ -36,11 +35,12 @@ class Rig:
         self.model = CostModel(1024, clock=self.clock)
         self.serial = 0
         self.away: dict[str, int] = {}  # tokens of the prompts that are sent away
+        self.rate = 0.0  # as prefill workers tell it
 
     @property
     def queue(self) -> Queue:
         """What one prefill worker has to do."""
-        return Queue(1, len(self.away), sum(self.away.values()))
+        return Queue(1, len(self.away), sum(self.away.values()), self.rate)
 
     def ask(
         self, tokens: int, *, ttft_s: float = 2.0, itl_s: float = 0.05, **fields: Any
@@ -67,6 +67,7 @@ class Rig:
         self.clock.advance(seconds)
         self.model.settled(name, True)
         del self.away[name]
+        self.rate = 1 / REMOTE_S
         ((_, outcome),) = self.step(STEP_S, **{name: 1})
         return outcome
 
@@ -126,15 +127,24 @@ def test_a_slow_prefill_worker_is_left_and_tried_again_later(rig: Rig) -> None:
     assert rig.ask(300)[1].reason == "cost_probe"
 
 
+def test_what_a_job_takes_beside_its_prompt_does_not_grow_with_the_prompt(rig: Rig) -> None:
+    for _ in range(4):
+        name = f"short {rig.clock.monotonic()}"
+        costs = rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 30)
+        rig.model.admitted(name, costs, True)
+        rig.away[name] = 30
+        rig.bring(name, 30, 0.9 / 30)  # it waited for something for 0.9 s
+        rig.model.finished(name)
+    told = rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 1000).options[Choice.REMOTE]
+    assert told.ttft_s < 1000 * REMOTE_S + 0.95
+
+
 def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
-    queue = Queue(2, 3, 4000)
-    own = span(0, 499)
-
     def work(queue: Queue) -> object:
-        return pytest.approx(rig.model.predict(queue, Targets(2.0, 0.05), 0, 500).work)
+        return pytest.approx(rig.model.predict(queue, Targets(2.0, 0.05), 0, 500).work, rel=0.1)
 
-    assert work(queue) == (own[0] + 2000 / 256, own[1])
-    assert work(Queue(2, 1, 4000)) == own, "one of them is free"
+    assert work(Queue(2, 3, 4000, 1000.0)) == 2.0 + 0.5
+    assert work(Queue(2, 1, 4000, 1000.0)) == 0.5, "one of them is free"
 
 
 # ------------------------------------------------------------------ the next step
@@ -198,8 +208,8 @@ def test_a_remote_prefill_that_failed_is_computed_here_and_judges_nobody(rig: Ri
 def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others() -> None:
     """If it were taken to be slow, it would get no prompt, and its speed would stay unknown."""
     rig = Rig()
-    for _ in range(8):
-        rig.serve(1000)
+    rig.serve(1000)
+    rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 500)
     assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * REMOTE_S, rel=0.1)
     for _ in range(8):
         rig.serve(400, **STAY)
@@ -216,5 +226,6 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     for name in [*names[::-1], "never seen"]:
         rig.model.finished(name)
     assert rig.model.streams == 0
-    told = [made.model.predict(Queue(), Targets(1, 1), 0, 500).work for made in (rig, fresh)]
-    assert told == [span(0, 499)] * 2
+    queue = Queue(1, 0, 0, 1000.0)
+    first, then = (made.model.predict(queue, Targets(1, 1), 0, 500).work for made in (rig, fresh))
+    assert first == pytest.approx(then, rel=0.05)

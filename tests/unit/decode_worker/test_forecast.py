@@ -13,7 +13,7 @@ from pullfill.decode_worker.forecast import (
     Forecast,
     Links,
 )
-from pullfill.prefill_worker.scheduler import Meter
+from pullfill.prefill_worker.scheduler import Meter, StepPlan
 from pullfill.wire import Load
 from tests.support.fakes import FakeClock
 
@@ -32,7 +32,8 @@ def of(
     blocks = tokens // BLOCK
     return made.forecast(
         tokens, blocks, blocks * BLOCK_BYTES, loads=loads,
-        depth_tokens=depth, own_tokens=own, own_unwritten=unwritten,
+        done_tokens=sum(load.done_tokens for load in loads.values()), depth_tokens=depth,
+        own_tokens=own, own_unwritten=unwritten,
     )  # fmt: skip
 
 
@@ -102,16 +103,27 @@ def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> 
 # ------------------------------------------------------------------ what a prefill worker reports
 
 
-def task(done_blocks: int) -> Any:
-    return SimpleNamespace(scheduled=2 + done_blocks, first_target=2, block_size=BLOCK)
+def task(done_blocks: int, *, ended: bool = False) -> Any:
+    return SimpleNamespace(scheduled=2 + done_blocks, first_target=2, block_size=BLOCK, ended=ended)
 
 
 def test_the_rate_is_of_the_time_in_which_it_computes() -> None:
     meter = Meter()
-    assert meter.load([]) == Load()
+    assert meter.load([], [], 0.0) == Load()
     meter.step(0, 0.0, 5.0)
-    assert meter.load([]) == Load(), "a step without prompt tokens measures nothing"
+    assert meter.load([], [], 5.0) == Load(), "a step without prompt tokens measures nothing"
     meter.step(1000, 10.0, 11.0)
     meter.step(1000, 50.0, 51.0)
-    assert meter.load([]).tokens_per_s == pytest.approx(1000)
-    assert meter.load([task(0), task(3)]).done_tokens == 3 * BLOCK
+    assert meter.load([], [], 51.0).tokens_per_s == pytest.approx(1000)
+
+
+def test_what_is_done_of_steps_that_run_is_told_by_the_time() -> None:
+    meter = Meter()
+    meter.step(1000, 50.0, 51.0)
+    tasks = [task(0), task(3), task(9, ended=True)]
+    assert meter.load(tasks, [], 51.0).done_tokens == 3 * BLOCK, "what has ended is committed"
+    steps = [StepPlan(tokens=2 * BLOCK, planned=50.5), StepPlan(tokens=BLOCK, planned=51.0)]
+    assert meter.load(tasks, steps, 51.0).done_tokens == 0, "all is planned, and nothing has run"
+    part_s = BLOCK / 1000
+    assert meter.load(tasks, steps, 51.0 + part_s).done_tokens == BLOCK
+    assert meter.load(tasks, steps, 60.0).done_tokens == 2 * BLOCK, "the first step takes longer"

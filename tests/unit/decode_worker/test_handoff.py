@@ -49,7 +49,7 @@ class Rig:
     def write_within_s(self) -> float:
         """How long a job of ten blocks may take."""
         return self.links.forecast(
-            160, 10, 1e3, loads={}, depth_tokens=0, own_tokens=0
+            160, 10, 1e3, loads={}, done_tokens=0, depth_tokens=0, own_tokens=0
         ).commit_within_s
 
     def claimed(self, receipt: Receipt) -> None:

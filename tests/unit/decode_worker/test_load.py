@@ -60,13 +60,14 @@ def rig() -> Rig:
 def test_a_report_tells_what_streams_and_prompts_take(rig: Rig) -> None:
     cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
     meter: Any = SimpleNamespace(
-        model=SimpleNamespace(cost=cost, streams=4, kv_tokens=900),
+        model=SimpleNamespace(cost=cost, requests=5, streams=4, kv_tokens=900),
         prompts=SimpleNamespace(share=lambda: 0.2567),
     )
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     view: Any = SimpleNamespace(load=rig.load, config=config)
     assert report_of(view, meter, draining=True) == msgspec.structs.replace(
-        IDLE, draining=True, seats=8, streams=4, stream_tokens=900, prompt_share=0.26,
+        IDLE, draining=True, seats=8, requests=5, streams=4, stream_tokens=900,
+        prompt_share=0.26,
         step_s=(0.006, 0.0003, 1e-7),
     )  # fmt: skip
 

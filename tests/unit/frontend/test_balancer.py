@@ -113,7 +113,8 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
         for worker in rig.workers:
             worker.load = front_wire.LoadReport(
                 running=9, waiting=0, uncached_tokens_queued=0, active_blocks=9, free_blocks=99,
-                streams=streams, prompt_share=0.1, step_s=(0.006, 0.0003, 0.0),
+                requests=streams, streams=streams, prompt_share=0.1,
+                step_s=(0.006, 0.0003, 0.0),
             )  # fmt: skip
             rig.balancer.report(worker, now)
         rig.now = now

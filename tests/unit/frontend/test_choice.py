@@ -146,7 +146,7 @@ class Packed(Rig):
         for name in self.names:
             load = LoadReport(
                 running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0,
-                streams=streams, step_s=(0.006, 0.0002, 0.0),
+                requests=streams, streams=streams, step_s=(0.006, 0.0002, 0.0),
             )  # fmt: skip
             self.view(name).told = load
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.routing.few import Told, few
@@ -17,7 +18,8 @@ def worker(
 ) -> Told:
     load = LoadReport(
         running=streams, waiting=0, uncached_tokens_queued=0, active_blocks=blocks,
-        free_blocks=1000 - blocks, seats=seats, streams=streams, stream_tokens=1000 * streams,
+        free_blocks=1000 - blocks, seats=seats, requests=streams, streams=streams,
+        stream_tokens=1000 * streams,
         prompt_share=prompts, step_s=STEP_S,
     )  # fmt: skip
     return Told(load, age_s)
@@ -60,3 +62,10 @@ def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
     """An idle worker sends no reports."""
     assert few([worker(1, 0.9), worker(1, 0.9)]) == 2
     assert few([worker(1, 0.9, age_s=60), worker(1, 0.9, age_s=60)]) == 1
+
+
+def test_requests_whose_prompts_wait_become_streams() -> None:
+    """After a burst nobody has streams yet. Who gets them then has them for the whole answer."""
+    waiting = [Told(replace(one.load, requests=32), 0.0) for one in (worker(1), worker(1))]
+    assert few([worker(1), worker(1)]) == 1
+    assert few(waiting) == 2

@@ -136,7 +136,7 @@ def test_steps_that_overlap_share_their_time() -> None:
     meter = Meter()
     meter.step(100, 0.0, 1.0)
     meter.step(100, 0.5, 2.0)
-    assert meter.load([]).tokens_per_s == pytest.approx(100)
+    assert meter.load([], [], 2.0).tokens_per_s == pytest.approx(100)
 
 
 @pytest.mark.parametrize("how", ["aborted", "preempted"])
