@@ -320,7 +320,7 @@ class Engine:
         self.own = self.jobs = 0
         self.came = -math.inf
         self.prompts = Share(cluster.world)
-        self._meter, self._rate = Meter(), 0.0
+        self._meter = Meter()
         self._stepping = False
         self._told_at = -math.inf
         # Prompt tokens and requests that it has told, with what was sent to it since.
@@ -438,8 +438,7 @@ class Engine:
         self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds, prompts_s))
         if tokens := sum(n for r, n in parts if r.job_of is not None):
             self._meter.step(tokens, self.world.now, self.world.now + seconds)
-            before, self._rate = self._rate, self._meter.load((), (), 0.0).tokens_per_s
-            self.cluster.told_rate(before, self._rate)
+            self.cluster.rates[self.number] = self._meter.load((), (), 0.0).tokens_per_s
 
     def _schedule(self, threshold: int, budget: int) -> list[tuple[Request, int]]:
         found: list[tuple[Request, int]] = []
@@ -507,8 +506,8 @@ class Cluster:
         self.world, self.options = world, options
         self.queue: deque[Request] = deque()
         # Jobs, and their tokens, there and at the workers that pull.
-        self._jobs = self._tokens = self._rated = 0
-        self._rates = 0.0
+        self._jobs = self._tokens = 0
+        self.rates: dict[int, float] = {}
         self.errors: list[tuple[float, float]] = []
         self.engines: list[Engine] = []
         self.engines += [Engine(self, n, machine, side) for n, side in enumerate(sides)]
@@ -599,12 +598,8 @@ class Cluster:
         """What the job of a prompt would meet."""
         workers = len(self._pullers) - (home.number in self._pullers)
         jobs, tokens = self._pullers.get(home.number, (0, 0))
-        rate = self._rates / max(1, self._rated)
+        rate = sum(self.rates.values()) / max(1, len(self.rates))
         return Queue(workers, self._jobs - jobs, self._tokens - tokens, rate)
-
-    def told_rate(self, before: float, rate: float) -> None:
-        """A worker computes so many tokens of jobs in a second."""
-        self._rates, self._rated = self._rates + rate - before, self._rated + (not before)
 
     def put(self, request: Request) -> None:
         self.queue.append(request)

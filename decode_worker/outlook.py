@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from pullfill.clock import SYSTEM_CLOCK
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
@@ -66,7 +65,7 @@ class Outlook:
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
         ours = ledger.sums()
-        now, pulling = SYSTEM_CLOCK.monotonic(), self.peers.pulling
+        pulling = self.peers.pulling
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.hello.adapters for peer in pulling)
@@ -76,7 +75,7 @@ class Outlook:
             more,
             more * kv_bytes / self.num_blocks,
             loads={peer.instance_id: peer.load for peer in pulling},
-            done_tokens=sum(peer.done_tokens(now) for peer in pulling),
+            done_tokens=sum(peer.done_tokens() for peer in pulling),
             depth_tokens=depth.depth_tokens,
             # Not those of claimed jobs: the queue knows these, and `uncomputed` is judged by what
             # is written. In pull mode nothing is.

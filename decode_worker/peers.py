@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,17 +27,15 @@ class Peer:
     # Why it pulls no jobs of this decode worker. Empty: it pulls.
     why_not: str = ""
     load: Load = field(default_factory=Load)
-    told: float = 0.0  # when the load was told, by the loop's clock
+    told: float = 0.0  # when the load was told, by the loop's clock, which is monotonic
 
     @property
     def instance_id(self) -> str:
         return self.hello.prefill_instance
 
-    def done_tokens(self, now: float) -> float:
-        """Tokens of open jobs that it has computed by now, if it goes on as it did.
-
-        now: by the loop's clock."""
-        return self.load.done_tokens + self.load.tokens_per_s * max(0.0, now - self.told)
+    def done_tokens(self) -> float:
+        """Tokens of open jobs that it has computed by now, if it goes on as it did. Any thread."""
+        return self.load.done_tokens + self.load.tokens_per_s * (time.monotonic() - self.told)
 
     def in_reach(self, grant: Grant) -> Grant:
         """Return the grant, without `pull` if we cannot read this worker's memory."""
