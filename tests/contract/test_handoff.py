@@ -8,6 +8,7 @@ computing there would have left; and afterwards nothing is left anywhere.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -435,6 +436,18 @@ def remote(decode: DecodeHalf, seed: int) -> bool:
     return decode.side.decide(request, 0)[1]
 
 
+async def test_a_commit_tells_the_load_once_more(make: Make) -> None:
+    """Else the tokens of a job that is over would count as done of those that are open."""
+    async with make() as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill()
+        await soon(lambda: decode.control.peers.pulling)
+        told = itertools.count(1)
+        prefill.links.load = lambda: Load(done_tokens=next(told))
+        await settled(decode.send(prompt(TOKENS + 1, seed=1)))
+        (peer,) = decode.control.peers.pulling
+        assert peer.load.done_tokens >= 2, "with the claim, and with the commit"
+
+
 @pytest.mark.essential
 async def test_a_burst_is_admitted_up_to_the_expected_wait(make: Make) -> None:
     async with make() as cluster:
@@ -524,7 +537,10 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
-        assert asked == [Queue(1, 1, round_up_tokens(TOKENS) - TOKENS // 2, TOKENS / 12)]
+        ((workers, jobs, ahead, rate),) = map(msgspec.structs.astuple, asked)
+        assert (workers, jobs, rate) == (1, 1, TOKENS / 12)
+        # And it computes on: 3 tokens in a second.
+        assert 0 < round_up_tokens(TOKENS) - TOKENS // 2 - ahead + 1 < TOKENS // 2
         decode.outlook.draining.set()
         assert not remote(decode, 4), "it leaves"
         said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
