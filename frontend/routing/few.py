@@ -35,8 +35,9 @@ class Told(NamedTuple):
 def few(workers: Sequence[Told]) -> int:
     """Return how many of these workers get streams. There is one worker at least."""
     loads, count = [one.load for one in workers], len(workers)
-    # Each request becomes a stream. After a pause of all, or in a burst, none of them is one yet.
-    streams = sum(load.requests for load in loads) + 1
+    # Each request becomes a stream. After a pause of all, or in a burst, none of them is one yet. A
+    # worker of an older build tells only its streams.
+    streams = sum(max(load.requests, load.streams) for load in loads) + 1
     tokens = sum(load.stream_tokens for load in loads)
     # A worker that does nothing tells nothing more, and its last share fades.
     prompts = sum(one.load.prompt_share * fade(one.age_s) for one in workers)

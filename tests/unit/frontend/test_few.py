@@ -69,3 +69,5 @@ def test_requests_whose_prompts_wait_become_streams() -> None:
     waiting = [Told(replace(one.load, requests=32), 0.0) for one in (worker(1), worker(1))]
     assert few([worker(1), worker(1)]) == 1
     assert few(waiting) == 2
+    older = [Told(replace(one.load, requests=0), 0.0) for one in (worker(32), worker(32))]
+    assert few(older) == few([worker(32), worker(32)]) == 2
