@@ -70,7 +70,7 @@ def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
         other.signal(signal.SIGCONT)
     assert (answer.error, answer.tokens) == ("", truth(oracle, [prompt], STEPS)[0][0])
     told = stock_cluster.explain(answer.request_id)
-    assert (told["path"], told["attempts"]) == ("remote", 1)
+    assert (told["path"], told["fallback"], told["attempts"]) == ("remote", None, 1)
     assert told["prefill_instance"] == leaving.instance_id
     leaving.wait(20)
     stock_cluster.assert_clean()
