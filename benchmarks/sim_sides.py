@@ -290,7 +290,7 @@ class Product(Rule):
     def wants(self) -> int | None:
         """How many more prompt tokens the worker would pull now. None: it does not pull.
 
-        As `Neighbour.busy` and prefill_worker/side.py say it."""
+        It follows `Neighbour.busy` and `PrefillRole` (prefill_worker/side.py)."""
         engine = self.engine
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams

@@ -2,7 +2,7 @@
 
 Life: each rank's process backs its cache with a file and tells where it is (connector.py) →
 `attach` maps every rank in the main process, before the engine takes a request → `open_to_peers` →
-`end` waits for who still copies, removes the files, and ends the engine.
+`end` waits until no copy runs, removes the files, and ends the engine.
 """
 
 from __future__ import annotations
