@@ -14,8 +14,8 @@ KV costs. What it gives with 25 and 50 clients was not used, and is compared wit
 Numbers of clients and rates are for each worker. Prompts and answers of `conversations` are four
 times as long as on CPUs: answers of 340 tokens, as in the public trace.
 
-With 8 workers every split is run. With 64 it is the best one of these, and two beside it. 1,000 run
-one load for 8 s, in which an answer begins and ends: that takes about two minutes a system.
+8 workers run every split. 64 workers run the best of these splits and its two neighbours. 1,000
+workers run one load for 8 s: an answer begins and ends in that time.
 """
 
 from __future__ import annotations

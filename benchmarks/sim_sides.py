@@ -288,7 +288,7 @@ class Product(Rule):
         return remote
 
     def wants(self) -> int | None:
-        """How many more prompt tokens the worker would pull now. None: it does not pull.
+        """Return how many more prompt tokens the worker takes now. None: it pulls no jobs.
 
         It follows `Neighbour.busy` and `PrefillRole` (prefill_worker/side.py)."""
         engine = self.engine
@@ -507,6 +507,7 @@ class Cluster:
         self.queue: deque[Request] = deque()
         # Jobs, and their tokens, there and at the workers that pull.
         self._jobs = self._tokens = 0
+        # Of each worker that has computed jobs: prompt tokens in a second.
         self.rates: dict[int, float] = {}
         self.errors: list[tuple[float, float]] = []
         self.engines: list[Engine] = []
@@ -607,9 +608,9 @@ class Cluster:
         self.world.at(self.world.now + WAY_S, self.offer)
 
     def offer(self) -> None:
-        """Give jobs to the workers that want them: first to one without streams.
+        """Give each job of the queue to a worker that wants one. Those without streams come first.
 
-        By the rules of today, a job goes back when the last worker stops pulling."""
+        When no worker pulls any more, each job goes back to its decode worker."""
         takers: list[Engine] = []
         while self.queue and (self._able or not self._pullers):
             request = self.queue.popleft()

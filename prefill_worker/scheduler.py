@@ -407,7 +407,7 @@ class Turns:
         return task.cancelled or self.free(task.request_id)
 
 
-# Of so many tokens together a rate is measured.
+# Steps are measured together until they have computed so many tokens.
 _MEASURED_TOKENS = 256
 
 

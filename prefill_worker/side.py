@@ -91,7 +91,7 @@ class PrefillRole(Role):
         return self._scheduler
 
     async def build(self, engine: Engine, servers: Servers, parts: AsyncExitStack) -> Service:
-        """Make what pulls jobs, and what runs them, in this order."""
+        """Make all parts of a prefill side. asyncio thread."""
         copies.when_broken(engine.fail)
         self._engine, options, scheduler = engine, self._options, self._scheduler
         config, context = engine.view.config, engine.context

@@ -255,12 +255,12 @@ class Owner:
 
     @property
     def transports(self) -> list[str]:
-        """Those by which peers reach every rank. One that misses a rank brings no KV."""
+        """The names of those that reach every rank. One that misses a rank brings no KV."""
         found = [set(self.endpoints(rank)) for rank in range(len(self._memories))]
         return sorted(set.intersection(*found)) if found else []
 
     def describe(self) -> tuple[RegionDescriptor, ...]:
-        """What peers are told of each rank, in order. Empty: they cannot reach the memory."""
+        """Describe the memory for peers, rank by rank. Empty: no transport reaches it."""
         if not self.transports:
             return ()
         return tuple(

@@ -45,12 +45,13 @@ def open_to_peers(
 ) -> None:
     """Let peers reach the memory of every rank, over each transport that works here.
 
-    Sets `context.owner`, which `close` closes. If no transport reaches the memory, it is closed at
-    once: such a worker sends no jobs and gets none. Raises ConfigError if the port is taken, or if
-    the user has named transports and none of them reaches the memory of a worker that decodes.
+    Sets `context.owner`; `close` closes it. If no transport reaches the memory, the owner is closed
+    at once. Such a worker sends no jobs and gets none. Raises ConfigError if the port is taken, or
+    if the user has named transports and none of them reaches the memory of a worker that decodes.
 
-    decodes: prefill workers write to the memory. Otherwise decode workers read it, and only if they
-    pull, so that it is not worth a transport which keeps something open for each peer."""
+    decodes: whether prefill workers write to the memory. If not, decode workers read it, and only
+    with `--kv-mode pull`. Transports that keep something open for each peer are not offered then.
+    """
     memories, offered = context.memories, options.transports
     if memories and not decodes:
         offered = pulled_over(memories[0], offered)
@@ -71,8 +72,10 @@ def open_to_peers(
             len(memories),
         )  # fmt: skip
         return
+    if memories and not decodes:
+        return  # it writes KV all the same
     owner.close()
-    if memories and decodes and options.transports is not None:
+    if memories and options.transports is not None:
         raise ConfigError(
             f"--transports {','.join(sorted(options.transports))}: none of them reaches "
             "this worker's KV memory (pullfill doctor says why)"

@@ -5,6 +5,9 @@
 An adapter gives the ports: engine_loop.py over a loop that takes our turns. That is our own one
 (engine/host.py), or vLLM's in stock `vllm serve` (engine/stock_host.py).
 tests/contract/test_ports.py judges both alike.
+
+How the KV memory becomes quiet before it is freed is the same for both, so it needs no port: see
+`memory.end`.
 """
 
 from __future__ import annotations

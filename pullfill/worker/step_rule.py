@@ -11,8 +11,11 @@ measured (`Errors`). So there is no fixed margin: with few prompts the steps are
 many that would be late they are long.
 
 A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
-steps are nearly as full as vLLM's own. Without streams they always are: that is a prefill worker. A
-worker that gets no jobs is a decode worker.
+steps are nearly as full as vLLM's own. Without streams nothing limits a step: that is a prefill
+worker. A worker that gets no jobs is a decode worker.
+
+A step ends early if another prompt in it would delay those that it completes by more than a step of
+its own takes. So long prompts are computed one after the other, and short ones share a step.
 
 The same price tells where a prompt costs least: `price` with it less `price` without it.
 
@@ -204,13 +207,13 @@ def _room(
 ) -> float:
     """Return the seconds that prompts get in a step. total: seconds of all prompts."""
     room_s = limit - base
-    if limit == math.inf:  # a full step
+    if limit == math.inf:
         room_s = _filled(by_due, cost, base, math.inf, step_tokens)[1]
     return max(min(room_s, total), 1e-9)
 
 
 def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: float) -> list[float]:
-    """How long steps may take, the shortest first. Infinite: a full step.
+    """How long steps may take, the shortest first. Infinite: as long as their prompts take.
 
     total: seconds of all prompts."""
     if not streams.count:
@@ -268,7 +271,7 @@ def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) 
 def _filled(
     ordered: Sequence[Prompt], cost: StepCost, base: float, room_s: float, most: int
 ) -> tuple[dict[str, int], float]:
-    """Return how many tokens of each prompt a step takes, and the seconds that they add.
+    """Return how many tokens of each prompt the step computes, and how many seconds they take.
 
     base: seconds of a step without prompts."""
     tokens: dict[str, int] = {}

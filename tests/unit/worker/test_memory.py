@@ -41,6 +41,20 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(
     assert "it sends no prefill jobs and gets none (no driver)" in caplog.text
 
 
+def test_a_prefill_worker_that_nobody_can_read_from_is_no_reason_to_warn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes: with `--transports nccl`, for example, which is not offered to readers."""
+    context = WorkerContext("prefill-x", RegionFiles("prefill-x", tmp_path))
+    one = SimpleNamespace(device=None, layout=None)
+    monkeypatch.setattr(WorkerContext, "memories", [one])
+    options = WorkerOptions(model="m", transports=frozenset({"nccl"}))
+    memory.open_to_peers(context, options, None, decodes=False)
+    assert context.owner.describe() == ()
+    assert "no transport" not in caplog.text
+    context.owner.close()
+
+
 def config(**changes: int | bool) -> SimpleNamespace:
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     model = SimpleNamespace(use_mla=changes.pop("mla", False), get_total_num_kv_heads=lambda: 8)
