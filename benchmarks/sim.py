@@ -23,6 +23,7 @@ from benchmarks.report import Row, percentile, row, versus
 from benchmarks.sim_sides import Cluster, Machine, Options, Request, World
 from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
 from pullfill.rate import FORGET_S
+from pullfill.worker.step_meter import Step
 
 NAME = "sim-local-or-remote"
 THRESHOLDS = (0, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -190,7 +191,7 @@ def decision_us() -> float:
             continue
         model.admitted(name, costs, number < 8 or (number < 16 and cheapest is Choice.REMOTE))
         if number >= 16:
-            model.stepped(model.scheduled({name: tokens}, tokens, 0), 0.1)
+            model.stepped(Step(0, 0, ((0, tokens),), {name: tokens}), 0.1)
     return statistics.median(took[48:]) * 1e6
 
 

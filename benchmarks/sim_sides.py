@@ -30,6 +30,7 @@ from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_cost import StepCost
+from pullfill.worker.step_meter import Step
 from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16
@@ -220,7 +221,7 @@ class Product(Rule):
         super().__init__(engine)
         policy = RouterPolicy(engine.options.rule)
         self.config = RouterConfig(policy=policy, max_local_prefill_length=engine.options.threshold)
-        self.plans = policy is RouterPolicy.COST and engine.sides != "prefill"
+        self.plans = policy is RouterPolicy.COST or engine.sides == "prefill"
         self.model = CostModel(engine.options.step_tokens, clock=engine.world)
         self.step: Any = None
 
@@ -254,8 +255,9 @@ class Product(Rule):
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None:
         tokens = {r.name: n for r, n in parts}
-        kv = sum(r.computed for r, _ in parts if r.made)
-        self.step = self.model.scheduled(tokens, sum(tokens.values()), kv)
+        self.model.kv_tokens = kv = sum(r.computed for r, _ in parts if r.made)
+        prompts = tuple((r.computed, n) for r, n in parts if not r.made)
+        self.step = Step(len(parts) - len(prompts), kv, prompts, tokens)
 
     def stepped(self, seconds: float) -> None:
         for _, outcome in self.model.stepped(self.step, seconds):

@@ -3,8 +3,8 @@
     predict      what each choice would cost. The rule `cost` (rules.py) takes the cheapest
     admitted     vLLM has taken the request, so the decision counts
     plan         what the next step computes (worker/step_rule.py)
-    scheduled    what it does compute
-    stepped      how long it took. First tokens are compared with their predictions
+    stepped      what it has computed, and how long it took. First tokens are compared with their
+                 predictions
     settled      a remote prefill has ended
     finished     the request is over
 
@@ -14,10 +14,8 @@ Predictions are made under every policy, so a change of policy begins with what 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
 
 import msgspec
 
@@ -25,21 +23,18 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.rate import Rate
 from pullfill.wire import PredictedMs
 from pullfill.worker import step_rule
-from pullfill.worker.step_cost import Errors, StepCost, StepFit
-from pullfill.worker.step_rule import LATER, Plan, Prompt, Streams
+from pullfill.worker.step_cost import StepCost
+from pullfill.worker.step_meter import Step, StepModel
+from pullfill.worker.step_rule import LATER, Prompt, Streams
 
 # A shorter prompt says little about a prefill worker's speed.
 PROBE_TOKENS = 64
-# A request that gets at most so many tokens in a step counts as a stream. A stream gets one
-# token and its drafts. If there are more drafts than that, the limit is higher.
-_STREAM_TOKENS = 8
 # A plan tries step lengths for each target that streams have. Clients name targets, and with 200
 # different ones a plan would take 70 ms. So similar ones count as the smallest of them.
 _TARGETS = 8
 
 # The length of prompt that tells an engine's rate.
 RATE_TOKENS = 1024
-P = TypeVar("P")
 
 
 class Queue(msgspec.Struct, frozen=True):
@@ -125,16 +120,6 @@ class Stream:
     over: int = 0
 
 
-class Step(msgspec.Struct, frozen=True):
-    """What one step computes."""
-
-    streams: int  # requests that get a token or two
-    kv_tokens: int  # in the KV of these
-    parts: tuple[tuple[int, int], ...]  # of prompts: tokens before, and tokens
-    first: tuple[str, ...]  # requests that get their first token
-    known: bool  # false: it computes more than this, so its time teaches nothing
-
-
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     """How a decision ended, in milliseconds."""
@@ -145,20 +130,16 @@ class FirstToken:
     error: float | None = None
 
 
-class CostModel:
+class CostModel(StepModel):
     """See the module. Engine thread."""
 
     def __init__(
         self,
         step_tokens: int = 2048,  # most tokens in a step of this engine
-        *,
-        stream_tokens: int = 1,  # of one stream
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.fit, self.errors = StepFit(), Errors()
+        super().__init__(clock)
         self._step_tokens = max(1, step_tokens)
-        self._stream_tokens = max(stream_tokens, _STREAM_TOKENS)
-        self._clock = clock
         # What a remote prefill takes beside `Prefill.work` and the step here that makes the token.
         # It is not a share of the work: else short prompts, which hardly take anything but this,
         # would teach that long ones take minutes.
@@ -170,16 +151,12 @@ class CostModel:
         # Requests whose KV has come and that no step has taken yet, in the order of their commits.
         self._loaded: dict[str, None] = {}
         self._streams: dict[str, Stream] = {}
-        self.kv_tokens = self._steps = 0
-        self.measured = 0  # steps that computed prompts
-        self._jobs: dict[str, Prompt] = {}
 
     # ------------------------------------------------------------------ predictions
 
     @property
     def cost(self) -> StepCost:
-        """How long steps of this engine take."""
-        learned = self.fit.cost
+        learned = super().cost
         if self.measured or not self._rate:
             return learned
         # If a worker that computes no prompt were taken to be slow, it would get none, and its
@@ -205,7 +182,7 @@ class CostModel:
         self._rate = queue.rate or self._rate
         one = Prefill(targets, now, waited_s, tokens, start)
         cost, seconds = step_rule.quote(
-            one.prompt(""), self._kept(), self._ahead(), self.cost, self.errors,
+            one.prompt(""), self.kept(), self._ahead(), self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
         one.options[Choice.LOCAL] = Option(seconds, cost)
@@ -227,14 +204,13 @@ class CostModel:
     def _ahead(self) -> list[Prompt]:
         """Prompts that are computed here, own and pulled."""
         own = [one.prompt(name) for name, one in islice(self._here.items(), step_rule.LOOK)]
-        return [*own, *self._jobs.values()]
+        return [*own, *self.jobs]
 
-    def _kept(self) -> Streams:
-        """Return the streams, with the targets of those that keep theirs."""
+    def kept(self) -> Streams:
         targets: dict[float, int] = {}
         for stream in self._streams.values():
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
-            if stream.over <= (self._steps - stream.since) // 100:
+            if stream.over <= (self.steps - stream.since) // 100:
                 targets[stream.itl_s] = targets.get(stream.itl_s, 0) + 1
         return Streams(len(self._streams), self.kv_tokens, _few(targets))
 
@@ -263,67 +239,27 @@ class CostModel:
             one.choice, one.option = Choice.LOCAL, None
             self._here[name] = one
 
-    def plan(self, own: Sequence[Prompt], jobs: Sequence[Prompt], step_tokens: int) -> Plan:
-        """Plan the next step.
-
-        own, jobs: all prompts that are not computed. Jobs are those of a prefill side.
-        step_tokens: most prompt tokens in it."""
-        self._jobs = {prompt.name: prompt for prompt in jobs}
-        return step_rule.plan(
-            self._kept(), [*own, *jobs], self.cost, self.errors, now=self._clock.monotonic(),
-            step_tokens=step_tokens, turn=self._steps,
-        )  # fmt: skip
-
-    def scheduled(self, tokens: Mapping[str, int], total: int, kv_tokens: int | None) -> Step:
-        """Note what the next step will compute.
-
-        tokens: number of tokens for each request in it. total: their sum.
-        kv_tokens: in the KV of the requests that generate. None: about as many as before."""
-        if kv_tokens is not None:
-            self.kv_tokens = kv_tokens
-        others, parts = total, []
-        first = []
-        for name, prompt in _both(self._jobs, tokens):
-            if tokens[name] > self._stream_tokens:
-                parts.append((prompt.at, tokens[name]))
-                others -= tokens[name]
-        for name, one in _both(self._here, tokens):
-            now = tokens[name]
-            if now > self._stream_tokens:
-                parts.append((one.at, now))
-                others -= now
-            one.at, one.left = one.at + now, max(0, one.left - now)
-            if not one.left:
-                del self._here[name]
-                first.append(name)
-        for name in [name for name in self._loaded if name in tokens]:
-            del self._loaded[name]
-            first.append(name)
-        streams = len(tokens) - len(parts)
-        known = others <= self._stream_tokens * streams
-        return Step(streams, self.kv_tokens, tuple(parts), tuple(first), known)
-
     def stepped(self, step: Step, seconds: float) -> list[tuple[str, FirstToken]]:
         """Learn from a step that has run. Returns the requests whose first token it made."""
         now = self._clock.monotonic()
-        self._steps += 1
-        if step.known:
-            self._learn(step, seconds)
+        first: list[str] = []
+        for name in [name for name in self._here if name in step.tokens]:
+            one, tokens = self._here[name], step.tokens[name]
+            one.at, one.left = one.at + tokens, max(0, one.left - tokens)
+            if not one.left:
+                del self._here[name]
+                first.append(name)
+        for name in [name for name in self._loaded if name in step.tokens]:
+            del self._loaded[name]
+            first.append(name)
+        self.learn(step, seconds)
         for stream in self._streams.values():
             stream.over += seconds > stream.itl_s
         return [
-            (name, self._first_token(name, one, now))
-            for name in step.first
-            if (one := self._requests.get(name)) is not None
+            (name, self._first_token(name, made, now))
+            for name in first
+            if (made := self._requests.get(name)) is not None
         ]
-
-    def _learn(self, step: Step, seconds: float) -> None:
-        if step.streams and (step.parts or self.errors.new):
-            cost = self.cost
-            work = sum(cost.work(at, tokens) for at, tokens in step.parts)
-            self.errors.stepped(cost.base(step.streams, step.kv_tokens) + work, seconds)
-        self.measured += bool(step.parts)
-        self.fit.stepped(step.streams, step.kv_tokens, step.parts, seconds)
 
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
@@ -348,7 +284,7 @@ class CostModel:
 
     def _first_token(self, name: str, one: Prefill, now: float) -> FirstToken:
         took = now - one.decided
-        self._streams[name] = Stream(one.targets.itl_s, self._steps)
+        self._streams[name] = Stream(one.targets.itl_s, self.steps)
         if one.choice is Choice.REMOTE:
             step_s = self.base(self.streams)
             if one.work:
@@ -369,9 +305,3 @@ def _few(targets: dict[float, int]) -> dict[float, int]:
     size = max(1, -(-len(ordered) // _TARGETS))
     groups = [ordered[at : at + size] for at in range(0, len(ordered), size)]
     return {group[0][0]: sum(count for _, count in group) for group in groups}
-
-
-def _both(prompts: Mapping[str, P], tokens: Mapping[str, int]) -> list[tuple[str, P]]:
-    """Return the prompts that get tokens."""
-    few = prompts if len(prompts) < len(tokens) else tokens
-    return [(name, prompts[name]) for name in few if name in prompts and tokens.get(name)]

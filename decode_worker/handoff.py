@@ -197,7 +197,7 @@ class Handoff:
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 features=brings,
-                priority=job.priority * len(Urgency) + job.urgency,
+                priority=job.priority,
                 timeout_s=job.timeout_s,
                 due_s=job.due_s,
                 trace=job.trace,

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
-from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.view import View
 from pullfill.runtime import metrics
@@ -71,7 +71,7 @@ def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
     ]
 
 
-def report_of(view: View, meter: StepMeter, draining: bool) -> LoadReport:
+def report_of(view: View, meter: DecodeMeter, draining: bool) -> LoadReport:
     """Return what frontends are told. Engine thread."""
     cost = meter.model.cost
     return msgspec.structs.replace(
@@ -87,7 +87,7 @@ def report_of(view: View, meter: StepMeter, draining: bool) -> LoadReport:
 
 
 def demand_of(
-    engine: Engine, ledger: Ledger, peers: Peers, meter: StepMeter, uncached_tokens: int
+    engine: Engine, ledger: Ledger, peers: Peers, meter: DecodeMeter, uncached_tokens: int
 ) -> Demand:
     """Return what this worker tells the planner. asyncio thread only.
 

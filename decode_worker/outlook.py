@@ -17,10 +17,10 @@ from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
 from pullfill.decode_worker.self_check import Checks
-from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.nats_connection import RAISE_PAYLOAD
 from pullfill.runtime import log, metrics
@@ -46,7 +46,7 @@ class Outlook:
     producer: JetStreamProducer
     peers: Peers
     links: Links
-    meter: StepMeter
+    meter: DecodeMeter
     checks: Checks | None
     etcd: ServerHealth
     draining: threading.Event

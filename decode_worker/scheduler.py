@@ -48,9 +48,9 @@ from pullfill.worker.context import (
 from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
+    from pullfill.decode_worker.meter import DecodeMeter
     from pullfill.decode_worker.prefix.fetches import PrefixFetches
     from pullfill.decode_worker.self_check import Trials
-    from pullfill.decode_worker.step_meter import StepMeter
     from pullfill.engine.tier import Tier
 
 
@@ -171,7 +171,7 @@ class DecodeScheduler:
         situation: Callable[[Any, int], Situation],
         publish: Callable[[OpenedJob], None],  # `Handoff.publish`
         traces: RequestTraces,
-        meter: StepMeter,  # measures steps, and predicts what they cost
+        meter: DecodeMeter,  # measures steps, and predicts what they cost
         # Called when a prompt stays local because of the queue's depth. Must not block.
         queue_full: Callable[[], None] = lambda: None,
         # Fetches prefixes from other decode workers. None: nothing can be fetched.
@@ -403,9 +403,11 @@ class DecodeScheduler:
         """Return the requests whose KV is there, so that they run in the next step already.
 
         Requests that failed are reported by `collect`."""
-        loaded = self.finish() if self.has_events else []
+        return self.finish() if self.has_events else []
+
+    def plan(self) -> None:
+        """Plan the next step."""
         self._meter.before_step()
-        return loaded
 
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
@@ -518,6 +520,10 @@ class DecodeHalf(SchedulerHalf):
 
     def before_step(self) -> StepReport:
         return StepReport(set(self._scheduler.before_step() if self._begun else ()))
+
+    def plan(self) -> None:
+        if self._begun:
+            self._scheduler.plan()
 
     def scheduled(self, output: Any) -> StepReport:
         loaded, failed = self._scheduler.collect(output)

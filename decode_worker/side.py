@@ -25,6 +25,7 @@ from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
 from pullfill.decode_worker.load import demand_of, jobs_of, load_of, report_of, show_demand
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
@@ -35,7 +36,6 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import SELF_CHECK_PENDING
 from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, checks_for
-from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
 from pullfill.engine.kv_events import KvEvents
@@ -74,7 +74,7 @@ class DecodeSide(Service):
     outlook: Outlook
     draining: threading.Event
     checks: Checks | None
-    meter: StepMeter
+    meter: DecodeMeter
     options: WorkerOptions
     etcd: EtcdClient
     namespace: str
@@ -230,7 +230,7 @@ class DecodeRole(Role):
         # The frontends' socket.
         blocks = await turns.call(partial(BlockEvents, loop, view, self._events))
         tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
-        meter = StepMeter(context, view)
+        meter = DecodeMeter(context, view)
 
         load = partial(report_of, view, meter)
         server = RequestServer(

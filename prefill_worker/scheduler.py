@@ -26,18 +26,23 @@ from pullfill.errors import HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.rate import Rate
 from pullfill.runtime import log
-from pullfill.wire import Load
+from pullfill.wire import Load, RouterConfig, RouterPolicy
 from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
 )
 from pullfill.worker.ports import StepReport
+from pullfill.worker.step_meter import StepMeter, StepModel
 
 if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 logger = log.get("prefill_worker.scheduler")
+
+# A prefill worker reads no router settings. Each job tells its target for the first token, and a
+# plan delays no stream. So it plans whatever decode workers decide by.
+_PLANS = RouterConfig(policy=RouterPolicy.COST)
 
 
 @dataclass(slots=True)
@@ -68,10 +73,16 @@ class PrefillScheduler(SchedulerHalf):
     """Plans the reads and writes of one engine, and reports their ends to vLLM.
 
     wake: wakes the engine loop.
-    concurrency: prompts that the engine computes in one step, at most. 0: any number."""
+    concurrency: prompts that the engine computes in one step, at most. 0: any number.
+    plans: whether this side plans the engine's steps."""
 
-    def __init__(self, wake: Callable[[], None], concurrency: int = 0) -> None:
+    _steps: StepMeter | None = None
+
+    def __init__(
+        self, wake: Callable[[], None], concurrency: int = 0, *, plans: bool = True
+    ) -> None:
         self.concurrency = concurrency
+        self._plans = plans
         # By request id. The asyncio thread writes an entry before it submits the request.
         self.tasks: dict[str, PrefillTask] = {}
         self.meter = Meter()
@@ -100,6 +111,8 @@ class PrefillScheduler(SchedulerHalf):
         self.tier = view.tier
         if self.concurrency and view.chunks.able:
             view.chunks.leave_one()
+        if self._plans:
+            self._steps = StepMeter(view, StepModel(), lambda: _PLANS, self._turns.free)
 
     def owns(self, request_id: str) -> bool:
         # The task is there before vLLM gets the request, and stays until vLLM has dropped it.
@@ -129,6 +142,10 @@ class PrefillScheduler(SchedulerHalf):
         while self._sends_done:
             report.sent.add(self._sends_done.popleft())
         return report
+
+    def plan(self) -> None:
+        if self._steps is not None:
+            self._steps.before_step()
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens to read from the decode worker, and whether there are any.
@@ -214,6 +231,8 @@ class PrefillScheduler(SchedulerHalf):
         Called once for each step. Waits for copies from preempted requests' blocks.
 
         output: vLLM's SchedulerOutput of the step."""
+        if self._steps is not None:
+            self._steps.scheduled(output)
         plan = StepPlan(reads=self._reads)
         self._reads = []
         for request_id in output.preempted_req_ids or ():
@@ -273,6 +292,8 @@ class PrefillScheduler(SchedulerHalf):
         """Write the blocks of the steps that have run, and start the reads that waited for them.
 
         running: number of planned steps that have not run yet. They are the last ones."""
+        if self._steps is not None:
+            self._steps.after_step(running)
         now = time.monotonic()
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()

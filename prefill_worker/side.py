@@ -80,14 +80,10 @@ class PrefillRole(Role):
         await self._directory.start()
         parts.push_async_callback(self._directory.close)
 
-    def adjust(self, config: Any) -> None:
-        if self._beside is None:  # else the decode side orders all prompts, in vLLM's fcfs queue
-            # The next prompt waits in this engine. An urgent one goes past it. In simulations the
-            # order of the step rule brought hardly more prompts in time.
-            config.scheduler_config.policy = "priority"
-
     def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:
-        self._scheduler = PrefillScheduler(wake, self._options.concurrency or 0)
+        # The decode side plans steps for both.
+        plans, most = self._beside is None, self._options.concurrency or 0
+        self._scheduler = PrefillScheduler(wake, most, plans=plans)
         return self._scheduler
 
     async def build(self, engine: Engine, servers: Servers, parts: AsyncExitStack) -> Service:

@@ -172,10 +172,11 @@ class PrefillChunks:
 
     @property
     def idle(self) -> bool:
-        """Whether vLLM has no prompt to compute."""
+        """Whether vLLM has no prompt to compute, or one prompt and nothing else."""
         scheduler = self._scheduler
         waits = scheduler.waiting or scheduler.kv_holding_waiting
-        return not (waits or scheduler._inflight_prefills)
+        prompts = waits or scheduler._inflight_prefills
+        return not prompts or sum(scheduler.get_request_counts()) < 2
 
     def whole(self, request: Any) -> bool:
         """Whether vLLM may not cut this prompt anywhere. With a smaller limit than its part that
@@ -206,6 +207,14 @@ class PrefillChunks:
             if request.status != loading or request.request_id in come
         ]  # fmt: skip
         return [*running, *held, *islice(scheduler.waiting, _MOST)]
+
+    def parts(self, output: Any) -> list[tuple[int, int]]:
+        """Return of each request in a step how many tokens were computed before, and how many the
+        step computes. output: vLLM's SchedulerOutput."""
+        tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        new = [(one.num_computed_tokens, tokens[one.req_id]) for one in output.scheduled_new_reqs]
+        run = zip(cached.num_computed_tokens, map(tokens.__getitem__, cached.req_ids), strict=True)
+        return [*new, *run]
 
     def take(self, order: Mapping[str, int], each: int, total: int) -> None:
         """Let the next step compute streams, then prompts in this order.

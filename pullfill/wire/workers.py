@@ -53,7 +53,7 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     adapter: Adapter | None = None
     # Digest of the multimodal inputs that the grant brings. Empty: there are none.
     features: Text = ""
-    # In the prefill worker's engine. The smallest comes first.
+    # As the client named it. The smallest comes first in the prefill worker's engine.
     priority: int = 0
     # How long from publish the decode worker waits before it serves locally.
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)]

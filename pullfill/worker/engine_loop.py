@@ -120,6 +120,8 @@ class EngineLoop(EngineHooks):
             report = side.before_step()
             if report.loaded or report.sent:
                 self._host.copied(report.loaded, report.sent)
+        for side in self._sides:
+            side.plan()
 
     def after_step(self, running: int) -> None:
         for side in self._sides:

@@ -44,6 +44,10 @@ class Steps(ABC):
 
         Nothing of it may be `failed`: vLLM takes that only with a step."""
 
+    def plan(self) -> None:
+        """Called after that, once vLLM knows what all sides have reported: plan the next step."""
+        return None
+
     @abstractmethod
     def scheduled(self, output: Any) -> StepReport:
         """vLLM has scheduled a step. Returns what this step must tell vLLM.

@@ -112,9 +112,9 @@ class Role(ABC):
     serving: ClassVar[str] = "is ready"
     copiers: Collection[Copier] = ()
 
-    @abstractmethod
     def adjust(self, config: Any) -> None:
         """Change vLLM's config, from which the engine is built next. Engine thread."""
+        return None
 
     @abstractmethod
     def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:

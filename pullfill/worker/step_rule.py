@@ -71,13 +71,14 @@ class Prompt(msgspec.Struct, frozen=True):
     """A prompt, own or pulled.
 
     at: how many of its tokens are in the KV cache, computed or found. left: how many are not.
-    due: when its first token is late."""
+    due: when its first token is late. priority: as a client named it. The smallest comes first."""
 
     name: str
     at: int
     left: int
     due: float
     arrival: float
+    priority: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ def plan(
     ordered = [*timely, *late]
     if late and turn % LATE_TURN == 0:
         ordered = [late[0], *timely, *late[1:]]
+    ordered.sort(key=lambda prompt: prompt.priority)
     tokens, seconds = _filled(ordered, cost, base, limit - base, step_tokens)
     return Plan(
         tuple(prompt.name for prompt in ordered),

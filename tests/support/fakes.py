@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
-from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, KvMode, PrefillJob, RouterConfig, u32
 
@@ -127,9 +127,45 @@ def situation(
     return Situation(request.num_prompt_tokens, hit_tokens, **(told | fields))
 
 
+class FakeChunks:
+    """A PrefillChunks of 1024 tokens that notes what it is told. waiting: vLLM's requests."""
+
+    step_tokens, able, each = 1024, True, 13
+
+    def __init__(self, streams: int = 2) -> None:
+        self.count = streams
+        self.told: list[Any] = []
+        self.waiting: list[Any] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting
+
+    def streams(self) -> tuple[int, int]:
+        return self.count, 1000 * self.count
+
+    def prompts(self) -> list[Any]:
+        return self.waiting
+
+    def parts(self, output: Any) -> list[tuple[int, int]]:
+        return [(0, count) for count in output.num_scheduled_tokens.values()]
+
+    def take(self, order: dict[str, int], each: int, total: int) -> None:
+        self.told.append((order, each, total))
+
+    def whole(self, request: Any) -> bool:
+        return bool(request.mm_features)
+
+    def full(self) -> None:
+        self.told.append("full")
+
+    def release(self) -> None:
+        self.told.append("release")
+
+
 def unmeasured() -> Any:
-    """A StepMeter that measures no step and predicts nothing."""
-    meter = create_autospec(StepMeter, instance=True)
+    """A DecodeMeter that measures no step and predicts nothing."""
+    meter = create_autospec(DecodeMeter, instance=True)
     meter.predict.return_value = meter.admitted.return_value = None
     return meter
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -19,6 +20,7 @@ from pullfill.decode_worker.cost import (
 from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.rate import FORGET_S
 from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.worker.step_meter import Step
 from pullfill.worker.step_rule import Prompt
 from tests.support.fakes import FakeClock, FakeRequest
 
@@ -34,6 +36,7 @@ class Rig:
         self.clock = FakeClock()
         self.model = CostModel(1024, clock=self.clock)
         self.serial = 0
+        self.at = Counter[str]()  # tokens of each request that are computed
         self.away: dict[str, int] = {}  # tokens of the prompts that are sent away
         self.rate = 0.0  # as prefill workers tell it
 
@@ -57,7 +60,9 @@ class Rig:
         return name, decision, costs.choice
 
     def step(self, seconds: float, **tokens: int) -> list[tuple[str, FirstToken]]:
-        step = self.model.scheduled(tokens, sum(tokens.values()), None)
+        parts = tuple((self.at[name], count) for name, count in tokens.items() if count > 8)
+        self.at.update(tokens)
+        step = Step(len(tokens) - len(parts), 0, parts, tokens)
         self.clock.advance(seconds)
         return self.model.stepped(step, seconds)
 

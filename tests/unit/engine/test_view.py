@@ -158,6 +158,29 @@ def test_vllm_tells_whether_it_cuts_images(uncut: bool) -> None:
     assert [chunks.whole(request) for request in (text, image)] == [False, uncut]
 
 
+def test_a_prompt_alone_needs_no_order() -> None:
+    made = Scheduler()
+    chunks = PrefillChunks(made)
+    assert chunks.idle
+    made.waiting.append(made.add("a", 100))
+    made.counts = (0, 1)
+    assert chunks.idle, "vLLM gives it the whole step"
+    made.counts = (1, 1)
+    assert not chunks.idle
+    made.waiting.clear()
+    assert chunks.idle, "two streams"
+
+
+def test_what_a_step_computes_is_read_from_its_plan() -> None:
+    cached = SimpleNamespace(req_ids=["stream", "half"], num_computed_tokens=[500, 100])
+    output = SimpleNamespace(
+        num_scheduled_tokens={"stream": 8, "half": 64, "new": 200},
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=32)],
+        scheduled_cached_reqs=cached,
+    )
+    assert set(PrefillChunks(Scheduler()).parts(output)) == {(32, 200), (500, 8), (100, 64)}
+
+
 def test_no_limit_still_leaves_some_tokens_for_prompts_that_wait() -> None:
     made = Scheduler()
     PrefillChunks(made).full()

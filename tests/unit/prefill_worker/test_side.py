@@ -17,18 +17,24 @@ from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.side import PrefillRole
 from pullfill.runtime.lifecycle import end
 from pullfill.transfer.gpu import copies
+from tests.support.fakes import FakeChunks, FakeRequest
 from tests.support.waiting import soon
 
 
 def test_urgent_prompts_go_past_others_unless_the_decode_side_orders_all() -> None:
     cluster, options = ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m")
     beside: Any = object()
-    policies = []
+    told = []
     for role in (PrefillRole(cluster, options), PrefillRole(cluster, options, beside)):
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(policy="fcfs"))
-        role.adjust(config)
-        policies.append(config.scheduler_config.policy)
-    assert policies == ["priority", "fcfs"]
+        chunks = FakeChunks(streams=0)
+        for name, ttft_ms in (("calm", 9000), ("urgent", 500)):
+            params = SimpleNamespace(extra_args={"ttft_ms": ttft_ms})
+            chunks.waiting.append(FakeRequest(name, list(range(300)), sampling_params=params))
+        half = role.make_half(lambda: None)
+        half.built(SimpleNamespace(tier=None, chunks=chunks, hit=lambda _: 0))  # type: ignore[arg-type]
+        half.plan()
+        told.append([sorted(order, key=order.__getitem__) for order, _, _ in chunks.told])
+    assert told == [[["urgent", "calm"]], []]
 
 
 async def test_its_engine_is_told_when_gpu_copies_have_failed(

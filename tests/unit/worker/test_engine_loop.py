@@ -11,6 +11,7 @@ import pytest
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import HandoffError
 from pullfill.worker.engine_loop import EngineLoop
+from pullfill.worker.ports import StepReport
 from tests.support.engine_host import HostOf, looping
 
 
@@ -49,6 +50,26 @@ def output(reason: str) -> Any:
 def errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without vLLM's enum, whose import takes seconds."""
     monkeypatch.setattr("pullfill.engine.requests.is_error", lambda o: o.finish_reason == "error")
+
+
+def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> None:
+    said: list[str] = []
+
+    class Side:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def before_step(self) -> StepReport:
+            return StepReport(loaded={self.name})
+
+        def plan(self) -> None:
+            said.append(f"plan of {self.name}")
+
+    host: Any = SimpleNamespace(submit=None, wake=None, use=None, register=None)
+    host.copied = lambda received, sent: said.extend(received)
+    sides: Any = [Side("a"), Side("b")]
+    EngineLoop(host, Core(), None, Adapters(), sides).before_step()  # type: ignore[arg-type]
+    assert said == ["a", "b", "plan of a", "plan of b"]
 
 
 def test_what_the_engine_refuses_or_fails_has_an_error_as_its_outcome() -> None:

@@ -7,6 +7,7 @@ import random
 import time
 
 import pytest
+from msgspec import structs
 
 from pullfill.worker.step_cost import Errors, StepCost, StepFit
 from pullfill.worker.step_rule import LATE_TURN, LEAST_TOKENS, Plan, Prompt, Streams, plan, price
@@ -33,6 +34,13 @@ def priced(beside: Streams, *prompts: Prompt) -> float:
 
 
 # ---------------------------------------------------------------- how long a step is
+
+
+def test_what_a_client_puts_first_comes_first_also_if_it_is_due_last() -> None:
+    urgent = structs.replace(prompt("urgent", 200, 9.0), priority=-1)
+    found = planned(Streams(), prompt("a", 700), urgent, prompt("late", 700, -1.0), turn=LATE_TURN)
+    assert found.order[0] == "urgent"
+    assert found.tokens["urgent"] == 200
 
 
 def test_without_streams_a_step_is_full() -> None:

@@ -9,63 +9,28 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.cost import Choice, Queue
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.decode_worker.step_meter import StepMeter
 from pullfill.engine.requests import OWN_CLIENT
 from pullfill.wire import RouterConfig, RouterPolicy
-from tests.support.fakes import FakeClock, FakeRequest
-
-
-class Chunks:
-    """A PrefillChunks that notes what it is told. waiting: vLLM's requests that wait."""
-
-    step_tokens, able, each = 1024, True, 13
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self.waiting: list[Any] = []
-
-    @property
-    def idle(self) -> bool:
-        return not self.waiting
-
-    def streams(self) -> tuple[int, int]:
-        return 2, 2000
-
-    def prompts(self) -> list[Any]:
-        return self.waiting
-
-    def take(self, order: dict[str, int], each: int, total: int) -> None:
-        self.told.append((order, each, total))
-
-    def whole(self, request: Any) -> bool:
-        return bool(request.mm_features)
-
-    def full(self) -> None:
-        self.told.append("full")
-
-    def release(self) -> None:
-        self.told.append("release")
+from tests.support.fakes import FakeChunks, FakeClock, FakeRequest
 
 
 class Rig:
     def __init__(self) -> None:
-        self.clock, self.chunks = FakeClock(), Chunks()
+        self.clock, self.chunks = FakeClock(), FakeChunks()
         self.config = RouterConfig(policy=RouterPolicy.COST)
         chunks: Any = self.chunks
         self.traces = RequestTraces("d", self.clock)
         context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
         view: Any = SimpleNamespace(chunks=chunks, hit=lambda request: 0)
-        self.meter = StepMeter(context, view, self.clock)
+        self.meter = DecodeMeter(context, view, self.clock)
 
     def step(self, seconds: float, idle_s: float = 0.0, **tokens: int) -> None:
         self.clock.advance(idle_s)
         self.meter.before_step()
-        total = sum(tokens.values())
-        self.meter.scheduled(
-            SimpleNamespace(num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
-        )
+        self.meter.scheduled(SimpleNamespace(num_scheduled_tokens=tokens))
         self.clock.advance(seconds)
         self.meter.after_step(0)
 
@@ -97,7 +62,7 @@ def test_idle_time_is_no_part_of_a_step() -> None:
 def test_a_step_is_timed_alike_where_before_step_comes_within_it() -> None:
     """Stock vLLM does that."""
     rig = Rig()
-    plan = SimpleNamespace(num_scheduled_tokens={"a": 1}, total_num_scheduled_tokens=1)
+    plan = SimpleNamespace(num_scheduled_tokens={"a": 1})
     for _ in range(10):
         rig.clock.advance(5.0)
         rig.meter.scheduled(plan)
@@ -132,7 +97,7 @@ def test_prompts_own_or_not_take_their_share_of_the_time_and_streams_none() -> N
 def test_steps_that_overlap_are_told_apart() -> None:
     rig = Rig()
     rig.local("r", 300)
-    plan = SimpleNamespace(num_scheduled_tokens={"r": 300}, total_num_scheduled_tokens=300)
+    plan = SimpleNamespace(num_scheduled_tokens={"r": 300})
     rig.meter.scheduled(plan)
     rig.meter.after_step(1)
     assert rig.meter.model.streams == 0
@@ -174,7 +139,7 @@ def test_steps_are_planned_by_this_policy_only() -> None:
     rig.config = RouterConfig()
     rig.step(0.01, a=1)
     rig.step(0.01, a=1)
-    assert rig.chunks.told == ["full", "release"]
+    assert rig.chunks.told == ["full", "release", "release"]
 
 
 def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
@@ -208,7 +173,7 @@ def test_an_image_that_may_not_be_cut_is_computed_beside_streams() -> None:
     rig = Rig()
     rig.chunks.waiting = [FakeRequest("image", list(range(300)), mm_features=[object()])]
     rig.step(0.01, a=1)
-    assert rig.chunks.told == ["release"]
+    assert rig.chunks.told == [({"image": 0}, 0, FakeChunks.step_tokens)]
 
 
 def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
