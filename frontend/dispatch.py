@@ -81,6 +81,7 @@ class Dispatcher:
         self.flights: dict[str, Flight] = {}
         # Requests that are at no worker, and are to be placed soon.
         self._queue: dict[str, Flight] = {}
+        self._placing = False
         self._waits = waits
         self._calls = itertools.count(1)
         self.balancer = balancer
@@ -338,9 +339,9 @@ class Dispatcher:
 
     def _soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon, in slices, if they wait."""
-        idle = not self._queue
         self._queue |= {flight.request_id: flight for flight in flights}
-        if idle:
+        if not self._placing:
+            self._placing = True
             self._loop.call_soon(self._place)
 
     def _all_soon(self) -> None:
@@ -349,7 +350,9 @@ class Dispatcher:
         self._soon(sorted(waiting, key=likely))
 
     def _place(self) -> None:
-        if not self._queue:
+        # Not by the queue: its last slice leaves it empty, and this call is still to come.
+        self._placing = bool(self._queue)
+        if not self._placing:
             return
         # First, so that an exception below stops none of the others.
         self._loop.call_soon(self._place)
