@@ -254,10 +254,9 @@ class Product(Rule):
         return max(plan.tokens.values(), default=0), min(most, streams + plan.total + 1)
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None:
-        tokens = {r.name: n for r, n in parts}
         self.model.kv_tokens = kv = sum(r.computed for r, _ in parts if r.made)
         prompts = tuple((r.computed, n) for r, n in parts if not r.made)
-        self.step = Step(len(parts) - len(prompts), kv, prompts, tokens)
+        self.step = Step(len(parts) - len(prompts), kv, prompts, {r.name: n for r, n in parts})
 
     def stepped(self, seconds: float) -> None:
         for _, outcome in self.model.stepped(self.step, seconds):
