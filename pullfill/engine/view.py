@@ -133,10 +133,6 @@ def tier_of(core: Any) -> Tier | None:
 
 # --------------------------------------------------------------------------- tokens of a step
 
-LOOK = 64
-"""Tokens of a step that no single prompt gets. While a step has tokens left, vLLM looks at waiting
-prompts, so those that can go to a prefill worker need not wait for a long one here."""
-_LEAST = 4 * LOOK
 _LAST = 1 << 30
 # Prompts that wait and that a plan looks at. Beside 1,000 of them it must take no milliseconds.
 _MOST = 128
@@ -238,15 +234,11 @@ class PrefillChunks:
         self._set(each, min(self.step_tokens, total + 1))
 
     def leave_one(self) -> None:
-        """Let no single prompt have the last token of a step, from now on. See LOOK."""
+        """Let no single prompt have the last token of a step, from now on.
+
+        While a step has tokens left, vLLM looks at prompts that wait."""
         self._threshold = min(self._threshold or self.step_tokens, self.step_tokens - 1)
         self.release()
-
-    def full(self) -> None:
-        """Let the next step compute what it can, and still look at prompts that wait. See LOOK."""
-        if self.able:
-            most = self.step_tokens - LOOK if self.step_tokens >= _LEAST else 0
-            self._set(most, self.step_tokens)
 
     def release(self) -> None:
         """Set both numbers as they were at first."""

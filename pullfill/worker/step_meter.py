@@ -115,15 +115,11 @@ class StepMeter:
         """Called before each step or sleep, once vLLM knows which KV has come: plan the step."""
         if not self._steps:
             self._began = self._clock.monotonic()
-        on = self._config().policy is RouterPolicy.COST
-        if on and not self._chunks.idle:
+        if self._config().policy is RouterPolicy.COST and not self._chunks.idle:
             self._plan()
             return
         self.model.jobs = ()  # there is nothing to order, or jobs are not followed any more
-        if on:
-            self._chunks.full()
-        else:
-            self._chunks.release()
+        self._chunks.release()
 
     def _plan(self) -> None:
         chunks, model = self._chunks, self.model

@@ -156,9 +156,6 @@ class FakeChunks:
     def whole(self, request: Any) -> bool:
         return bool(request.mm_features)
 
-    def full(self) -> None:
-        self.told.append("full")
-
     def release(self) -> None:
         self.told.append("release")
 

@@ -134,12 +134,19 @@ def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
 
 def test_steps_are_planned_by_this_policy_only() -> None:
     rig = Rig()
-    rig.step(0.01, a=1)
-    assert rig.chunks.told == ["full"]
+    rig.chunks.waiting.append(FakeRequest("a", list(range(300))))
+    rig.step(0.01, a=300)
+    assert rig.chunks.told == [({"a": 0}, 300, 326)]
     rig.config = RouterConfig()
     rig.step(0.01, a=1)
-    rig.step(0.01, a=1)
-    assert rig.chunks.told == ["full", "release", "release"]
+    assert rig.chunks.told[1:] == ["release"]
+
+
+def test_a_prompt_without_others_gets_a_whole_step() -> None:
+    """Also its last 64 tokens."""
+    rig = Rig()
+    rig.step(0.01, a=1024)
+    assert rig.chunks.told == ["release"]
 
 
 def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:

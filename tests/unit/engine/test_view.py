@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.engine import view
 from pullfill.engine.kv_events import Places
-from pullfill.engine.view import LOOK, PrefillChunks, Seats, View
+from pullfill.engine.view import PrefillChunks, Seats, View
 from pullfill.errors import Outcome
 from tests.support.fakes import FakeRequest
 from tests.unit.decode_worker.test_scheduler import Rig
@@ -179,18 +179,6 @@ def test_what_a_step_computes_is_read_from_its_plan() -> None:
         scheduled_cached_reqs=cached,
     )
     assert set(PrefillChunks(Scheduler()).parts(output)) == {(32, 200), (500, 8), (100, 64)}
-
-
-def test_no_limit_still_leaves_some_tokens_for_prompts_that_wait() -> None:
-    made = Scheduler()
-    PrefillChunks(made).full()
-    assert made.limits == (STEP - LOOK, STEP)
-
-
-def test_without_chunked_prefill_nothing_is_changed() -> None:
-    made = Scheduler(able=False)
-    PrefillChunks(made).full()
-    assert made.limits == (0, STEP)
 
 
 # --------------------------------------------------------------------------- seats
