@@ -14,6 +14,8 @@ Predictions are made under every policy, so a change of policy begins with what 
 from __future__ import annotations
 
 import enum
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 
@@ -32,6 +34,8 @@ PROBE_TOKENS = 64
 # A plan tries step lengths for each target that streams have. Clients name targets, and with 200
 # different ones a plan would take 70 ms. So similar ones count as the smallest of them.
 _TARGETS = 8
+# More long gaps that a stream can spare count as so many. Four prompts are a lot at once.
+_SPARE = 4
 
 # The length of prompt that tells an engine's rate.
 RATE_TOKENS = 1024
@@ -207,12 +211,16 @@ class CostModel(StepModel):
         return [*own, *self.jobs]
 
     def kept(self) -> Streams:
-        targets: dict[float, int] = {}
+        found: list[tuple[float, int]] = []
         for stream in self._streams.values():
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
-            if stream.over <= (self.steps - stream.since) // 100:
-                targets[stream.itl_s] = targets.get(stream.itl_s, 0) + 1
-        return Streams(len(self._streams), self.kv_tokens, _few(targets))
+            left = (self.steps - stream.since) // 100 - stream.over
+            if left >= 0:
+                # The last one is for steps that take longer than they should.
+                found.append((stream.itl_s, min(max(0, left - 1), _SPARE)))
+        near = _near({itl_s for itl_s, _ in found})
+        targets = Counter((near[itl_s], spare) for itl_s, spare in found)
+        return Streams(len(self._streams), self.kv_tokens, targets)
 
     # ------------------------------------------------------------------ what is under way
 
@@ -299,9 +307,8 @@ class CostModel(StepModel):
         return FirstToken(took * 1e3, regret * 1e3, error)
 
 
-def _few(targets: dict[float, int]) -> dict[float, int]:
-    """Return at most _TARGETS targets. See there."""
-    ordered = sorted(targets.items())
+def _near(targets: Collection[float]) -> dict[float, float]:
+    """Return for each target the one that stands for it, of at most _TARGETS. See there."""
+    ordered = sorted(targets)
     size = max(1, -(-len(ordered) // _TARGETS))
-    groups = [ordered[at : at + size] for at in range(0, len(ordered), size)]
-    return {group[0][0]: sum(count for _, count in group) for group in groups}
+    return {target: ordered[at - at % size] for at, target in enumerate(ordered)}

@@ -10,6 +10,9 @@ than their target of the time between tokens. How often steps take so much longe
 measured (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with
 many that would be late they are long.
 
+A stream keeps its target if 99 of 100 gaps do. So a long answer can spare some, and beside such
+answers a whole prompt in one step may be the cheapest: each has one long gap, not dozens.
+
 A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
 steps are nearly as full as vLLM's own. Without streams nothing limits a step: that is a prefill
 worker. A worker that gets no jobs is a decode worker.
@@ -34,8 +37,8 @@ import msgspec
 
 from pullfill.worker.step_cost import Errors, StepCost
 
-# Step lengths that are tried, as shares of each target of the time between tokens. Not a full step:
-# it spoils the streams that come after it, too, which no price tells.
+# Step lengths that are tried, as shares of each target of the time between tokens. A full step only
+# if some stream can spare it: it spoils the streams that come after it, too, which no price tells.
 SHARES = (0.3, 0.5, 0.8)
 # Beside streams without a vote a step takes this share of the smallest target of the first token.
 # So a request that comes within one step, and shares the next, is in time.
@@ -43,6 +46,8 @@ FULL = 0.33
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.
 LATER = 0.3
+# What it costs that one stream has a long gap that it can spare.
+GAP = 0.1
 # What it costs that one stream waits a second for prompts.
 DELAY = 0.1
 # A stream meets at most so many of the steps that the prompts take, because answers end.
@@ -59,12 +64,12 @@ LOOK = 64
 class Streams(msgspec.Struct, frozen=True):
     """The requests that generate.
 
-    targets: how many streams keep each target of the time between tokens, in seconds. A stream that
-    has missed its target counts only in `count`."""
+    targets: how many streams keep each target of the time between tokens, in seconds, and can spare
+    so many longer gaps. A stream that has missed its target counts only in `count`."""
 
     count: int = 0
     kv_tokens: int = 0
-    targets: Mapping[float, int] = {}
+    targets: Mapping[tuple[float, int], int] = {}
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -223,10 +228,11 @@ def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: floa
     if not streams.targets:
         return [max(1.5 * base, FULL * min(prompt.due - prompt.arrival for prompt in by_due))]
     # A step without prompts takes time as well. One that is hardly longer brings prompts nowhere.
-    tried = {share * target for target in streams.targets for share in SHARES}
+    tried = {share * target for target, _ in streams.targets for share in SHARES}
     ordered = sorted(limit for limit in tried if limit >= 1.25 * base) or [1.5 * base]
     # From where on all prompts fit into one step, longer ones are the same.
-    return ordered[: bisect.bisect_left(ordered, base + total) + 1]
+    ordered = ordered[: bisect.bisect_left(ordered, base + total) + 1]
+    return [*ordered, math.inf] if any(spare for _, spare in streams.targets) else ordered
 
 
 def _prompts_price(
@@ -263,11 +269,24 @@ def _waits(prompt: Prompt, end: float) -> float:
 
 
 def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) -> float:
-    """How many streams are expected to miss their targets in so many steps."""
-    return sum(
-        count * (1.0 - (1.0 - errors.beyond(target / step_s)) ** steps)
-        for target, count in streams.targets.items()
-    )
+    """How many streams are expected to miss their targets in so many steps. See GAP, too."""
+    found = 0.0
+    for (target, spare), count in streams.targets.items():
+        likely = errors.beyond(target / step_s)
+        gaps = min(spare, likely * steps)
+        found += count * (_more(spare, steps, likely) + GAP * gaps)
+    return found
+
+
+def _more(spare: int, steps: int, likely: float) -> float:
+    """How likely more than `spare` of the steps are too long, if each is `likely`: binomial."""
+    if likely >= 1.0:
+        return float(steps > spare)
+    within = term = (1.0 - likely) ** steps
+    for number in range(1, min(spare, steps) + 1):
+        term *= (steps - number + 1) / number * likely / (1.0 - likely)
+        within += term
+    return max(0.0, 1.0 - within)
 
 
 def _filled(

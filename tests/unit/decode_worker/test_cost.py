@@ -221,6 +221,24 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * LOCAL_S, rel=0.1)
 
 
+def test_a_stream_can_spare_one_of_100_gaps_but_the_last_one() -> None:
+    rig = Rig()
+    (name,) = rig.streams(1)
+
+    def told(steps: int, seconds: float = STEP_S) -> dict[tuple[float, int], int]:
+        for _ in range(steps):
+            rig.step(seconds, **{name: 1})
+        return dict(rig.model.kept().targets)
+
+    assert told(150) == {(0.05, 0): 1}
+    assert told(200) == {(0.05, 2): 1}
+    assert told(1, 0.06) == {(0.05, 1): 1}
+    assert told(2, 0.06) == {(0.05, 0): 1}
+    assert told(1, 0.06) == {}
+    assert told(100) == {(0.05, 0): 1}
+    assert told(2000) == {(0.05, 4): 1}
+
+
 def test_nothing_is_left_of_requests_that_are_over() -> None:
     """And sums are exact, whatever comes and goes."""
     rig, fresh = Rig(), Rig()

@@ -22,7 +22,7 @@ def prompt(name: str, left: int, due: float = 1.0, *, at: int = 0, arrival: floa
 
 
 def streams(count: int, itl_s: float = 0.05, spoiled: int = 0) -> Streams:
-    return Streams(count + spoiled, 0, {itl_s: count} if count else {})
+    return Streams(count + spoiled, 0, {(itl_s, 0): count} if count else {})
 
 
 def planned(beside: Streams, *prompts: Prompt, turn: int = 1, errors: Errors | None = None) -> Plan:
@@ -103,8 +103,26 @@ def test_beside_lost_streams_a_new_prompt_could_still_be_in_time() -> None:
     assert planned(Streams(), prompt("a", 3000, 0.15)).total == STEP, "nobody waits for tokens"
 
 
+def test_beside_streams_that_can_spare_a_gap_a_prompt_gets_a_step_of_its_own() -> None:
+    soon = prompt("a", 700, 0.1)
+    assert planned(Streams(4, 0, {(0.05, 1): 4}), soon).total == 700
+    assert planned(Streams(4, 0, {(0.05, 0): 4}), soon).total < 500
+    mixed = planned(Streams(5, 0, {(0.05, 1): 3, (0.05, 0): 2}), soon)
+    assert mixed.total < 500, "two would miss their target for one prompt"
+
+
+def test_no_more_gaps_are_spent_than_streams_can_spare() -> None:
+    long = prompt("a", 2 * STEP, COST.work(0, 2 * STEP) + 0.05)
+    assert planned(Streams(1, 0, {(0.05, 3): 1}), long).total == STEP
+    assert planned(Streams(1, 0, {(0.05, 2): 1}), long).total < STEP
+
+
+def test_a_gap_is_not_spent_on_a_prompt_that_has_time() -> None:
+    assert planned(Streams(10, 0, {(0.05, 4): 10}), prompt("a", 700, 9.0)).total < 500
+
+
 def test_the_smallest_target_counts_if_all_can_be_kept() -> None:
-    both = Streams(10, 0, {0.03: 5, 0.2: 5})
+    both = Streams(10, 0, {(0.03, 0): 5, (0.2, 0): 5})
     found = planned(both, prompt("a", 3000, 5.0))
     assert found.seconds < 0.03
 
@@ -163,7 +181,9 @@ def test_every_plan_keeps_its_limits(seed: int) -> None:
         prompt(str(n), rng.randint(1, 5000), rng.uniform(-1, 5), at=rng.randint(0, 4000))
         for n in range(rng.randint(1, 90))
     ]
-    beside = Streams(rng.randint(0, 60), rng.randint(0, 90_000), {rng.uniform(0.002, 0.2): 1})
+    slack = rng.randint(0, 2)
+    keep = {(rng.uniform(0.002, 0.2), slack): 1}
+    beside = Streams(rng.randint(0, 60), rng.randint(0, 90_000), keep)
     found = plan(beside, prompts, COST, Errors(), now=0.0, step_tokens=STEP, turn=seed)
     lefts = {one.name: one.left for one in prompts}
     assert sorted(found.order) == sorted(lefts)
