@@ -80,7 +80,7 @@ def test_a_worker_that_is_killed_takes_no_request_with_it(
         load.more(12)
     load.check(oracle)
     assert any(other.instance_id in told["migrated_from"] for told in load.told())
-    until(lambda: len(both.incarnations()) == 2, 20, "its leases are gone")
+    until(lambda: len(both.incarnations()) == 1, 20, "its leases are gone")
     both.assert_clean()
 
 
