@@ -34,7 +34,8 @@ PROBE_TOKENS = 64
 # A plan tries step lengths for each target that streams have. Clients name targets, and with 200
 # different ones a plan would take 70 ms. So similar ones count as the smallest of them.
 _TARGETS = 8
-# More long gaps that a stream can spare count as so many. Four prompts are a lot at once.
+# At most so many gaps that a stream can spare are counted. Streams are grouped by that number, too,
+# and a plan takes longer with each group.
 _SPARE = 4
 
 # The length of prompt that tells an engine's rate.
@@ -216,7 +217,7 @@ class CostModel(StepModel):
             # The 99th percentile of its gaps meets the target: one of 100 may be longer.
             left = (self.steps - stream.since) // 100 - stream.over
             if left >= 0:
-                # The last one is for steps that take longer than they should.
+                # The last one is kept for a step that takes longer than predicted.
                 found.append((stream.itl_s, min(max(0, left - 1), _SPARE)))
         near = _near({itl_s for itl_s, _ in found})
         targets = Counter((near[itl_s], spare) for itl_s, spare in found)

@@ -269,7 +269,7 @@ def _waits(prompt: Prompt, end: float) -> float:
 
 
 def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) -> float:
-    """How many streams are expected to miss their targets in so many steps. See GAP, too."""
+    """What so many steps cost: the streams that are expected to miss their targets, and GAPs."""
     found = 0.0
     for (target, spare), count in streams.targets.items():
         likely = errors.beyond(target / step_s)
@@ -279,7 +279,9 @@ def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) 
 
 
 def _more(spare: int, steps: int, likely: float) -> float:
-    """How likely more than `spare` of the steps are too long, if each is `likely`: binomial."""
+    """The chance that more than `spare` of the steps are too long (binomial distribution).
+
+    likely: the chance of each step."""
     if likely >= 1.0:
         return float(steps > spare)
     within = term = (1.0 - likely) ** steps
