@@ -291,7 +291,7 @@ class Product(Rule):
     def wants(self) -> int | None:
         """Return how many more prompt tokens the worker takes now. None: it pulls no jobs.
 
-        It follows `Neighbour.busy` and `PrefillRole` (prefill_worker/side.py)."""
+        Its rules are those of `Neighbour.busy` and `PrefillRole` (prefill_worker/side.py)."""
         engine = self.engine
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams

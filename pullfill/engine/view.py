@@ -205,8 +205,8 @@ class PrefillChunks:
         return [*running, *held, *islice(scheduler.waiting, _MOST)]
 
     def parts(self, output: Any) -> list[tuple[int, int]]:
-        """Return of each request in a step how many tokens were computed before, and how many the
-        step computes. output: vLLM's SchedulerOutput."""
+        """For each request in a step, return how many of its tokens were computed before it, and
+        how many the step computes. output: vLLM's SchedulerOutput."""
         tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         new = [(one.num_computed_tokens, tokens[one.req_id]) for one in output.scheduled_new_reqs]
         run = zip(cached.num_computed_tokens, map(tokens.__getitem__, cached.req_ids), strict=True)
@@ -234,7 +234,7 @@ class PrefillChunks:
         self._set(each, min(self.step_tokens, total + 1))
 
     def leave_one(self) -> None:
-        """Let no single prompt have the last token of a step, from now on.
+        """From now on, give a single prompt at most all tokens of a step but one.
 
         While a step has tokens left, vLLM looks at prompts that wait."""
         self._threshold = min(self._threshold or self.step_tokens, self.step_tokens - 1)

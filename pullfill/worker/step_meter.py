@@ -89,7 +89,7 @@ class StepMeter:
     """See the module.
 
     config: the router's settings. Only under the policy `cost` steps are planned.
-    computes: whether a prompt may be computed in the next step, by its request's name."""
+    computes: takes a request's id. Returns whether the next step may compute its prompt."""
 
     def __init__(
         self,

@@ -10,8 +10,9 @@ than their target of the time between tokens. How often steps take so much longe
 measured (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with
 many that would be late they are long.
 
-A stream keeps its target if 99 of 100 gaps do. So a long answer can spare some, and beside such
-answers a whole prompt in one step may be the cheapest: each has one long gap, not dozens.
+A stream keeps its target if 99 of 100 gaps between its tokens are within it. So a long answer can
+have some longer gaps: it can spare them. Beside such answers a whole prompt in one step may be the
+cheapest, because each of them then has one long gap, and not dozens.
 
 A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
 steps are nearly as full as vLLM's own. Without streams nothing limits a step: that is a prefill
@@ -220,8 +221,9 @@ def _room(
 
 
 def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: float) -> list[float]:
-    """How long steps may take, the shortest first. Infinite: as long as their prompts take.
+    """Return the lengths of a step to try, in seconds, the shortest first.
 
+    Infinite: there is no limit, so a step takes as long as its prompts do.
     total: seconds of all prompts."""
     if not streams.count:
         return [math.inf]
@@ -294,7 +296,7 @@ def _more(spare: int, steps: int, likely: float) -> float:
 def _filled(
     ordered: Sequence[Prompt], cost: StepCost, base: float, room_s: float, most: int
 ) -> tuple[dict[str, int], float]:
-    """Return how many tokens of each prompt the step computes, and how many seconds they take.
+    """Return how many tokens of each prompt the step computes, and the seconds for all of them.
 
     base: seconds of a step without prompts."""
     tokens: dict[str, int] = {}

@@ -143,7 +143,6 @@ def test_steps_are_planned_by_this_policy_only() -> None:
 
 
 def test_a_prompt_without_others_gets_a_whole_step() -> None:
-    """Also its last 64 tokens."""
     rig = Rig()
     rig.step(0.01, a=1024)
     assert rig.chunks.told == ["release"]

@@ -44,7 +44,8 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(
 def test_a_prefill_worker_that_nobody_can_read_from_is_no_reason_to_warn(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes: with `--transports nccl`, for example, which is not offered to readers."""
+    """Nobody reads its KV: it writes. So it may have transports that readers cannot use, for
+    example with `--transports nccl`."""
     context = WorkerContext("prefill-x", RegionFiles("prefill-x", tmp_path))
     one = SimpleNamespace(device=None, layout=None)
     monkeypatch.setattr(WorkerContext, "memories", [one])

@@ -14,7 +14,8 @@ from tests.support.fakes import FakeChunks, FakeClock, FakeRequest
 
 
 class Rig:
-    """A prefill worker. turns: the prompts that may be computed. None: all."""
+    """The meter of a prefill worker. turns: ids of the requests whose prompts may be computed.
+    None: all may."""
 
     def __init__(self) -> None:
         self.chunks, self.clock, self.model = FakeChunks(streams=0), FakeClock(), None
