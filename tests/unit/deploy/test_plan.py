@@ -172,7 +172,8 @@ def test_where_workers_run(
         (0, 4, {}, {0, 1}),
         (0, 2, {"pin": False}, set()),
         (2, 2, {}, set()),
-        (0, 2, {"worker": 2}, {0, 1}),
+        (0, 2, {"worker": 2}, {0}),
+        (0, 4, {"worker": 3, "decode": 1}, {0, 1, 3}),
         (0, 3, {"worker": 1, "prefill": 2}, {0}),
     ],
 )
