@@ -291,16 +291,14 @@ class Product(Rule):
     def wants(self) -> int | None:
         """Return how many more prompt tokens the worker takes now. None: it pulls no jobs.
 
-        Its rules are those of `Neighbour.busy` and `PrefillRole` (prefill_worker/side.py)."""
+        Its rules are those of `Neighbour` and `PrefillRole` (prefill_worker/side.py)."""
         engine = self.engine
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
-            if engine.world.now - engine.came < QUIET_S or (engine.own and not self.plans):
-                return None
-            if any(r.job_of is None for r in engine.undone.values()):
-                return None
-            if engine.own:
+            if self.plans and engine.own:
                 return 1 - engine.job_tokens()
+            if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
+                return None
         return PULL_TOKENS - engine.backlog() if engine.sides != "decode" else None
 
 
@@ -611,22 +609,23 @@ class Cluster:
     def offer(self) -> None:
         """Give each job of the queue to a worker that wants one. Those without streams come first.
 
-        When no worker pulls any more, each job goes back to its decode worker."""
+        Its own decode worker takes it only if it is late, or if no other pulls any more."""
         takers: list[Engine] = []
-        while self.queue and (self._able or not self._pullers):
-            request = self.queue.popleft()
-            self._jobs, self._tokens = self._jobs - 1, self._tokens - request.left
-            home = request.home
+        while self.queue:
+            home = (request := self.queue[0]).home
             assert home is not None
-            if self._able:
-                best = min(self._able.values())
-                if best[2] == home.number:  # it comes last among its like
-                    like = [one for one in self._able.values() if one[0] == best[0]]
-                    best = min((one for one in like if one is not best), default=best)
-                taker = self.engines[best[2]]
+            able = [one for one in self._able.values() if one[2] != home.number]
+            if not able and self.world.now - request.at > request.ttft_s:
+                able = [*self._able.values()]
+            if able:
+                taker = self.engines[min(able)[2]]
+            elif self._pullers.keys() - {home.number}:
+                break
             else:
                 home.rule.model.settled(request.name, False)
                 taker = home
+            self.queue.popleft()
+            self._jobs, self._tokens = self._jobs - 1, self._tokens - request.left
             taker.take(request)
             takers.append(taker)
         for taker in reversed(takers):

@@ -201,8 +201,8 @@ class CostModel(StepModel):
             one.work = (queue.ahead + tokens) / self._rate
             ttft_s = one.work + self._beside.a + self.base(len(self._streams))
             late = (waited_s + ttft_s) / targets.ttft_s
-            # As the step rule counts: one that misses its target anyway has no vote.
-            missed = late > 1.0 and waited_s < targets.ttft_s
+            # As the step rule counts: one that is late on an idle engine, too, has no vote.
+            missed = late > 1.0 and waited_s + here.work(start, one.left) <= targets.ttft_s
             one.options[Choice.REMOTE] = Option(ttft_s, missed + LATER * late)
         return one
 
@@ -274,11 +274,6 @@ class CostModel(StepModel):
         """Forget a request that is over."""
         for each in (self._here, self._away, self._loaded, self._requests, self._streams):
             each.pop(name, None)
-
-    @property
-    def undone(self) -> bool:
-        """Whether prompts of our own are computed here. Any thread."""
-        return bool(self._here)
 
     @property
     def requests(self) -> int:

@@ -137,10 +137,6 @@ class Frontends:
 
         await self._loop.call(listen)
 
-    def quiet(self, for_s: float) -> bool:
-        """Whether no request has come for so long."""
-        return time.monotonic() - self.server.last_taken > for_s
-
     @property
     def uncached_tokens(self) -> int:
         """Number of tokens to be computed before all requests generate, as frontends were told."""

@@ -16,7 +16,7 @@ import msgspec
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
-from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger, Sums
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
@@ -33,6 +33,8 @@ logger = log.get("decode_worker.outlook")
 # Bytes of a job beside its tokens and blocks: ids, adapter and salt, which may be long.
 _JOB_ROOM = 8 << 10
 _QUARANTINE_SHARE = 0.25
+# So many of the jobs that were opened first are looked at for one that waits.
+_LOOK = 16
 
 
 @dataclass(slots=True)
@@ -83,8 +85,7 @@ class Outlook:
             own_unwritten=ours.unwritten,
         )
         own_jobs = ours.jobs[JobState.QUEUED]
-        under_way = sum(ours.jobs[state] for state in UNDER_WAY)
-        in_front = max(depth.depth_jobs, own_jobs + under_way)
+        in_front = max(depth.depth_jobs, _open(ours))
         queue = Queue(len(pulling), in_front, forecast.ahead, forecast.rate)
         return Situation(
             prompt_tokens=prompt_tokens,
@@ -107,6 +108,18 @@ class Outlook:
             forecast=forecast,
             costs=self.meter.predict(request, hit_tokens, queue, config),
         )
+
+    def wanted(self, late_s: float) -> bool:
+        """Whether the queue may have a job of another worker, or an own one that is so old.
+
+        late_s: seconds. Any thread."""
+        ledger = self.context.ledger
+        ours = ledger.sums()
+        # New jobs of others are known a second later. So jobs are wanted unless own ones wait.
+        if not ours.jobs[JobState.QUEUED] or self.producer.depth().depth_jobs > _open(ours):
+            return True
+        now, oldest = ledger.oldest(_LOOK)
+        return any(e.state is JobState.QUEUED and now - e.opened_at > late_s for e in oldest)
 
     def _oversize(self, prompt_tokens: int, pulling: Sequence[Peer]) -> str:
         """Why no prefill worker can get a prompt of this length. Empty: one can."""
@@ -159,3 +172,8 @@ def outages(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger
     claims = NOT_CLAIMED if ledger.claims.stalled else ""
     # Prefill workers learn from etcd that a decode worker is new, and where it is.
     return [why for why in (nats.outage(), *peers.not_pulling, claims, etcd.outage()) if why]
+
+
+def _open(ours: Sums) -> int:
+    """How many of our own jobs wait or are in work."""
+    return ours.jobs[JobState.QUEUED] + sum(ours.jobs[state] for state in UNDER_WAY)

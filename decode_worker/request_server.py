@@ -7,7 +7,6 @@ and takes utility calls too, which keeps their order.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -71,7 +70,6 @@ class RequestServer:
         self._codec = front_wire.WorkerCodec()
         self._frontends: dict[bytes, Frontend] = {}
         self._taken: dict[str, Request] = {}
-        self.last_taken = -math.inf  # when a request came
         self._next_index, self._max_model_len = requests.FRONTENDS, 0
         self._next_check = 0.0
         self._socket: Any = None
@@ -235,7 +233,6 @@ class RequestServer:
             return self._give_back(frontend, request_id)
         frontend.requests.add(request_id)
         self._taken[request_id] = taken
-        self.last_taken = self._clock.monotonic()
 
     def _prepare(self, taken: Request, payload: list[Any], arrived: float) -> Work | None:
         """Decode and check a request. Runs as a `Preparation`.

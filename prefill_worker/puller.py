@@ -73,7 +73,7 @@ class Budget:
     With `--concurrency N` prompts count instead of tokens, N + 1 of them, and those only until they
     are computed. KV that still travels counts only against the KV credits.
 
-    limit: tokens, or prompts. spare: whether one job is enough.
+    limit: tokens, or prompts. most: jobs, instead of the limit. None: the limit.
     room: set when something counts no more. The puller clears it."""
 
     def __init__(self, tokens: int, concurrency: int = 0, *, claim_s: float = 0.05) -> None:
@@ -82,7 +82,7 @@ class Budget:
         self.limit = concurrency + 1 if concurrency else tokens
         self._claim_s = claim_s
         self._charges: dict[str, _Charge] = {}
-        self.spare = False
+        self.most: int | None = None
         self.room = asyncio.Event()
         self.completed = 0
         self.failed = 0
@@ -92,7 +92,7 @@ class Budget:
         """How much is left. Negative: more is under way."""
         prompts = sum(charge.counted for charge in self._charges.values())
         used = prompts if self.by_prompt else self.tokens
-        return (1 if self.spare else self.limit) - used
+        return (self.limit if self.most is None else self.most) - used
 
     @property
     def tokens(self) -> int:
@@ -300,12 +300,12 @@ class Puller:
         # Some looks longer, so that others have time to take it.
         self._leave_until = max(self._leave_until, now + again_s + 5 * _LOOK_S)
 
-    def spare(self, streams: bool) -> None:
-        """streams: whether jobs delay streams of this worker. Then it takes one job at a time, and
-        none that an idle worker waits for."""
-        if streams == self.budget.spare:
+    def spare(self, most: int | None) -> None:
+        """Take so many jobs at a time, because each delays streams of this worker, and none that
+        an idle worker waits for. None: they delay none."""
+        if most == self.budget.most:
             return
-        self.budget.spare = streams
+        self.budget.most = most
         self._end_pull()
         self.budget.room.set()
 
@@ -346,7 +346,9 @@ class Puller:
         if self.paused or full or free <= 0:
             await self._wait_for_room(WAIT_S)
             return
-        leaves = self.budget.spare or asyncio.get_running_loop().time() < self._leave_until
+        leaves = (
+            self.budget.most is not None or asyncio.get_running_loop().time() < self._leave_until
+        )
         pulling = self._pulling = asyncio.timeout(None)
         # A worker with room waits for a job, and so gets it before one that only asks.
         wait_s = 0.0 if leaves else WAIT_S

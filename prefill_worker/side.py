@@ -157,7 +157,7 @@ class PrefillRole(Role):
             # second without a reason.
             if why or calm >= 10:
                 puller.pause("busy", why)
-            puller.spare(beside.delays(step_s))
+            puller.spare(beside.most(step_s))
             # Requests that wait for another worker may hold all blocks here. That one may wait for
             # us in the same way.
             for name in self._engine.loop.waiting_for_blocks(_NO_ROOM_S):

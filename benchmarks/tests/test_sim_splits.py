@@ -65,10 +65,12 @@ def test_prompts_go_to_the_worker_without_streams() -> None:
 
 
 def test_a_worker_with_streams_pulls_if_a_full_step_fits_between_two_tokens() -> None:
+    """Under the policy `conditional`."""
     took = []
     for times in (0.3, 0.6):
         asks = conversations(1, 12.0)
-        run(System("spread", Options("cost", "spread"), machine=MACHINE.times(times, 1.0)), asks, 1)
+        options = Options("conditional", "spread")
+        run(System("spread", options, machine=MACHINE.times(times, 1.0)), asks, 1)
         took.append(sum(bool(ask.remote) for ask in asks))
     assert took[0] > 2 * took[1]
 

@@ -159,6 +159,7 @@ class Neighbour(Protocol):
 
         step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
 
-    def delays(self, step_s: float | None) -> bool:
-        """Whether such a step would keep streams of this worker from their target. Then jobs are
-        taken one at a time. step_s: as for `busy`."""
+    def most(self, step_s: float | None) -> int | None:
+        """How many jobs may be taken at a time, as each delays streams of this worker.
+
+        None: they delay none. step_s: as for `busy`."""

@@ -21,7 +21,7 @@ from pullfill.decode_worker.rules import Decision, Situation, decide
 from pullfill.rate import FORGET_S
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_meter import Step
-from pullfill.worker.step_rule import Prompt
+from pullfill.worker.step_rule import LATER, Prompt
 from tests.support.fakes import FakeClock, FakeRequest
 
 CONFIG = RouterConfig(policy=RouterPolicy.COST)
@@ -142,6 +142,14 @@ def test_what_a_job_takes_beside_its_prompt_does_not_grow_with_the_prompt(rig: R
         rig.model.finished(name)
     told = rig.model.predict(rig.queue, Targets(2.0, 0.05), 0, 1000).options[Choice.REMOTE]
     assert told.ttft_s < 1000 * REMOTE_S + 0.95
+
+
+def test_a_prompt_that_is_late_anyway_has_no_vote_there_either(rig: Rig) -> None:
+    """Else a prompt too long for any engine stayed here, beside the streams."""
+    for ttft_s, missed in ((0.1, 0.0), (1000 * STEP_S, 1.0)):
+        told = rig.model.predict(Queue(1, 1, 10**6, 1000.0), Targets(ttft_s, 0.05), 0, 2000)
+        late = told.options[Choice.REMOTE].ttft_s / ttft_s
+        assert told.options[Choice.REMOTE].cost == pytest.approx(missed + LATER * late)
 
 
 def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker.ledger import JobState
+from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.side import DecodeRole, DecodeSide, take_back
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
@@ -89,28 +90,46 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
     assert take_back(body(name), "me", model.ledger), "nobody waits for it"
 
 
+def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() -> None:
+    """Its own jobs are in the queue because they are cheaper elsewhere."""
+    model, depth = HandoffModel(), SimpleNamespace(depth_jobs=0)
+    outlook: Any = SimpleNamespace(
+        context=SimpleNamespace(ledger=model.ledger),
+        producer=SimpleNamespace(depth=lambda: depth),
+    )
+    wanted = partial(Outlook.wanted, outlook, 1.0)
+    assert wanted()
+    job = model.open(2)
+    assert job is not None
+    model.publish(job)
+    depth.depth_jobs = 1
+    assert not wanted()
+    depth.depth_jobs = 2
+    assert wanted()
+    depth.depth_jobs = 1
+    model.clock.advance(1.1)
+    assert wanted()
+
+
 @pytest.mark.parametrize(
-    ("step_s", "requests", "policy", "undone", "quiet", "told"),
+    ("step_s", "requests", "policy", "wanted", "told"),
     [
-        (1.0, 1, "cost", False, True, (True, True)),
-        (1.0, 1, "cost", False, False, (False, True)),  # a request has just come
-        (1.0, 1, "cost", True, True, (False, True)),  # a prompt of its own waits
-        (1.0, 1, "conditional", False, True, (False, True)),  # no step spares the streams
-        (1.0, 0, "conditional", True, False, (True, False)),
-        (0.01, 9, "conditional", True, False, (True, False)),
-        (None, 9, "conditional", True, False, (True, False)),
+        (1.0, 1, "cost", True, (True, 1)),
+        (1.0, 1, "cost", False, (True, 0)),
+        (1.0, 1, "conditional", True, (False, 1)),  # no step spares the streams
+        (1.0, 0, "conditional", False, (True, None)),
+        (0.01, 9, "conditional", False, (True, None)),
+        (None, 9, "conditional", False, (True, None)),
     ],
 )
 def test_when_streams_leave_time_for_jobs(
-    step_s: float | None, requests: int, policy: str, undone: bool, quiet: bool, told: Any
+    step_s: float | None, requests: int, policy: str, wanted: bool, told: Any
 ) -> None:
-    """Whether jobs are pulled, and whether one at a time."""
+    """Whether jobs are pulled, and how many at a time."""
     router = SimpleNamespace(current=RouterConfig(policy=RouterPolicy(policy), itl_ms=50))
-    model = SimpleNamespace(undone=undone)
     side = SimpleNamespace(
-        requests=requests, meter=SimpleNamespace(model=model),
-        frontends=SimpleNamespace(quiet=lambda for_s: quiet),
-    )  # fmt: skip
+        requests=requests, outlook=SimpleNamespace(wanted=lambda late_s: wanted and late_s == 1.0)
+    )
     role: Any = SimpleNamespace(_side=side, _router=router)
-    role.delays = partial(DecodeRole.delays, role)
-    assert (not DecodeRole.busy(role, step_s), role.delays(step_s)) == told
+    role._delays = partial(DecodeRole._delays, role)
+    assert (not DecodeRole.busy(role, step_s), DecodeRole.most(role, step_s)) == told

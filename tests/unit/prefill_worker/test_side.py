@@ -88,16 +88,16 @@ async def test_a_gap_between_two_streams_brings_no_job(monkeypatch: pytest.Monke
         return None
 
     monkeypatch.setattr(asyncio, "sleep", no_time)
-    spares = list[bool]()
+    spares = list[int | None]()
     puller: Any = SimpleNamespace(
         pause=lambda what, why: whys.append(f"{what} {why}"), spare=spares.append
     )
-    beside: Any = SimpleNamespace(busy=busy, delays=lambda step_s: step_s == 2.0)
+    beside: Any = SimpleNamespace(busy=busy, most=lambda step_s: int(step_s == 2.0))
     with pytest.raises(RuntimeError):  # what a coroutine makes of StopIteration
         await role._yield(beside, puller)
     assert whys == ["busy streams", "busy streams", "busy "]
     assert set(asked) == {2.0}
-    assert set(spares) == {True}
+    assert set(spares) == {1}
 
 
 async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
@@ -111,7 +111,7 @@ async def test_a_job_that_gets_no_blocks_goes_back_at_once() -> None:
     tasks = {
         name: SimpleNamespace(end=partial(ended.__setitem__, name)) for name in ("j.1", "runs.1")
     }
-    beside: Any = SimpleNamespace(busy=lambda _: "", delays=lambda _: False)
+    beside: Any = SimpleNamespace(busy=lambda _: "", most=lambda _: None)
     puller: Any = SimpleNamespace(pause=lambda *_: None, spare=lambda _: None)
     yields = asyncio.create_task(beside_streams(waiting, **tasks)._yield(beside, puller))
     await soon(lambda: bool(ended))
