@@ -195,7 +195,7 @@ class WorkerPool:
         self._dispatcher.on_ready(connection)
 
     def on_load(self, connection: DecodeConnection) -> None:
-        self._dispatcher.balancer.report(connection, asyncio.get_running_loop().time())
+        self._dispatcher.on_load(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:
         _log.info("decode worker %s drains", connection.instance_id)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,9 @@ _log = log.get("frontend.dispatch")
 # A lost worker may leave hundreds of requests. So many are placed before other callbacks of the
 # event loop run. Not one: the choices of a deadly answer shall meet the same worker.
 SLICE = 16
+# An answer with fewer tokens to come does not move to where fewer streams are: the next of them
+# comes late, and one in 100 may.
+WORTH_MOVING = 100
 # How many workers one request may leave.
 MAX_MIGRATIONS = 20
 NO_WORKER = "no decode worker is ready: start one with `pullfill decode` (or `pullfill up`)"
@@ -181,6 +185,26 @@ class Dispatcher:
         self._sink.joined(worker.welcome)
         self.suspects.on_return(worker.process)
         self._all_soon()
+
+    def on_load(self, worker: DecodeConnection) -> None:
+        """Take what a worker has said about its load. One stream may move to another worker."""
+        now = self._loop.time()
+        self.balancer.report(worker, now)
+        if (uneven := self.balancer.uneven(self._workers, now)) is None:
+            return
+        source, to = uneven
+        flights = [flight for flight in source.flights.values() if self._may_move(flight)]
+        if (flight := max(flights, key=_to_come, default=None)) is None:
+            return
+        source.abort([flight.wire_id])
+        self._try(flight, self._leave, source, "has more streams than another one")
+        self._try(flight, self._to, [to], now)
+
+    def _may_move(self, flight: Flight) -> bool:
+        """Whether an answer can go on elsewhere, and is worth it. An answer moves once."""
+        if not flight.tokens or flight.attempt or _to_come(flight) < WORTH_MOVING:
+            return False
+        return not (self._never or migration.why_not(flight.request, flight.tokens))
 
     def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
@@ -327,8 +351,12 @@ class Dispatcher:
             self._hold(flight)
             self._loop.call_later(self._waits.look, self._soon, (flight,))
             return
+        self._to(flight, around, now)
+
+    def _to(self, flight: Flight, workers: Sequence[DecodeConnection], now: float) -> None:
+        """Send a request to one of these workers."""
         flight.stop_waiting()
-        self._send(flight, self.balancer.choose(flight, around, now))
+        self._send(flight, self.balancer.choose(flight, workers, now))
 
     def _hold(self, flight: Flight) -> None:
         """Let a request wait for a worker until its deadline."""
@@ -431,3 +459,10 @@ class Dispatcher:
             self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.record.key)
+
+
+def _to_come(flight: Flight) -> float:
+    """How many tokens of the answer are to come at most."""
+    params = flight.request.sampling_params
+    most = None if params is None else params.max_tokens
+    return math.inf if most is None else most - len(flight.tokens)

@@ -266,12 +266,7 @@ class _Frontend:
         board.begin()
         stack.push_async_callback(board.close)
         prefixes = Prefixes(options.prefix_index_blocks)
-        balancer = Balancer(
-            lambda: settings.current.decode_policy,
-            prefixes,
-            frontends,
-            lambda: settings.current.min_fetch_tokens,
-        )
+        balancer = Balancer(lambda: settings.current, prefixes, frontends)
         requests = RequestLog()
         adapters = AdapterBoard(etcd, cluster.namespace)
         stack.push_async_callback(adapters.close)

@@ -25,7 +25,7 @@ _STAY = 0.02
 # forgotten.
 _CLIP = 4.0
 # Over how many seconds a share of the time is measured.
-SHARE_S = 10.0
+SHARE_S = 5.0
 
 
 class Rate:

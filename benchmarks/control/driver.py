@@ -76,7 +76,7 @@ class Driver:
         self._port = Dispatcher(
             cast(Any, self),
             front_wire.FrontendCodec(),
-            Sticky(lambda: DecodePolicy.RANDOM),
+            Sticky(lambda: RouterConfig(decode_policy=DecodePolicy.RANDOM)),
             self._explain,
             board,
         )

@@ -21,7 +21,7 @@ from pullfill.frontend.flight import Flight
 from pullfill.frontend.routing.choice import BY_PREFIX, KNOWN, Placer, Prompt
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
-from pullfill.wire import DecodePolicy, PrefixHolder
+from pullfill.wire import DecodePolicy, PrefixHolder, RouterConfig
 
 # For how many answers with several choices the worker is remembered.
 MAX_TOGETHER = 1024
@@ -30,22 +30,19 @@ MAX_TOGETHER = 1024
 class Balancer:
     """Owned by the `Dispatcher`, on its event loop. Never blocks.
 
-    policy: returns the policy to use now.
+    config: returns the router's settings.
     prefixes: which worker holds which blocks.
-    frontends: returns how many frontends serve the same workers.
-    min_fetch: returns `router.min_fetch_tokens`."""
+    frontends: returns how many frontends serve the same workers."""
 
     def __init__(
         self,
-        policy: Callable[[], DecodePolicy],
+        config: Callable[[], RouterConfig],
         prefixes: Prefixes | None = None,
         frontends: Callable[[], int] = lambda: 1,
-        min_fetch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._policy = policy
+        self._config = config
         self._prefixes = prefixes or Prefixes(0)
         self._frontends = frontends
-        self._min_fetch = min_fetch
         self._placer = Placer(random.Random())
         self._together: dict[str, str] = {}
         self._block = 0
@@ -70,7 +67,9 @@ class Balancer:
         names = [before] if before in by_id else by_id
         prompt = self._prompt(flight)
         held, more = self._prefixes.matched(prompt.hashes)
-        view, told = self._placer.choose(self._policy(), prompt, names, now, held, more)
+        view, told = self._placer.choose(
+            self._config().decode_policy, prompt, names, now, held, more
+        )
         name = view.instance_id
         if before == name:
             told = replace(told, reason="together")
@@ -86,7 +85,7 @@ class Balancer:
 
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
         """Return another worker that holds more of the prompt than the chosen one, if any."""
-        least = self._min_fetch()
+        least = self._config().min_fetch_tokens
         if not least or not self._block or self._prefixes.workers < 2:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
@@ -123,6 +122,17 @@ class Balancer:
             )
             view.told, view.told_at = load, now
 
+    def uneven(
+        self, workers: Sequence[DecodeConnection], now: float
+    ) -> tuple[DecodeConnection, DecodeConnection] | None:
+        """Return which worker has a stream too many, and which shall have it, if any."""
+        if self._config().decode_policy is not DecodePolicy.PACK:
+            return None
+        by_id = {worker.instance_id: worker for worker in workers}
+        if (found := self._placer.uneven(by_id, now)) is None:
+            return None
+        return by_id[found[0]], by_id[found[1]]
+
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""
         self._placer.drop(worker.instance_id)
@@ -139,7 +149,7 @@ class Balancer:
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: some need its hashes."""
-        if self._policy() in BY_PREFIX:
+        if self._config().decode_policy in BY_PREFIX:
             return self._hashed(flight)
         return Prompt(_length(flight), self._block)
 

@@ -47,6 +47,8 @@ LAG_TOKENS = 1 << 16
 HIT_SHARE = 0.1
 # KV of so many tokens costs as much as one queued token: each step reads all KV in use.
 BLOCK_TOKENS = 16
+# Under `pack`, streams move if they are unevenly spread for so long. One moves, then the next.
+_UNEVEN_S, _MOVE_S = 1.0, 4 * LOAD_S
 # So many prompts per worker that holds a prefix may leave it before it counts less.
 CROWD = 4
 # So many more, and it counts half.
@@ -141,6 +143,8 @@ class Placer:
         self._sent = 0
         # How many workers get streams, and until when that holds.
         self._few, self._few_until = 1, 0.0
+        # When a stream moves, if they are unevenly spread until then.
+        self._move_at = math.inf
 
     # ---------------------------------------------------------------- workers
 
@@ -242,6 +246,28 @@ class Placer:
             told = [Told(v.told, now - v.told_at) for v in views if v.told is not None]
             self._few = few(told) if told else len(views)
         return self._few
+
+    def uneven(self, names: Iterable[str], now: float) -> tuple[str, str] | None:
+        """Which of these workers has a stream too many under `pack`, and which one shall have it.
+
+        A burst of prompts goes to few workers, because the others compute it. Soon more workers
+        have time for streams. But each answer would stay where it began."""
+        views = [self.join(name) for name in sorted(names)]
+        each = {view.instance_id: view.told.streams for view in views if view.told is not None}
+        if len(each) < len(views) or len(each) < 2:
+            return None
+        count, ordered = self._fewest(views, now), [*each]
+        few, others = ordered[:count], ordered[count:]
+        to = min(few, key=each.__getitem__)
+        source = max(others if any(map(each.get, others)) else few, key=each.__getitem__)
+        if source in few and each[source] - each[to] < 2:
+            self._move_at = math.inf
+            return None
+        self._move_at = min(self._move_at, now + _UNEVEN_S)
+        if now < self._move_at:
+            return None
+        self._move_at = now + _MOVE_S * self.peers
+        return source, to
 
     def _by_prefix(
         self,

@@ -45,7 +45,7 @@ from pullfill.ids import new_incarnation
 from pullfill.net.this_host import host_id
 from pullfill.options import ForwarderName
 from pullfill.snapshot import Explained
-from pullfill.wire import DecodePolicy, ExplainRecord, Timings, WorkerRecord, u32
+from pullfill.wire import DecodePolicy, ExplainRecord, RouterConfig, Timings, WorkerRecord, u32
 from tests.support.asgi import Client
 from tests.support.fake_vllm import (
     LENGTH,
@@ -422,7 +422,9 @@ async def rig(
     board = Alone() if board is None else board
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "PREDICTED_BLOCKS", FEW_BLOCKS)
-        balancer = Balancer(lambda: policy, prefixes)
+        balancer = Balancer(
+            lambda: RouterConfig(decode_policy=policy, min_fetch_tokens=0), prefixes
+        )
     dispatcher = Dispatcher(sink, PlainCodec(), balancer, requests, board, waits=waits)
     pool = WorkerPool(directory, hello, ["m"], dispatcher, prefixes)
     pool.start()

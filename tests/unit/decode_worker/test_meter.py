@@ -13,6 +13,7 @@ from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine.requests import OWN_CLIENT
+from pullfill.rate import SHARE_S
 from pullfill.wire import RouterConfig, RouterPolicy
 from tests.support.fakes import FakeChunks, FakeClock, FakeRequest
 
@@ -158,7 +159,7 @@ def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
         rig.step(0.03, a=1, job=300)
         rig.step(0.01, a=1)
     assert rig.meter.prompts.share() == pytest.approx(0.5, rel=0.1)
-    rig.clock.advance(10.0)
+    rig.clock.advance(SHARE_S)
     assert rig.meter.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
 
 

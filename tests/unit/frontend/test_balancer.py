@@ -17,7 +17,7 @@ from pullfill.frontend.routing.balancer import Balancer, hashes_of
 from pullfill.frontend.routing.choice import ALPHA, KNOWN
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix.events import Original
-from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder
+from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder, RouterConfig
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
 
@@ -52,7 +52,8 @@ class Rig:
         self.workers: Any = [Worker(name) for name in "abc"]
         self.min_fetch = 0
         self.balancer = Balancer(
-            lambda: self.policy, self.prefixes, min_fetch=lambda: self.min_fetch
+            lambda: RouterConfig(decode_policy=self.policy, min_fetch_tokens=self.min_fetch),
+            self.prefixes,
         )
 
     def answer(self, worker: Any) -> None:

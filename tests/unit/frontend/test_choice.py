@@ -186,6 +186,28 @@ def test_pack_looks_again_when_workers_have_told_more() -> None:
     assert view.instance_id == "b"
 
 
+def test_streams_move_one_by_one_if_they_stay_unevenly_spread() -> None:
+    """Among the first two workers, and from the third to them. Not at once: a wave may pass."""
+    rig = Packed()
+
+    def uneven(now: float, *streams: int) -> tuple[str, str] | None:
+        for name, count in zip(rig.names, streams, strict=True):
+            view = rig.view(name)
+            view.told = Packed(count).view(name).told
+        return rig.placer.uneven(rig.names, now)
+
+    assert not uneven(0.0, 14, 7, 0)
+    assert not uneven(0.9, 14, 7, 0)
+    assert uneven(1.0, 14, 7, 0) == ("a", "b")
+    assert not uneven(1.1, 13, 8, 0)
+    assert uneven(1.3, 13, 8, 0) == ("a", "b")
+    assert not uneven(1.5, 10, 11, 0)
+    assert not uneven(1.6, 14, 7, 0)
+    assert uneven(2.6, 11, 9, 1) == ("c", "b")
+    rig.view("a").told = None
+    assert not rig.placer.uneven(rig.names, 9.0), "stock servers tell nothing"
+
+
 @pytest.mark.parametrize(
     ("held", "where"),
     [

@@ -19,7 +19,7 @@ from pullfill.frontend.dispatch import Dispatcher
 from pullfill.frontend.flight import WAITS, Waits
 from pullfill.frontend.request_log import RequestLog
 from pullfill.frontend.routing.balancer import Balancer
-from pullfill.wire import MAX_TEXT, DecodePolicy, WorkerState
+from pullfill.wire import MAX_TEXT, DecodePolicy, RouterConfig, WorkerState
 from tests.support.fake_vllm import Output, Outputs, PlainCodec, answer, request
 from tests.support.frontend_rig import PATIENCE_S, Alone, FakeDecode, Sink, rig
 from tests.support.waiting import soon
@@ -213,7 +213,7 @@ class Desk(Sink):
         self.workers = [Worker("A")]
         self.log = RequestLog()
         made: Any = self
-        balancer = Balancer(lambda: DecodePolicy.ROUND_ROBIN)
+        balancer = Balancer(lambda: RouterConfig(decode_policy=DecodePolicy.ROUND_ROBIN))
         board: Any = Alone()
         self.dispatcher = Dispatcher(
             made, PlainCodec(), balancer, self.log, board, never=never, waits=waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import random
 from itertools import pairwise
 
@@ -19,6 +20,9 @@ from tests.support.waiting import soon
 PROMPT = [5, 6, 7]
 SOME = 20
 """Tokens after which a worker pauses. So no answer ends before the test ends its worker."""
+
+
+by_id = operator.attrgetter("instance_id")
 
 
 async def begun(r: Rig, name: str, tokens: int = 3) -> None:
@@ -90,6 +94,32 @@ async def test_a_request_that_is_handed_back_goes_to_another_for_a_while(count: 
         else:
             assert "decode-0 gave it up" in r.sink.failures["a"]
             assert len(workers[0].added) == 1
+
+
+async def test_an_answer_moves_once_to_where_fewer_streams_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it can go on exactly, and has many tokens to come."""
+    one, two = (FakeDecode(f"decode-{n}", stop_after=SOME) for n in (1, 2))
+    async with rig(one, two) as r:
+        balancer = r.dispatcher.balancer
+        monkeypatch.setattr(balancer, "choose", lambda _, workers, now: min(workers, key=by_id))
+        for name, fields in (("a", {}), ("b", {"seed": 1}), ("c", {"max_tokens": 80})):
+            r.dispatcher.submit(request(name, PROMPT, **{"max_tokens": 200, **fields}))
+            await begun(r, name)
+        first = r.dispatcher.flights["a"].worker
+        assert first is not None
+        monkeypatch.undo()
+        monkeypatch.setattr(balancer, "uneven", lambda workers, now: sorted(workers, key=by_id))
+        for _ in range(3):
+            r.dispatcher.on_load(first)
+        await soon(lambda: len(r.sink.tokens["a"]) > SOME)
+        assert r.sink.tokens["a"] == answer(PROMPT, 200)[: len(r.sink.tokens["a"])]
+        assert [asked.request_id for asked in two.added] == ["a~1"]
+        assert one.aborted == ["a"]
+        r.dispatcher.abort(["a"])
+        record = await r.told("a")
+        assert record.migrated_from == ("decode-1",)
 
 
 @pytest.mark.parametrize("room", [402, 403])
