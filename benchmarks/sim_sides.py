@@ -321,7 +321,7 @@ class Engine:
         self.prompts = Share(cluster.world)
         self._meter = Meter()
         self._stepping = False
-        self._told_at = -math.inf
+        self._told_at = self._paced_at = -math.inf
         # Prompt tokens and requests that it has told, with what was sent to it since.
         self.sent = (0, 0)
         self.rule: Any = Rule(self) if self.options.rule == "plain" else Product(self)
@@ -358,6 +358,13 @@ class Engine:
             self._told_at = now - now % TELL_S
             self.sent = self.backlog(), self.own
         return self._told
+
+    def pace(self) -> tuple[float, float]:
+        """What a job would meet, as told at most TELL_S ago."""
+        if self.world.now - self._paced_at >= TELL_S:
+            self._paced_at = self.world.now
+            self._pace: tuple[float, float] = self.rule.model.pace(1.0)
+        return self._pace
 
     # ------------------------------------------------------------------ requests and jobs
 
@@ -517,6 +524,9 @@ class Cluster:
         # Of each worker that pulls, the jobs that it has and their tokens. Then of each one that
         # wants more, by what it is chosen: streams, backlog, number.
         self._pullers: dict[int, tuple[int, int]] = {}
+        # Of those with streams: tokens_per_s and harm of a job there (`Load`), and the sums.
+        self._paces: dict[int, tuple[float, float]] = {}
+        self._pace = (0.0, 0.0)
         self._able: dict[int, tuple[bool, int, int]] = {}
         for one in self.engines:
             self.changed(one)
@@ -586,20 +596,32 @@ class Cluster:
             return
         jobs, tokens = self._pullers.pop(one.number, (0, 0))
         self._able.pop(one.number, None)
+        before = self._paces.pop(one.number, (0.0, 0.0))
+        pace = (0.0, 0.0)
         if (wants := one.rule.wants()) is not None:
             self._pullers[one.number] = one.jobs, one.job_tokens()
             jobs, tokens = jobs - one.jobs, tokens - one.job_tokens()
+            if one.sides == "both" and (now := one.pace())[1]:
+                pace = self._paces[one.number] = now
             if wants > 0:
                 streams = any(r.made for r in one.running)
                 self._able[one.number] = streams, one.backlog(), one.number
         self._jobs, self._tokens = self._jobs - jobs, self._tokens - tokens
+        (rate, harm), (new, more), (old, less) = self._pace, pace, before
+        self._pace = rate + new - old, harm + more - less
 
     def ahead(self, home: Engine) -> Queue:
         """What the job of a prompt would meet."""
         workers = len(self._pullers) - (home.number in self._pullers)
         jobs, tokens = self._pullers.get(home.number, (0, 0))
-        rate = sum(self.rates.values()) / max(1, len(self.rates))
-        return Queue(workers, self._jobs - jobs, self._tokens - tokens, rate)
+        rate, harm = sum(self.rates.values()) / max(1, len(self.rates)), 0.0
+        mine = self._paces.get(home.number)
+        paced = len(self._paces) - (mine is not None)
+        if workers > paced:
+            workers -= paced  # those without streams
+        elif paced:
+            rate, harm = ((s - m) / paced for s, m in zip(self._pace, mine or (0, 0), strict=True))
+        return Queue(workers, self._jobs - jobs, self._tokens - tokens, rate, harm)
 
     def put(self, request: Request) -> None:
         self.queue.append(request)

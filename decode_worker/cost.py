@@ -49,6 +49,7 @@ class Queue(msgspec.Struct, frozen=True):
     jobs: int = 0  # in front of it, those in work included
     tokens: int = 0  # of these jobs, that are not computed yet
     rate: float = 0.0  # prompt tokens that one of the workers computes in a second. 0: unknown
+    harm: float = 0.0  # what a second of that costs streams there, by the step rule's price
 
     @property
     def ahead(self) -> float:
@@ -203,8 +204,18 @@ class CostModel(StepModel):
             late = (waited_s + ttft_s) / targets.ttft_s
             # As the step rule counts: one that is late on an idle engine, too, has no vote.
             missed = late > 1.0 and waited_s + here.work(start, one.left) <= targets.ttft_s
-            one.options[Choice.REMOTE] = Option(ttft_s, missed + LATER * late)
+            harm = queue.harm * tokens / self._rate
+            one.options[Choice.REMOTE] = Option(ttft_s, missed + LATER * late + harm)
         return one
+
+    def pace(self, ttft_s: float) -> tuple[float, float]:
+        """Return the `Load` of a job with this target: tokens_per_s, harm."""
+        seconds, price = step_rule.beside(
+            RATE_TOKENS, ttft_s, self.kept(), self.cost, self.errors, step_tokens=self._step_tokens
+        )
+        if not self.measured or seconds <= 0.0:
+            return 0.0, 0.0
+        return RATE_TOKENS / seconds, price / seconds
 
     def _ahead(self) -> list[Prompt]:
         """Prompts that are computed here, own and pulled."""

@@ -68,6 +68,8 @@ class Outlook:
         # Our own jobs count once they are opened. They reach the queue later.
         ours = ledger.sums()
         pulling = self.peers.pulling
+        # Those without streams take a job first.
+        takers = [peer for peer in pulling if not peer.load.harm] or pulling
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.hello.adapters for peer in pulling)
@@ -76,7 +78,7 @@ class Outlook:
             tokens,
             more,
             more * kv_bytes / self.num_blocks,
-            loads={peer.instance_id: peer.load for peer in pulling},
+            loads={peer.instance_id: peer.load for peer in takers},
             done_tokens=sum(peer.done_tokens() for peer in pulling),
             depth_tokens=depth.depth_tokens,
             # Not those of claimed jobs: the queue knows these, and `uncomputed` is judged by what
@@ -86,7 +88,8 @@ class Outlook:
         )
         own_jobs = ours.jobs[JobState.QUEUED]
         in_front = max(depth.depth_jobs, _open(ours))
-        queue = Queue(len(pulling), in_front, forecast.ahead, forecast.rate)
+        harm = min((peer.load.harm for peer in takers), default=0.0)
+        queue = Queue(len(takers), in_front, forecast.ahead, forecast.rate, harm)
         return Situation(
             prompt_tokens=prompt_tokens,
             hit_tokens=hit_tokens,

@@ -332,6 +332,9 @@ class DecodeRole(Role):
         spares = self._router.current.policy is RouterPolicy.COST
         return "" if spares or not self._delays(step_s) else "its own streams leave no time"
 
+    def pace(self) -> tuple[float, float]:
+        return self._side.meter.pace
+
     def most(self, step_s: float | None) -> int | None:
         if not self._delays(step_s):
             return None

@@ -39,7 +39,7 @@ from pullfill.runtime.lifecycle import end, until
 from pullfill.transfer.connect import peer_transports, why_absent
 from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
-from pullfill.wire import Hello, WorkerRecord
+from pullfill.wire import Hello, Load, WorkerRecord
 from pullfill.worker.context import SchedulerHalf
 from pullfill.worker.sides import Engine, Neighbour, Role, Servers, Service
 
@@ -123,7 +123,7 @@ class PrefillRole(Role):
         )  # fmt: skip
         links = DecodeLinks(
             self._directory, hello, engine.compat, reach, self._key,
-            load=scheduler.load, kept=servers.kept,
+            load=self._load, kept=servers.kept,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 
@@ -138,6 +138,12 @@ class PrefillRole(Role):
             parts.push_async_callback(end, yields)
         healths = [consumer.health, servers.etcd.health]
         return PrefillService(engine, scheduler, puller, healths, hello)
+
+    def _load(self) -> Load:
+        """What decode workers are told. Beside a decode side: what its streams leave time for."""
+        load = self._scheduler.load()
+        rate, harm = self._beside.pace() if self._beside is not None else (0.0, 0.0)
+        return msgspec.structs.replace(load, tokens_per_s=rate, harm=harm) if rate else load
 
     def _own(self, delivery: Delivery) -> bool:
         return self._beside is not None and self._beside.take_back(delivery.body)

@@ -160,8 +160,11 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 class Load(Message, frozen=True, kw_only=True):
     """The load of a prefill worker."""
 
-    # Prompt tokens that it computes in a second of work. 0: it has computed none yet.
+    # Prompt tokens that it computes in a second of work, beside the streams that it has now. 0: it
+    # has computed none yet.
     tokens_per_s: Finite = 0.0
+    # What a second of that work costs its streams, in requests that miss a target.
+    harm: Finite = 0.0
     # Tokens that are computed and belong to jobs that are not committed.
     done_tokens: Count = 0
 

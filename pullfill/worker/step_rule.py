@@ -182,6 +182,26 @@ def quote(
     return after - before, max(work * (base + room_s) / room_s, base)
 
 
+def beside(
+    tokens: int,
+    ttft_s: float,
+    streams: Streams,
+    cost: StepCost,
+    errors: Errors,
+    *,
+    step_tokens: int,
+) -> tuple[float, float]:
+    """Return how long a job of so many tokens takes beside these streams, in seconds, and what that
+    costs them, by `price`. ttft_s: its target."""
+    work = cost.work(0, tokens)
+    if not streams.count:
+        return work, 0.0
+    one = Prompt("", 0, tokens, ttft_s, 0.0)
+    whole, seconds = quote(one, streams, (), cost, errors, now=0.0, step_tokens=step_tokens)
+    own = _waits(one, seconds) + (work <= ttft_s < seconds)
+    return seconds, max(0.0, whole - own)
+
+
 def _cheapest(
     streams: Streams,
     by_due: Sequence[Prompt],

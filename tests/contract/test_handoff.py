@@ -537,7 +537,7 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
-        ((workers, jobs, ahead, rate),) = map(msgspec.structs.astuple, asked)
+        ((workers, jobs, ahead, rate, _),) = map(msgspec.structs.astuple, asked)
         assert (workers, jobs, rate) == (1, 1, TOKENS / 12)
         # And it computes on: 3 tokens in a second.
         assert 0 < round_up_tokens(TOKENS) - TOKENS // 2 - ahead + 1 < TOKENS // 2

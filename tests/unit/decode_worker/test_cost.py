@@ -144,6 +144,22 @@ def test_what_a_job_takes_beside_its_prompt_does_not_grow_with_the_prompt(rig: R
     assert told.ttft_s < 1000 * REMOTE_S + 0.95
 
 
+def test_what_a_job_costs_streams_there_counts_as_what_it_costs_here(rig: Rig) -> None:
+    def there(harm: float) -> float:
+        queue = Queue(1, 0, 0, 1000.0, harm)
+        return rig.model.predict(queue, Targets(9.0, 0.05), 0, 2000).options[Choice.REMOTE].cost
+
+    assert there(0.5) > there(0.0) + 2.0 * 0.5, "for two seconds"
+    alone, free = rig.model.pace(1.0)
+    rig.streams(4)
+    beside, harm = rig.model.pace(1.0)
+    assert free == 0.0 < harm
+    assert beside < 0.9 * alone, "each part is a step with the streams"
+    own = rig.model.predict(rig.queue, Targets(1.0, 0.05), 0, 1024).options[Choice.LOCAL]
+    assert own.ttft_s == pytest.approx(1024 / beside, rel=0.01)
+    assert own.cost == pytest.approx(LATER * own.ttft_s + harm * own.ttft_s, rel=0.01)
+
+
 def test_a_prompt_that_is_late_anyway_has_no_vote_there_either(rig: Rig) -> None:
     """Else a prompt too long for any engine stayed here, beside the streams."""
     for ttft_s, missed in ((0.1, 0.0), (1000 * STEP_S, 1.0)):
