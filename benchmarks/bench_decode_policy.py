@@ -19,24 +19,21 @@ Writes results/decode-policy.md.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from benchmarks import command, machine
-from benchmarks.live import wait_for
+from benchmarks.bench_splits import figures
 from benchmarks.report import Row, percentile, row, versus
 from benchmarks.serving import model, stats, workloads
 from benchmarks.serving.campaign import rotated
-from benchmarks.serving.contract import Answer, Running
+from benchmarks.serving.contract import Running
 from benchmarks.serving.systems import FLAGS
-from benchmarks.serving.systems_pullfill import cluster, explained_short_one
+from benchmarks.serving.systems_pullfill import cluster
 from benchmarks.serving.window import Window, explain, measure
 from benchmarks.serving.workloads import Prompts, Workload
-from pullfill.wire import RouterConfig
 
 DEFAULT = Path(__file__).parent / "traces" / "mini_synthetic.jsonl"
 POLICIES = ("kv", "least_loaded", "round_robin")
@@ -50,9 +47,6 @@ MOCK = (
     "--additional-config",
     '{"mock": {"step_s": 0.02}}',
 )
-FOLLOW_LIMIT_S = 30.0
-CONFIG = RouterConfig()
-SLO = stats.Slo(CONFIG.ttft_ms / 1e3, CONFIG.itl_ms / 1e3)
 
 
 class Campaign:
@@ -91,8 +85,6 @@ class Campaign:
         if policy != ONE:
             assert running.set_policy is not None
             running.set_policy("always_local", decode_policy=policy)
-            url = running.url
-            wait_for(partial(follows, url, policy), FOLLOW_LIMIT_S, f"decode_policy = {policy}")
         # Each window has tokens of its own, so none finds what another one left in a cache.
         asks = workloads.trace(options.trace, speed, self._vocabulary, policy, number)
         window = measure(running, "decode", policy, number, Workload(tuple(asks)))
@@ -101,28 +93,13 @@ class Campaign:
         self.windows.append(window)
         self.quiet.others.append(window.others)
         print(
-            f"{number} {policy}: hit {hit([window]):.3f}, imbalance {imbalance(window):.3f}; "
-            f"{told(window.answers)}",
+            f"{number} {policy} | hit {hit([window]):.3f} | imbalance {imbalance(window):.3f} | "
+            f"{figures([window])}",
             flush=True,
         )
 
     def of(self, policy: str) -> list[Window]:
         return [window for window in self.windows if window.system == policy]
-
-
-def told(answers: Sequence[Answer]) -> str:
-    """One window in one line."""
-    failed, good = len(stats.failed(answers)), stats.goodput(answers, 1.0, SLO)[1]
-    return (
-        f"{100 * good:.0f} % of {len(answers)} within targets, {failed} failed; "
-        f"TTFT p90 {1e3 * percentile(stats.ttfts(answers), 0.9):.0f} ms, "
-        f"ITL p99 {1e3 * percentile(stats.gaps(answers), 0.99):.1f} ms"
-    )
-
-
-def follows(url: str, policy: str) -> bool:
-    """Whether the frontend chooses the decode worker by that policy."""
-    return bool(explained_short_one(url)["decode_choice"]["policy"] == policy)
 
 
 def hit(windows: Sequence[Window]) -> float:
@@ -145,14 +122,8 @@ def imbalance(window: Window) -> float:
 
 def gap(windows: Sequence[Window], share: float) -> float:
     """A percentile of all gaps, in milliseconds."""
-    gaps = itertools.chain.from_iterable(stats.gaps(window.answers) for window in windows)
-    return 1e3 * float(percentile(list(gaps), share))
-
-
-def first(windows: Sequence[Window]) -> float:
-    """TTFT p90 in milliseconds."""
-    found = itertools.chain.from_iterable(stats.ttfts(window.answers) for window in windows)
-    return 1e3 * percentile(list(found), 0.9)
+    gaps = stats.gaps([answer for window in windows for answer in window.answers])
+    return 1e3 * percentile(gaps, share)
 
 
 def rows_of(campaign: Campaign) -> list[Row]:
@@ -169,7 +140,7 @@ def rows_of(campaign: Campaign) -> list[Row]:
             versus("kv: ITL p95", gap(kv, 0.95), "ms", other, gap(windows, 0.95),
                    at_most=1.0 if other == "least_loaded" else None),
             versus("kv: ITL p99", gap(kv, 0.99), "ms", other, gap(windows, 0.99)),
-            versus("kv: TTFT p90", first(kv), "ms", other, first(windows)),
+            versus("kv: TTFT p90", figures(kv).ttft_p90, "ms", other, figures(windows).ttft_p90),
         ]  # fmt: skip
     return rows
 

@@ -12,6 +12,10 @@ systems changes with each round. The loads:
   rates   what `make bench-rates` asks, at random times, at each rate
   change  at random times long prompts with short answers, from half of the time on short prompts
           with long answers
+  shared  only if named, as are its systems, four workers with both sides: prompts with one of six
+          system prompts of 2048 tokens. Of each window it is told how many tokens of system prompts
+          prefill workers computed although another worker had them when the job was claimed, or
+          LEFT_S later. That is what the job would save if it was left to a worker that has them
 All systems of a round get equal prompts; no two windows share a block. A request is good if its
 first token comes within `router.ttft_ms` and the 99th percentile of its gaps is at most
 `router.itl_ms`. Tokens per second count where clients never pause, and where few requests are good.
@@ -33,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,10 +50,12 @@ from benchmarks.serving.contract import Launcher, Name, Running
 from benchmarks.serving.systems import FLAGS, SYSTEMS
 from benchmarks.serving.systems_pullfill import cluster
 from benchmarks.serving.window import Window, explain, measure
-from benchmarks.serving.workloads import Longs, Prompts, Workload, paced
+from benchmarks.serving.workloads import SYSTEM, Longs, Prompts, Workload, paced
 from pullfill.wire import RouterConfig
 
 BOTH, TURNS = "both", "2-vllm"
+FOUR = {f"4-{name}": name for name in ("pack", "kv", "round_robin")}
+"""Systems of `shared`, each with the policy that chooses the decode worker."""
 CHOICES: dict[str, Launcher] = {
     BOTH: lambda to: cluster(BOTH, "cost", 0, 0, FLAGS, to, workers=2, decode_policy="pack"),
     "1p1d-cost": lambda to: cluster("1p1d-cost", "cost", 1, 1, FLAGS, to),
@@ -57,17 +64,26 @@ CHOICES: dict[str, Launcher] = {
     TURNS: SYSTEMS[Name.ROUND_ROBIN].launch,
     "1-vllm": SYSTEMS[Name.AGGREGATED].launch,
 }
+KNOWN = [*CHOICES]
+CHOICES |= {
+    name: partial(cluster, name, "cost", 0, 0, FLAGS, workers=4, decode_policy=policy)
+    for name, policy in FOUR.items()
+}
 NOTE = f"""\
 {BOTH}: `pullfill up --workers 2` with `router.policy` cost and `router.decode_policy` pack.
 1p1d: one decode worker and one prefill worker. {TURNS}: two plain vLLM servers with a core each,
 which get the requests in turn. 1-vllm: one plain vLLM server on both cores."""
 TRACE, LONGS, ANSWERS = "trace", "longs", {"1K/1K": 1000, "1K/200": 200}
-PACED, RATES, CHANGE = "paced", "rates", "change"
+PACED, RATES, CHANGE, SHARED = "paced", "rates", "change", "shared"
 PROMPT = 1024
 TIMES = {"1K/1K": 2.0}
 """How many times as long its windows are. One answer takes about as long as a window of others."""
 PROMPTS_HEAVY, ANSWERS_HEAVY = (1024, 16), (32, 400)
 """Of `change`: tokens of a prompt and of its answer."""
+OWN = {"short": (1.5, {(100, 16): 1, (300, 16): 1}), "long": (1.0, {(600, 16): 1, (1000, 16): 1})}
+"""Of `shared`: prompts per second, and the tokens after the system prompt. Only before short ones
+it is read from another decode worker (decode_worker/prefix/fetches.py)."""
+LEFT_S = 1.0
 WARM = (512, PROMPT, workloads.LONG_IN)
 """Lengths of the prompts before each window."""
 SLO = stats.Slo(RouterConfig().ttft_ms / 1e3, RouterConfig().itl_ms / 1e3)
@@ -104,6 +120,9 @@ def loads(options: argparse.Namespace, vocabulary: range, number: int) -> dict[s
             asks = paced(prompts, first, {PROMPTS_HEAVY: 1}, 0.0, half_s)
             asks += paced(prompts, then, {ANSWERS_HEAVY: 1}, half_s, seconds)
             found[load] = Workload(tuple(asks), seconds)
+        elif load == SHARED:
+            for name, (rate, shapes) in OWN.items():
+                found[f"{SHARED}, {name}"] = workloads.shared(prompts, rate, shapes, seconds)
         else:
             for speed in options.speeds if options.trace else ():
                 asks = workloads.trace(options.trace, speed, vocabulary, load, speed, number)
@@ -151,6 +170,28 @@ def errors(windows: Sequence[Window]) -> dict[str, list[float]]:
         if was and told and one["path"] == one.get("choice"):
             found[one["path"]].append(100 * abs(told / was - 1))
     return found
+
+
+def elsewhere(window: Window) -> list[int]:
+    """Tokens of system prompts that prefill workers computed although another worker had them, of
+    each such job. What the decode worker has is read from there.
+
+    A worker has a system prompt from the first token of an answer to it on."""
+    since: dict[tuple[str | None, Sequence[int]], float] = {}
+    told = [(a, window.explained[a.request_id]) for a in stats.good(window.answers)]
+    for answer, one in told:
+        for worker in (one["decode_instance"], one["prefill_instance"]):
+            key = worker, answer.ask.prompt[:SYSTEM]
+            since[key] = min(answer.token_s[0], since.get(key, math.inf))
+    found = []
+    for answer, one in (each for each in told if each[1]["path"] == "remote"):
+        taker, system = one["prefill_instance"], answer.ask.prompt[:SYSTEM]
+        claimed_s = answer.sent_s + (one["timings_ms"]["queue"] or 0.0) / 1e3
+        not_these = (None, taker, one["decode_instance"])
+        by_s = [at for (who, what), at in since.items() if what == system and who not in not_these]
+        if since[taker, system] > claimed_s and min(by_s, default=math.inf) < claimed_s + LEFT_S:
+            found.append(max(0, SYSTEM - one["prefix_hit_tokens"]))
+    return [tokens for tokens in found if tokens]
 
 
 Table = Mapping[str, Mapping[str, Figures]]
@@ -247,13 +288,16 @@ def measured(running: Running, name: str, label: str, number: int, work: Workloa
     if window.result.dry:
         raise BenchError(f"{label}: no prompts left for the clients")
     window.system = name
-    if name == BOTH:
+    if name in (BOTH, *FOUR):
         explain(window, running.url)
     off = "".join(
         f" | {path} predictions off by {median(each):.0f} % of {len(each)}"
         for path, each in errors([window]).items()
         if each
     )
+    if name in FOUR:
+        saves, whole = elsewhere(window), sum(len(answer.ask.prompt) for answer in window.answers)
+        off += f" | {len(saves)} jobs could save {sum(saves)} tokens of prompts of {whole}"
     others, bad = f"others used {100 * window.others:.0f} %", stats.failed(window.answers)
     why = f" | first failure: {bad[0].error[:200]}" if bad else ""
     print(f"{label} | {name} | {figures([window])} | {others}{off}{why}", flush=True)
@@ -262,9 +306,9 @@ def measured(running: Running, name: str, label: str, number: int, work: Workloa
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.described(__doc__)
-    parser.add_argument("--systems", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("--systems", nargs="+", choices=CHOICES, default=KNOWN)
     known = [TRACE, *ANSWERS, PACED, LONGS, RATES, CHANGE]
-    parser.add_argument("--loads", nargs="+", choices=known, default=known)
+    parser.add_argument("--loads", nargs="+", choices=[*known, SHARED], default=known)
     parser.add_argument("--trace", type=Path, help="JSON lines, Mooncake's format")
     parser.add_argument("--speeds", type=float, nargs="+", default=[2.0, 4.0], help="of the trace")
     parser.add_argument("--requests", type=int, help="of the trace (those of --seconds)")

@@ -55,10 +55,6 @@ class Measured:
         wanted = (system, part, label)
         return [w for w in self.windows if (w.system, w.part, w.label) == wanted]
 
-    def labels(self, system: str, part: str) -> list[str]:
-        found = [w.label for w in self.windows if (w.system, w.part) == (system, part)]
-        return list(dict.fromkeys(found))
-
     def over(
         self, system: str, part: str, label: str, what: Callable[[Window], float]
     ) -> float | None:

@@ -65,7 +65,6 @@ class Session:
             self.say(f"  {len(bad)} of {len(window.answers)} failed, first: {bad[0].error[:200]}")
         if keep:
             self.say(f"  {summary(window)}")
-        if keep:
             self.windows.append(window)
         if len(bad) == len(window.answers):
             raise BenchError(f"{part}, {label}: every request failed: {bad[0].error[:300]}")

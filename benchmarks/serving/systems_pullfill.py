@@ -64,16 +64,18 @@ def cluster(
 
 def set_policy(live: Live, policy: str, **settings: float | str) -> None:
     """Set `router.policy` and other settings of the router, and wait until the decode worker
-    follows them.
+    follows it, and the frontend `decode_policy`.
 
-    Raises BenchError with the output of `pullfill config set`, or if the worker does not follow.
-    """
+    Raises BenchError with the output of `pullfill config set`, or if they do not follow."""
     live.configure(**settings, policy=policy)
-    wait_for(
-        lambda: explained_short_one(live.url)["reason"] in SHORT_REASON[policy],
-        FOLLOW_LIMIT_S,
-        f"the decode worker follows router.policy = {policy}",
-    )
+    chosen_by = settings.get("decode_policy")
+
+    def follow() -> bool:
+        told = explained_short_one(live.url)
+        same = chosen_by in (None, told["decode_choice"]["policy"])
+        return same and told["reason"] in SHORT_REASON[policy]
+
+    wait_for(follow, FOLLOW_LIMIT_S, f"all follow router.policy = {policy}, {settings}")
 
 
 def explained_short_one(url: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.serving.contract import Ask, Kind
@@ -30,6 +30,8 @@ MIXED: Mapping[Shape, float] = {
 """What `make bench-rates` asks, with the share of each."""
 CHAT_FIRST = 3000
 """A cache holds whole blocks, of 128 tokens here: of shorter conversations that alone loses 5 %."""
+SYSTEM, SYSTEMS = 2048, 6
+"""Tokens of a system prompt, and how many of them there are."""
 TRACE_BLOCK, TRACE_MOST = 16, 8000
 """Tokens of one block of a trace, and of the longest prompt together with its answer."""
 
@@ -136,6 +138,16 @@ def paced(
         Ask(Kind.SHORT, prompts(tokens), answer, f"paced-{at_s}", at_s)
         for at_s, (tokens, answer) in zip(times, drawn, strict=True)
     ]
+
+
+def shared(
+    prompts: Prompts, rate: float, shapes: Mapping[Shape, float], seconds: float
+) -> Workload:
+    """The same after one of SYSTEMS system prompts each. shapes: without these."""
+    systems = [prompts(SYSTEM) for _ in range(SYSTEMS)]
+    asks = paced(prompts, rate, shapes, 0.0, seconds)
+    whole = [replace(one, prompt=prompts.random.choice(systems) + one.prompt) for one in asks]
+    return Workload(tuple(whole), seconds)
 
 
 def trace(file: Path, speed: float, vocabulary: range, *seed: object) -> list[Ask]:
