@@ -296,7 +296,8 @@ class Product(Rule):
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
             if self.plans and engine.own:
-                return 1 - engine.job_tokens()
+                own = any(r.job_of is None for r in engine.undone.values())
+                return 0 if own else 1 - engine.job_tokens()
             if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
                 return None
         return PULL_TOKENS - engine.backlog() if engine.sides != "decode" else None
@@ -524,9 +525,8 @@ class Cluster:
         # Of each worker that pulls, the jobs that it has and their tokens. Then of each one that
         # wants more, by what it is chosen: streams, backlog, number.
         self._pullers: dict[int, tuple[int, int]] = {}
-        # Of those with streams: tokens_per_s and harm of a job there (`Load`), and the sums.
+        # Of those with streams: tokens_per_s and harm of a job there (`Load`).
         self._paces: dict[int, tuple[float, float]] = {}
-        self._pace = (0.0, 0.0)
         self._able: dict[int, tuple[bool, int, int]] = {}
         for one in self.engines:
             self.changed(one)
@@ -596,31 +596,27 @@ class Cluster:
             return
         jobs, tokens = self._pullers.pop(one.number, (0, 0))
         self._able.pop(one.number, None)
-        before = self._paces.pop(one.number, (0.0, 0.0))
-        pace = (0.0, 0.0)
+        self._paces.pop(one.number, None)
         if (wants := one.rule.wants()) is not None:
             self._pullers[one.number] = one.jobs, one.job_tokens()
             jobs, tokens = jobs - one.jobs, tokens - one.job_tokens()
-            if one.sides == "both" and (now := one.pace())[1]:
-                pace = self._paces[one.number] = now
+            if one.sides == "both" and (pace := one.pace())[1]:
+                self._paces[one.number] = pace
             if wants > 0:
                 streams = any(r.made for r in one.running)
                 self._able[one.number] = streams, one.backlog(), one.number
         self._jobs, self._tokens = self._jobs - jobs, self._tokens - tokens
-        (rate, harm), (new, more), (old, less) = self._pace, pace, before
-        self._pace = rate + new - old, harm + more - less
 
     def ahead(self, home: Engine) -> Queue:
         """What the job of a prompt would meet."""
         workers = len(self._pullers) - (home.number in self._pullers)
         jobs, tokens = self._pullers.get(home.number, (0, 0))
         rate, harm = sum(self.rates.values()) / max(1, len(self.rates)), 0.0
-        mine = self._paces.get(home.number)
-        paced = len(self._paces) - (mine is not None)
-        if workers > paced:
+        if workers > (paced := len(self._paces.keys() - {home.number})):
             workers -= paced  # those without streams
         elif paced:
-            rate, harm = ((s - m) / paced for s, m in zip(self._pace, mine or (0, 0), strict=True))
+            told = [pace for number, pace in self._paces.items() if number != home.number]
+            rate, harm = sum(pace[0] for pace in told) / paced, min(pace[1] for pace in told)
         return Queue(workers, self._jobs - jobs, self._tokens - tokens, rate, harm)
 
     def put(self, request: Request) -> None:

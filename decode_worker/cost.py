@@ -287,6 +287,11 @@ class CostModel(StepModel):
             each.pop(name, None)
 
     @property
+    def undone(self) -> bool:
+        """Whether prompts of our own are computed here. Any thread."""
+        return bool(self._here)
+
+    @property
     def requests(self) -> int:
         """Number of those that were admitted and are not over."""
         return len(self._requests)

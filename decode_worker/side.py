@@ -338,6 +338,11 @@ class DecodeRole(Role):
     def most(self, step_s: float | None) -> int | None:
         if not self._delays(step_s):
             return None
+        # What waits in the queue goes to the first worker that has time. Simulated, four workers
+        # with twice what they can do make 2,454 tokens/s if they pull beside prompts of their own,
+        # and 2,908 like this.
+        if self._side.meter.model.undone:
+            return 0
         # Its own jobs are in the queue because they are cheaper elsewhere. Computed here after all,
         # 1,024 tokens beside eight streams took 1.4 s instead of the second that they were to wait.
         # But where a job is late already, other workers have no time.
