@@ -5,7 +5,6 @@ What a prefill costs here and elsewhere is the policy `cost` (cost.py). Engine t
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -21,9 +20,6 @@ from pullfill.rate import Share
 from pullfill.wire import PredictedMs, RouterConfig
 from pullfill.worker.step_meter import Step, StepMeter
 
-# So often it is found out how a job would fare here. It takes as long as a plan.
-_LOOK_S = 0.05
-
 
 class DecodeMeter(StepMeter):
     """See the module."""
@@ -36,11 +32,8 @@ class DecodeMeter(StepMeter):
         self._traces = context.traces
         self.demand = DemandMeter(clock)
         self.prompts = Share(clock)
-        # As decode workers are told (`Load`): tokens_per_s, harm. Any thread may read it.
-        self.pace, self._pace_at = (0.0, 0.0), -math.inf
 
     def stepped(self, step: Step, seconds: float) -> None:
-        self._look()
         streams, base_s = self.model.streams, self.model.base(step.streams)
         if step.parts:
             self.prompts.add(max(0.0, seconds - base_s))
@@ -101,11 +94,3 @@ class DecodeMeter(StepMeter):
     def finished(self, request_id: str) -> None:
         """Note that a request is over."""
         self.model.finished(request_id)
-        if not self.model.streams:  # no step may follow
-            self._pace_at = -math.inf
-            self._look()
-
-    def _look(self) -> None:
-        if (now := self._clock.monotonic()) >= self._pace_at:
-            self._pace_at = now + _LOOK_S
-            self.pace = self.model.pace(self._config().ttft_ms / 1e3)

@@ -16,7 +16,7 @@ import msgspec
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.forecast import Links
-from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger, Sums
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.rules import JOB_TOO_LARGE, PROMPT_TOO_LONG, Situation
@@ -87,7 +87,8 @@ class Outlook:
             own_unwritten=ours.unwritten,
         )
         own_jobs = ours.jobs[JobState.QUEUED]
-        in_front = max(depth.depth_jobs, _open(ours))
+        under_way = sum(ours.jobs[state] for state in UNDER_WAY)
+        in_front = max(depth.depth_jobs, own_jobs + under_way)
         harm = min((peer.load.harm for peer in takers), default=0.0)
         queue = Queue(len(takers), in_front, forecast.ahead, forecast.rate, harm)
         return Situation(
@@ -119,7 +120,7 @@ class Outlook:
         ledger = self.context.ledger
         ours = ledger.sums()
         # New jobs of others are known a second later. So jobs are wanted unless own ones wait.
-        if not ours.jobs[JobState.QUEUED] or self.producer.depth().depth_jobs > _open(ours):
+        if not ours.jobs[JobState.QUEUED] or self.producer.depth().depth_jobs > ours.jobs.total():
             return True
         now, oldest = ledger.oldest(_LOOK)
         return any(e.state is JobState.QUEUED and now - e.opened_at > late_s for e in oldest)
@@ -175,8 +176,3 @@ def outages(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger
     claims = NOT_CLAIMED if ledger.claims.stalled else ""
     # Prefill workers learn from etcd that a decode worker is new, and where it is.
     return [why for why in (nats.outage(), *peers.not_pulling, claims, etcd.outage()) if why]
-
-
-def _open(ours: Sums) -> int:
-    """How many of our own jobs wait or are in work."""
-    return ours.jobs[JobState.QUEUED] + sum(ours.jobs[state] for state in UNDER_WAY)

@@ -19,6 +19,7 @@ import msgspec
 from pullfill.config import ClusterRef
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.control import ControlServer
+from pullfill.decode_worker.cost import LONG
 from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
@@ -333,7 +334,7 @@ class DecodeRole(Role):
         return "" if spares or not self._delays(step_s) else "its own streams leave no time"
 
     def pace(self) -> tuple[float, float]:
-        return self._side.meter.pace
+        return self._side.meter.model.pace(self._router.current.ttft_ms / 1e3)
 
     def most(self, step_s: float | None) -> int | None:
         if not self._delays(step_s):
@@ -345,8 +346,8 @@ class DecodeRole(Role):
             return 0
         # Its own jobs are in the queue because they are cheaper elsewhere. Computed here after all,
         # 1,024 tokens beside eight streams took 1.4 s instead of the second that they were to wait.
-        # But where a job is late already, other workers have no time.
-        return int(self._side.outlook.wanted(self._router.current.ttft_ms / 1e3))
+        # But where a job has waited for long, other workers have no time.
+        return int(self._side.outlook.wanted(LONG * self._router.current.ttft_ms / 1e3))
 
     def _delays(self, step_s: float | None) -> bool:
         # Each step that computes a part of a job delays every stream by the time of that step. A

@@ -189,8 +189,7 @@ class Dispatcher:
     def on_load(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load. One stream may move to another worker."""
         now = self._loop.time()
-        self.balancer.report(worker, now)
-        if (uneven := self.balancer.uneven(self._workers, now)) is None:
+        if (uneven := self.balancer.report(worker, self._workers, now)) is None:
             return
         source, to = uneven
         flights = [flight for flight in source.flights.values() if self._may_move(flight)]
@@ -198,7 +197,7 @@ class Dispatcher:
             return
         source.abort([flight.wire_id])
         self._try(flight, self._leave, source, "has more streams than another one")
-        self._try(flight, self._to, [to], now)
+        self._try(flight, self.route, now, [to])
 
     def _may_move(self, flight: Flight) -> bool:
         """Whether an answer can go on elsewhere, and is worth it. An answer moves once."""
@@ -327,8 +326,10 @@ class Dispatcher:
             _log.exception("%s cannot be sent to a worker", flight.record.key, extra=ids_of(flight))
             self._fail(flight, explained(exc, "the frontend"), OURS)
 
-    def route(self, flight: Flight, now: float) -> None:
-        """Step 2: send a request to a worker, or let it wait for one."""
+    def route(
+        self, flight: Flight, now: float, to: Sequence[DecodeConnection] | None = None
+    ) -> None:
+        """Step 2: send a request to a worker, or let it wait for one. to: None: to any."""
         # An answer that was at no death goes on, although one like it is refused.
         innocent = flight.tokens and not flight.deaths
         if not innocent and (refusal := self.suspects.refusal(flight)):
@@ -337,7 +338,7 @@ class Dispatcher:
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not
             self._hold(flight)
             return
-        ready = [worker for worker in self._workers if worker is not flight.avoid]
+        ready = [worker for worker in to or self._workers if worker is not flight.avoid]
         workers = flight.with_room(ready)
         if not workers:
             if ready:
@@ -351,12 +352,8 @@ class Dispatcher:
             self._hold(flight)
             self._loop.call_later(self._waits.look, self._soon, (flight,))
             return
-        self._to(flight, around, now)
-
-    def _to(self, flight: Flight, workers: Sequence[DecodeConnection], now: float) -> None:
-        """Send a request to one of these workers."""
         flight.stop_waiting()
-        self._send(flight, self.balancer.choose(flight, workers, now))
+        self._send(flight, self.balancer.choose(flight, around, now))
 
     def _hold(self, flight: Flight) -> None:
         """Let a request wait for a worker until its deadline."""

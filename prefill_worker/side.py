@@ -123,7 +123,7 @@ class PrefillRole(Role):
         )  # fmt: skip
         links = DecodeLinks(
             self._directory, hello, engine.compat, reach, self._key,
-            load=self._load, kept=servers.kept,
+            load=scheduler.load if self._beside is None else self._load, kept=servers.kept,
         )  # fmt: skip
         parts.push_async_callback(links.close)
 

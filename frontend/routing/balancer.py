@@ -111,8 +111,13 @@ class Balancer:
 
     # ---------------------------------------------------------------- workers
 
-    def report(self, worker: DecodeConnection, now: float) -> None:
-        """Take what a worker has said about its load. now: as for `choose`."""
+    def report(
+        self, worker: DecodeConnection, workers: Sequence[DecodeConnection], now: float
+    ) -> tuple[DecodeConnection, DecodeConnection] | None:
+        """Take what a worker has said about its load. now: as for `choose`.
+
+        workers: all that take requests. Returns which of them has a stream too many, and which
+        shall have it, if any."""
         if (load := worker.load) is not None:
             view = self._placer.report(
                 worker.instance_id,
@@ -121,11 +126,6 @@ class Balancer:
                 load.free_blocks,
             )
             view.told, view.told_at = load, now
-
-    def uneven(
-        self, workers: Sequence[DecodeConnection], now: float
-    ) -> tuple[DecodeConnection, DecodeConnection] | None:
-        """Return which worker has a stream too many, and which shall have it, if any."""
         if self._config().decode_policy is not DecodePolicy.PACK:
             return None
         by_id = {worker.instance_id: worker for worker in workers}

@@ -117,7 +117,7 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
                 requests=streams, streams=streams, prompt_share=0.1,
                 step_s=(0.006, 0.0003, 0.0),
             )  # fmt: skip
-            rig.balancer.report(worker, now)
+            rig.balancer.report(worker, (), now)
         rig.now = now
         return {rig.worker_of(request(f"r{n}", PROMPT[n + streams :])) for n in range(4)}
 

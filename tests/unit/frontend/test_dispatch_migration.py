@@ -110,7 +110,7 @@ async def test_an_answer_moves_once_to_where_fewer_streams_are(
         first = r.dispatcher.flights["a"].worker
         assert first is not None
         monkeypatch.undo()
-        monkeypatch.setattr(balancer, "uneven", lambda workers, now: sorted(workers, key=by_id))
+        monkeypatch.setattr(balancer, "report", lambda _, workers, now: sorted(workers, key=by_id))
         for _ in range(3):
             r.dispatcher.on_load(first)
         await soon(lambda: len(r.sink.tokens["a"]) > SOME)
