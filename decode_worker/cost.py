@@ -192,8 +192,9 @@ class CostModel(StepModel):
         now = self._clock.monotonic()
         self._rate = queue.rate or self._rate
         one = Prefill(targets, now, waited_s, tokens, start)
+        own = [each.prompt(name) for name, each in islice(self._here.items(), step_rule.LOOK)]
         cost, seconds = step_rule.quote(
-            one.prompt(""), self.kept(), self._ahead(), self.cost, self.errors,
+            one.prompt(""), self.kept(), [*own, *self.jobs], self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
         one.options[Choice.LOCAL] = Option(seconds, cost)
@@ -222,11 +223,6 @@ class CostModel(StepModel):
             return 0.0, 0.0
         return RATE_TOKENS / seconds, price / seconds
 
-    def _ahead(self) -> list[Prompt]:
-        """Prompts that are computed here, own and pulled."""
-        own = [one.prompt(name) for name, one in islice(self._here.items(), step_rule.LOOK)]
-        return [*own, *self.jobs]
-
     def kept(self) -> Streams:
         found: list[tuple[float, int]] = []
         for stream in list(self._streams.values()):  # another thread may ask
@@ -235,9 +231,10 @@ class CostModel(StepModel):
             if left >= 0:
                 # The last one is kept for a step that takes longer than predicted.
                 found.append((stream.itl_s, min(max(0, left - 1), _SPARE)))
-        near = _near({itl_s for itl_s, _ in found})
-        targets = Counter((near[itl_s], spare) for itl_s, spare in found)
-        return Streams(len(self._streams), self.kv_tokens, targets)
+        if len(each := {itl_s for itl_s, _ in found}) > _TARGETS:
+            near = _near(each)
+            found = [(near[itl_s], spare) for itl_s, spare in found]
+        return Streams(len(self._streams), self.kv_tokens, Counter(found))
 
     # ------------------------------------------------------------------ what is under way
 

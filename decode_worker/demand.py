@@ -86,13 +86,10 @@ class DemandMeter:
     def _now(self) -> _Bucket:
         now = self._clock.monotonic()
         if not self._buckets or now - self._buckets[-1].at >= WINDOW_S / 30:
-            self._forget(now)
+            while self._buckets and now - self._buckets[0].at >= WINDOW_S:
+                self._buckets.popleft()
             self._buckets.append(_Bucket(now))
         return self._buckets[-1]
-
-    def _forget(self, now: float) -> None:
-        while self._buckets and now - self._buckets[0].at >= WINDOW_S:
-            self._buckets.popleft()
 
     # ------------------------------------------------------------------ any thread
 
@@ -119,8 +116,8 @@ class DemandMeter:
         as fast as long as none has told its rate.
         kv, seats: see the module."""
         with self._lock:
-            self._forget(self._clock.monotonic())
-            buckets = list(self._buckets)
+            now = self._clock.monotonic()
+            buckets = [bucket for bucket in self._buckets if now - bucket.at < WINDOW_S]
             if rates:
                 self._each = sum(rates) / len(rates)
             each = self._each

@@ -339,7 +339,7 @@ class Dispatcher:
             self._hold(flight)
             return
         ready = [worker for worker in to or self._workers if worker is not flight.avoid]
-        workers = flight.with_room(ready)
+        workers = flight.with_room(ready) if flight.room else ready
         if not workers:
             if ready:
                 why = f"no other has room for {flight.room} tokens"

@@ -94,8 +94,6 @@ class Flight:
 
     def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
         """Return the workers that have room for the request."""
-        if not self.room:
-            return workers
         return [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
 
 
