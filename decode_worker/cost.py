@@ -39,8 +39,8 @@ _TARGETS = 8
 _SPARE = 4
 
 # A worker with streams takes its own job back once it has waited for so many times the target of
-# the first token. Simulated, two full workers keep 11.6 requests/s with 4, and 9.1 with 1. Never is
-# no choice: 64 clients with 1,024/200 tokens get 1,555 tokens/s, and 1,078 without.
+# the first token: then others have no time. Two full workers keep 10.4 requests/s with 4, and 8.9
+# with 1 (`make sim-splits`).
 LONG = 4.0
 
 # The length of prompt that tells an engine's rate.

@@ -10,8 +10,8 @@ from pullfill.runtime.health import UP as UP
 
 MIGRATED = Counter(
     "pullfill_frontend_migrated",
-    "Answers whose decode worker left before their end, by what became of them: sent (to another "
-    "decode worker), not_exact, no_worker, given_up, refused, failed",
+    "Answers that left their decode worker before their end, by what became of them: sent (to "
+    "another decode worker), not_exact, no_worker, given_up, refused, failed",
     ["result"],
 )
 FAILED = Counter(

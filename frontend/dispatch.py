@@ -203,7 +203,10 @@ class Dispatcher:
         """Whether an answer can go on elsewhere, and is worth it. An answer moves once."""
         if not flight.tokens or flight.attempt or _to_come(flight) < WORTH_MOVING:
             return False
-        return not (self._never or migration.why_not(flight.request, flight.tokens))
+        try:
+            return not (self._never or migration.why_not(flight.request, flight.tokens))
+        except Exception:  # it goes on where it is
+            return False
 
     def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
