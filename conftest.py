@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 from asyncio.selector_events import BaseSelectorEventLoop
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,6 +77,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if any(name in argument for argument in config.args for name in _CLUSTERS):
             zygote()  # one for all processes; it imports while tests are collected
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Name the test that has failed also where its failure cannot be shown.
+
+    `ast.parse` of Python 3.11.7 fails if another thread parses, too (python/cpython#106905)."""
+    try:
+        return (yield)
+    except SystemError as exc:
+        text = f"{call.excinfo}\nIts lines cannot be shown: {exc}"
+        when = call.when
+        assert when != "collect"
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, when)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -105,6 +105,23 @@ def test_packed_streams_make_a_decode_worker_and_a_prefill_worker(
     assert other.stop() == 0
 
 
+@pytest.mark.essential
+def test_streams_move_to_a_worker_that_joins(both: Cluster, oracle: Oracle) -> None:
+    """And their answers stay those of one engine."""
+    both.set_router(decode_policy="pack")
+    first = both.of("worker")[0]
+    with Load(both, seed=3500, threads=16, lengths=(300,), max_tokens=500) as load:
+        other = both.add("worker")
+        load.more(16, within_s=120)
+    load.check(oracle)
+    moved = {tuple(told["migrated_from"]) for told in load.told()} - {()}
+    assert moved <= {(first.instance_id,), (other.instance_id,)}
+    assert (first.instance_id,) in moved
+    both.assert_clean()
+    both.set_router(decode_policy="kv")
+    assert other.stop() == 0
+
+
 @pytest.mark.long
 def test_a_worker_with_two_ranks_does_both(both: Cluster, oracle: Oracle) -> None:
     """The main process copies for all ranks, for both sides."""
