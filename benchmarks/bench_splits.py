@@ -81,8 +81,8 @@ TIMES = {"1K/1K": 2.0}
 PROMPTS_HEAVY, ANSWERS_HEAVY = (1024, 16), (32, 400)
 """Of `change`: tokens of a prompt and of its answer."""
 OWN = {"short": (1.5, {(100, 16): 1, (300, 16): 1}), "long": (1.0, {(600, 16): 1, (1000, 16): 1})}
-"""Of `shared`: prompts per second, and the tokens after the system prompt. Only before short ones
-it is read from another decode worker (decode_worker/prefix/fetches.py)."""
+"""Of `shared`: prompts per second, and how many tokens follow the system prompt. If few follow, its
+KV is read from another decode worker (decode_worker/prefix/fetches.py)."""
 LEFT_S = 1.0
 WARM = (512, PROMPT, workloads.LONG_IN)
 """Lengths of the prompts before each window."""

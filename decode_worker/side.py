@@ -339,14 +339,14 @@ class DecodeRole(Role):
     def most(self, step_s: float | None) -> int | None:
         if not self._delays(step_s):
             return None
-        # What waits in the queue goes to the first worker that has time. Simulated, four workers
-        # with twice what they can do make 2,454 tokens/s if they pull beside prompts of their own,
-        # and 2,908 like this.
+        # What waits in the queue goes to the first worker that has time. Four workers with twice
+        # the load make 2,454 tokens/s if they pull beside prompts of their own, and 2,908 if they
+        # do not (`make sim-splits`).
         if self._side.meter.model.undone:
             return 0
-        # Its own jobs are in the queue because they are cheaper elsewhere. Computed here after all,
-        # 1,024 tokens beside eight streams took 1.4 s instead of the second that they were to wait.
-        # But where a job has waited for long, other workers have no time.
+        # It has put its own jobs into the queue because others compute them at less cost. Beside
+        # its streams they would take longer than they are to wait. But where a job has waited for
+        # long, other workers have no time.
         return int(self._side.outlook.wanted(LONG * self._router.current.ttft_ms / 1e3))
 
     def _delays(self, step_s: float | None) -> bool:

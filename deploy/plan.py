@@ -252,7 +252,8 @@ def _ranks(options: UpOptions) -> list[int]:
 def frontend_cores(options: UpOptions) -> set[int]:
     """Return the cores of frontends once all is ready: those of no worker, else those that decode.
 
-    Of workers with both sides it is the first half: they get streams first (`worker_specs`).
+    Of the workers with both sides the first half counts as decoding: these get streams first
+    (`worker_specs`).
     Empty: any, as no worker is pinned."""
     # A frontend works for each decoded token. Beside a prefill worker it took 12 % of its core:
     # prompts of 1.75 s took 2.1 to 2.3, and queued. Two cores, streams and long prompts: on either

@@ -18,7 +18,7 @@ from pullfill.engine import migration
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight
-from pullfill.frontend.routing.choice import BY_PREFIX, KNOWN, Placer, Prompt
+from pullfill.frontend.routing.choice import BY_PREFIX, KNOWN, MOVE_S, Placer, Prompt
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.prefix import chain
 from pullfill.wire import DecodePolicy, PrefixHolder, RouterConfig
@@ -46,7 +46,7 @@ class Balancer:
         self._placer = Placer(random.Random())
         self._together: dict[str, str] = {}
         self._block = 0
-        self._look_at = 0.0
+        self._look_at = self._even_until = 0.0
 
     # ---------------------------------------------------------------- requests
 
@@ -126,8 +126,10 @@ class Balancer:
                 load.free_blocks,
             )
             view.told, view.told_at = load, now
-        if self._config().decode_policy is not DecodePolicy.PACK:
+        # All workers are looked at, so not with each report: each worker sends 20 in a second.
+        if now < self._even_until or self._config().decode_policy is not DecodePolicy.PACK:
             return None
+        self._even_until = now + MOVE_S
         by_id = {worker.instance_id: worker for worker in workers}
         if (found := self._placer.uneven(by_id, now)) is None:
             return None

@@ -48,7 +48,7 @@ HIT_SHARE = 0.1
 # KV of so many tokens costs as much as one queued token: each step reads all KV in use.
 BLOCK_TOKENS = 16
 # Under `pack`, streams move if they are unevenly spread for so long. One moves, then the next.
-_UNEVEN_S, _MOVE_S = 1.0, 4 * LOAD_S
+_UNEVEN_S, MOVE_S = 1.0, 4 * LOAD_S
 # So many prompts per worker that holds a prefix may leave it before it counts less.
 CROWD = 4
 # So many more, and it counts half.
@@ -266,7 +266,7 @@ class Placer:
         self._move_at = min(self._move_at, now + _UNEVEN_S)
         if now < self._move_at:
             return None
-        self._move_at = now + _MOVE_S * self.peers
+        self._move_at = now + MOVE_S * self.peers
         return source, to
 
     def _by_prefix(

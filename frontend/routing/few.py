@@ -25,8 +25,7 @@ _IDLE = 0.8
 # Beside streams a prompt takes about so many times as long as alone.
 _BESIDE = 2.0
 # A prompt under way counts as so many streams, because a first token has less time than an answer.
-# With 1, streams went to a worker whose time prompts needed, for their whole answers (two workers,
-# prompts of 1,024 tokens and answers of 200 at 1.7/s: 0.53 to 0.82 good instead of 1.0).
+# With 1, streams went to a worker whose time prompts needed, and stayed for their whole answers.
 _FIRST = 4.0
 # So many times as few requests have to be open, or one more worker gets no streams.
 _GAIN = 1.1

@@ -205,8 +205,8 @@ class PrefillChunks:
         return [*running, *held, *islice(scheduler.waiting, _MOST)]
 
     def parts(self, output: Any) -> list[tuple[int, int]]:
-        """For each request in a step, return how many of its tokens were computed before it, and
-        how many the step computes. output: vLLM's SchedulerOutput."""
+        """Return two numbers for each request of a step: its tokens that were computed before, and
+        those that the step computes. output: vLLM's SchedulerOutput."""
         tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         new = [(one.num_computed_tokens, tokens[one.req_id]) for one in output.scheduled_new_reqs]
         run = zip(cached.num_computed_tokens, map(tokens.__getitem__, cached.req_ids), strict=True)

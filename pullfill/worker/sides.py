@@ -160,7 +160,8 @@ class Neighbour(Protocol):
         step_s: seconds of a full step of prefill work, as measured. None: not measured yet."""
 
     def pace(self) -> tuple[float, float]:
-        """Return `Load.tokens_per_s` and `Load.harm` of a job here. 0: not measured yet."""
+        """Return how many tokens of jobs are computed here in a second, and what a second of that
+        costs the streams: `tokens_per_s` and `harm` of `Load`. Both are 0 until measured."""
 
     def most(self, step_s: float | None) -> int | None:
         """How many jobs may be taken at a time, as each delays streams of this worker.

@@ -65,8 +65,9 @@ LOOK = 64
 class Streams(msgspec.Struct, frozen=True):
     """The requests that generate.
 
-    targets: how many streams keep each target of the time between tokens, in seconds, and can spare
-    so many longer gaps. A stream that has missed its target counts only in `count`."""
+    targets: number of streams for each pair: their target of the time between tokens, in seconds,
+    and how many longer gaps each of them can have. A stream that has missed its target is in
+    `count` only."""
 
     count: int = 0
     kv_tokens: int = 0
@@ -243,7 +244,7 @@ def _room(
 def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: float) -> list[float]:
     """Return the lengths of a step to try, in seconds, the shortest first.
 
-    Infinite: there is no limit, so a step takes as long as its prompts do.
+    Infinity: no limit. Such a step takes as long as its prompts need.
     total: seconds of all prompts."""
     if not streams.count:
         return [math.inf]

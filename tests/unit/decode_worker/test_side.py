@@ -91,7 +91,7 @@ def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
 
 
 def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() -> None:
-    """Its own jobs are in the queue because they are cheaper elsewhere."""
+    """It has put its own jobs into the queue because others compute them at less cost."""
     model, depth = HandoffModel(), SimpleNamespace(depth_jobs=0)
     outlook: Any = SimpleNamespace(
         context=SimpleNamespace(ledger=model.ledger),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,22 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
 
     assert where(1, rig.now) == {"a"}
     assert where(50, rig.now + 1.0) - {"a"} == {"b", "c"}
+
+
+def test_not_every_report_looks_at_all_workers(rig: Rig) -> None:
+    """1,000 workers send 20,000 of them in a second."""
+    rig.policy = DecodePolicy.PACK
+    looked = []
+
+    class Workers(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            looked.append(rig.now)
+            return super().__iter__()
+
+    for number in range(100):
+        rig.now = 100.0 + number / 100
+        rig.balancer.report(rig.workers[0], Workers(rig.workers), rig.now)
+    assert 4 <= len(looked) <= 6
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ async def test_a_request_that_is_handed_back_goes_to_another_for_a_while(count: 
 async def test_an_answer_moves_once_to_where_fewer_streams_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If it can go on exactly, and has many tokens to come."""
+    """Only one that another worker continues exactly, and that has many tokens to come."""
     one, two = (FakeDecode(f"decode-{n}", stop_after=SOME) for n in (1, 2))
     async with rig(one, two) as r:
         balancer = r.dispatcher.balancer
