@@ -160,11 +160,8 @@ def no_prefill_worker(request: Any, now: Situation) -> Decision | None:
 
 def slow_link(request: Any, now: Situation) -> object:
     told = now.forecast
-    if told.commit_within_s > MAX_TIMEOUT_S:
-        return True
-    # With the policy `cost` the time of writing is part of a prediction, so it does not decide.
-    slow = 0 < SLOW_TIMES * told.prefill_s < told.write_s
-    return slow and told.write_s > SLOW_S and now.config.policy is not RouterPolicy.COST
+    slow = 0 < SLOW_TIMES * told.prefill_s < told.write_s and told.write_s > SLOW_S
+    return slow or told.commit_within_s > MAX_TIMEOUT_S
 
 
 def policy_always_remote(request: Any, now: Situation) -> Decision | None:

@@ -3,7 +3,7 @@
     model: /models/m
     decode: 2
     vllm-args: {max-model-len: 8192}
-    set: {router.policy: cost}
+    set: {router.policy: conditional}
 
 The file has no options of its own: it stands for a command line, which the command's parser reads.
 """

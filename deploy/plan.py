@@ -112,7 +112,7 @@ def check(options: UpOptions) -> None:
     for text in options.settings:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=cost")
+            raise ConfigError(f"--set {text!r}: give KEY=VALUE, e.g. router.policy=conditional")
         live_settings.check(key, value)
     check_model(options.model)
     if options.worker + options.decode + options.prefill + options.frontends:

@@ -33,7 +33,7 @@ class DecodePolicy(enum.StrEnum):
 class RouterConfig(Message, frozen=True, kw_only=True):
     """`config/router`, JSON in etcd, watched by decode workers and frontends (hot)."""
 
-    policy: RouterPolicy = RouterPolicy.CONDITIONAL
+    policy: RouterPolicy = RouterPolicy.COST
     # How frontends choose the decode worker of a request.
     decode_policy: DecodePolicy = DecodePolicy.KV
     # Tokens beyond the prefix hit that are still prefilled locally.

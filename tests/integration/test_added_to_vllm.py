@@ -71,7 +71,7 @@ def test_the_printed_commands_bring_remote_prefills(
         assert answer.usage.completion_tokens == 4
         told = run(state, "explain", answer.id)
         assert told.returncode == 0, told.stderr
-        assert "prefilled by a prefill worker (reason: long_prompt)" in told.stdout
+        assert "prefilled by a prefill worker (reason: cost_probe)" in told.stdout
         rows = json.loads(run(state, "status", "--json").stdout)["workers"]
         assert sorted(row["role"] for row in rows) == ["decode", "prefill"]
         decode, prefill = sorted(rows, key=lambda row: str(row["role"]))

@@ -171,14 +171,14 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
 def test_commands_that_ask_a_running_cluster(servers: Path) -> None:
     status = run(servers, "status", "--json")
     assert json.loads(status.stdout)["workers"] == []
-    assert run(servers, "config", "get", "router.policy").stdout == "conditional\n"
+    assert run(servers, "config", "get", "router.policy").stdout == "cost\n"
     changed = run(servers, "config", "set", "router.max_local_prefill_length", "7")
     assert changed.returncode == 0, changed.stderr
     refused = run(servers, "config", "set", "router.policy", "sometimes")
     assert refused.returncode == 2
     assert "always_local" in refused.stderr
     everything = run(servers, "config", "get").stdout.splitlines()
-    assert {"router.max_local_prefill_length 7", "router.policy conditional"} <= set(everything)
+    assert {"router.max_local_prefill_length 7", "router.policy cost"} <= set(everything)
     drained = run(servers, "drain", "decode-00000000", "--wait")
     assert drained.returncode == 2
     assert "there are: none" in drained.stderr

@@ -21,12 +21,12 @@ START = "make up ARGS=--detach"
 MARK = "=== block "
 PROMISED = (
     ("ready: http://127.0.0.1:8000/v1 serves demo",),
-    ("(reason: long_prompt)", "(1 attempt)"),
-    ("(reason: long_prompt)", "0 cached", "(1 attempt)"),
-    ("(reason: prefix_hit)", "0 prefilled remotely"),
+    ("(reason: cost_probe)", "(1 attempt)"),
+    ("(reason: cost_", "0 cached"),
+    ("= 1280 cached",),
     ("is pulling (demo)", "role    state"),
     ("32 answers: ", "killing prefill-"),
-    ("(reason: policy_always_local)", "'sometimes' is not allowed", "router.policy = conditional"),
+    ("(reason: policy_always_local)", "'sometimes' is not allowed", "router.policy = cost"),
     (" is gone after ", '"degraded":true', "(reason: no_prefill_worker)"),
     ("decode-0     stopped after", "etcd         stopped after"),
 )

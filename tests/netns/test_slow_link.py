@@ -42,6 +42,8 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             cluster.launch_on(f"{role}0", role, *flags)
         cluster.launch_on("front", "frontend")
         cluster.wait_ready(*cluster.workers)
+        # The others would keep the short prompts that measure, or send all long ones.
+        cluster.set_router(policy="conditional")
         yield cluster
 
 

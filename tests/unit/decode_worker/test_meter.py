@@ -138,7 +138,7 @@ def test_steps_are_planned_by_this_policy_only() -> None:
     rig.chunks.waiting.append(FakeRequest("a", list(range(300))))
     rig.step(0.01, a=300)
     assert rig.chunks.told == [({"a": 0}, 300, 326)]
-    rig.config = RouterConfig()
+    rig.config = RouterConfig(policy=RouterPolicy.CONDITIONAL)
     rig.step(0.01, a=1)
     assert rig.chunks.told[1:] == ["release"]
 
@@ -187,7 +187,7 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
     rig = Rig()
     rig.chunks.waiting = [FakeRequest("job", list(range(3000)), client_index=OWN_CLIENT)]
     took = []
-    for config in (rig.config, RouterConfig()):
+    for config in (rig.config, RouterConfig(policy=RouterPolicy.CONDITIONAL)):
         rig.config = config
         rig.step(0.01, a=1)
         costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)

@@ -24,10 +24,10 @@ from tests.support.fakes import FakeRequest
 from tests.support.features import stand_in
 
 REQUEST = FakeRequest("r", [1])
-GOOD = Situation(1000, 0, prefill_workers=1, queue_available=True)
-LOCAL, REMOTE, COST = (
-    replace(GOOD, config=RouterConfig(policy=policy))
-    for policy in (RouterPolicy.ALWAYS_LOCAL, RouterPolicy.ALWAYS_REMOTE, RouterPolicy.COST)
+COST = Situation(1000, 0, prefill_workers=1, queue_available=True)
+LOCAL, REMOTE, GOOD = (
+    replace(COST, config=RouterConfig(policy=policy))
+    for policy in (RouterPolicy.ALWAYS_LOCAL, RouterPolicy.ALWAYS_REMOTE, RouterPolicy.CONDITIONAL)
 )
 
 
@@ -107,7 +107,7 @@ def test_what_a_request_needs(fields: dict[str, Any], reason: str) -> None:
         # 42 GB over 10 Gbit/s, and over 1 Gbit/s
         (replace(GOOD, forecast=Forecast(prefill_s=12.0, write_s=35.0)), "long_prompt"),
         (replace(GOOD, forecast=Forecast(prefill_s=12.0, write_s=336.0)), "slow_link"),
-        (replace(COST, forecast=Forecast(prefill_s=12.0, write_s=336.0)), "long_prompt"),
+        (replace(COST, forecast=Forecast(prefill_s=12.0, write_s=336.0)), "slow_link"),
         # Short prompts go on measuring the link.
         (replace(GOOD, forecast=Forecast(prefill_s=0.1, write_s=0.9)), "long_prompt"),
         (replace(GOOD, forecast=Forecast(prefill_s=0.1, write_s=2.0)), "slow_link"),

@@ -311,7 +311,7 @@ def received(*request_ids: str) -> SimpleNamespace:
 
 def test_its_hit_counts_as_the_local_hit() -> None:
     rig, tier = rig_with(8 * BLOCK)
-    rig.config = type(rig.config)(max_local_prefill_length=2 * BLOCK)
+    rig.config = RouterConfig(policy=RouterPolicy.CONDITIONAL, max_local_prefill_length=2 * BLOCK)
     request = FakeRequest("r", list(range(PROMPT)))
     assert rig.side.decide(request, 0) == (0, False), "vLLM asks the tier next"
     rig.side.enqueue(request, [list(range(10))], 0)
