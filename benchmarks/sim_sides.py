@@ -17,7 +17,7 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -193,6 +193,8 @@ class Options:
 class Rule:
     """What vLLM's own scheduler does: nothing is sorted, and chunks are as its flags say."""
 
+    deferred: Collection[str] = ()
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
@@ -248,10 +250,12 @@ class Product(Rule):
                 known.append(Prompt(r.name, r.computed, r.left, r.due, r.at))
         plan = self.model.plan(own, jobs, max(1, most - streams))
         place = {name: n for n, name in enumerate(plan.order)}
+        self.deferred = place.keys() - plan.tokens.keys()
+        asks = any(r.name in self.deferred and r.remote is None for r in engine.waiting)
         # First come those whose KV has come, which have no place.
         engine.running.sort(key=lambda r: place.get(r.name, -1))
         engine.waiting = deque(sorted(engine.waiting, key=lambda r: place.get(r.name, -1)))
-        return max(plan.tokens.values(), default=0), min(most, streams + plan.total + 1)
+        return max(plan.tokens.values(), default=0), min(most, streams + plan.total + asks)
 
     def scheduled(self, parts: list[tuple[Request, int]]) -> None:
         self.model.kv_tokens = kv = sum(r.computed for r, _ in parts if r.made)
@@ -300,7 +304,10 @@ class Product(Rule):
                 return 0 if own else 1 - engine.job_tokens()
             if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
                 return None
-        return PULL_TOKENS - engine.backlog() if engine.sides != "decode" else None
+        if engine.sides == "decode":
+            return None
+        now = engine.world.now
+        return PULL_TOKENS - sum(r.left for r in engine.undone.values() if r.due > now)
 
 
 class Engine:
@@ -456,16 +463,21 @@ class Engine:
             count = 1 if r.made else min(r.left, cap or r.left, budget)
             found.append((r, count))
             budget -= count
+        deferred: list[Request] = []
         while budget > 0 and self.waiting and len(self.running) < self.options.seats:
             r = self.waiting.popleft()
             if r.job_of is None and not r.remote:
                 r.hit = r.computed = max(r.computed, self.hit(r))
                 if r.remote is None and self._goes(r):
                     continue
+            if r.name in self.rule.deferred:
+                deferred.append(r)
+                continue
             count = min(r.left, cap or r.left, budget)
             self.running.append(r)
             found.append((r, count))
             budget -= count
+        self.waiting.extendleft(reversed(deferred))
         return found
 
     def _done(self, parts: list[tuple[Request, int]], seconds: float, prompts_s: float) -> None:
@@ -652,8 +664,10 @@ class Cluster:
 
     def pull(self, engine: Engine) -> None:
         """Called before each step of a worker."""
-        if self.queue and (engine.number in self._able or not self._pullers):
-            self.offer()
+        if self.queue:
+            self.changed(engine)  # jobs that it has may be late by now
+            if engine.number in self._able or not self._pullers:
+                self.offer()
 
     def commit(self, request: Request) -> None:
         home = request.home

@@ -364,6 +364,7 @@ class DecodeScheduler:
                 tokens=external_tokens,
                 claim_timeout_s=claim_timeout_s,
                 stall_s=config.remote_timeout_s,
+                due_s=job.due_s,
                 to=to,
             )
         )
@@ -405,9 +406,10 @@ class DecodeScheduler:
         Requests that failed are reported by `collect`."""
         return self.finish() if self.has_events else []
 
-    def plan(self) -> None:
-        """Plan the next step."""
+    def plan(self) -> dict[str, bool]:
+        """Plan the next step. Returns what it does not begin (`StepMeter.deferred`)."""
         self._meter.before_step()
+        return self._meter.deferred
 
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
@@ -489,6 +491,9 @@ class DecodeHalf(SchedulerHalf):
     _scheduler: DecodeScheduler = LATER
     blocks: JobBlocks
 
+    def __init__(self) -> None:
+        self.deferred = {}
+
     def begin(self, scheduler: DecodeScheduler) -> None:
         """Ask this scheduler from now on."""
         self._scheduler = scheduler
@@ -523,7 +528,7 @@ class DecodeHalf(SchedulerHalf):
 
     def plan(self) -> None:
         if self._begun:
-            self._scheduler.plan()
+            self.deferred = self._scheduler.plan()
 
     def scheduled(self, output: Any) -> StepReport:
         loaded, failed = self._scheduler.collect(output)

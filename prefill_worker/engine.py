@@ -69,14 +69,16 @@ class PrefillEngine:
         except OutOfReach as exc:
             task.end(exc)
             return
+        # Clocks of machines differ. The grant tells how long the job has waited.
+        due_s, left_s = task.job.due_s, task.grant.due_s
+        waited_s = 0.0 if left_s is None else max(0.0, due_s - left_s)
         request = engine_requests.own_request(
             task.request_id,
             task.token_ids,
             cache_salt=task.job.cache_salt,
             priority=task.job.priority,
-            # How long the job has waited in the queue is not known here: clocks differ.
-            ttft_ms=max(1.0, task.job.due_s * 1e3) if task.job.due_s else None,
-            arrival_time=time.time(),
+            ttft_ms=max(1.0, due_s * 1e3) if due_s else None,
+            arrival_time=time.time() - waited_s,
             lora_request=lora_request,
             mm_features=task.features,
         )

@@ -167,7 +167,7 @@ class Handoff:
                 else:
                     budget.waits(self.job_id)
                 await asyncio.sleep(wait_s)
-        budget.granted(self.job_id)
+        budget.granted(self.job_id, grant.due_s)
         self.grant, self._holds_grant = grant, True
         if self._revoked >= grant.attempt:
             self._fail(Revoked("revoked before it began"))

@@ -68,7 +68,8 @@ class Budget:
 
     A job counts from its grant to its end. While its claim is under way a delivery counts for
     `claim_s` at most. A delivery whose claim gets no answer does not count, nor does one that waits
-    for a connection.
+    for a connection. A job that is late counts no more: those behind it may still be in time, and
+    the engine computes them first.
 
     With `--concurrency N` prompts count instead of tokens, N + 1 of them, and those only until they
     are computed. KV that still travels counts only against the KV credits.
@@ -90,9 +91,10 @@ class Budget:
     @property
     def free(self) -> int:
         """How much is left. Negative: more is under way."""
+        if self.most is not None:
+            return self.most - sum(c.counted or c.granted for c in self._charges.values())
         prompts = sum(charge.counted for charge in self._charges.values())
-        used = prompts if self.by_prompt else self.tokens
-        return (self.limit if self.most is None else self.most) - used
+        return self.limit - (prompts if self.by_prompt else self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -120,9 +122,14 @@ class Budget:
             charge.counted = False
             self.room.set()
 
-    def granted(self, job_id: str) -> None:
-        self._charges[job_id].granted = True
+    def granted(self, job_id: str, due_s: float | None = None) -> None:
+        """due_s: in how many seconds the job is late. None: never."""
+        charge = self._charges[job_id]
+        charge.granted = True
         self.counts(job_id)
+        if due_s is not None:
+            loop = asyncio.get_running_loop()
+            charge.timer = loop.call_later(max(0.0, due_s), self.computed, job_id)
         self.room.set()  # one less waits
 
     def counts(self, job_id: str) -> None:
@@ -132,7 +139,7 @@ class Budget:
         charge.counted = True
 
     def computed(self, job_id: str) -> None:
-        """With `--concurrency`: note that the prompt is computed. Its KV may still travel."""
+        """Count a job no more that is late, or with `--concurrency` is computed."""
         if (charge := self._charges.get(job_id)) is not None:
             charge.counted = False
             self.room.set()

@@ -86,6 +86,7 @@ class PrefillScheduler(SchedulerHalf):
         # By request id. The asyncio thread writes an entry before it submits the request.
         self.tasks: dict[str, PrefillTask] = {}
         self.meter = Meter()
+        self.deferred = {}
         self._wake = wake
         self._turns = Turns(concurrency)
         self._reads_failed: list[PrefillTask] = []
@@ -146,6 +147,7 @@ class PrefillScheduler(SchedulerHalf):
     def plan(self) -> None:
         if self._steps is not None:
             self._steps.before_step()
+            self.deferred = self._steps.deferred
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens to read from the decode worker, and whether there are any.

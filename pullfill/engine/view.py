@@ -230,8 +230,7 @@ class PrefillChunks:
             ordered = sorted(waiting, key=lambda request: order.get(request.request_id, _LAST))
             waiting.clear()
             waiting.extend(ordered)
-        # One token more, so that vLLM looks at prompts that wait. Some of them go elsewhere.
-        self._set(each, min(self.step_tokens, total + 1))
+        self._set(each, min(self.step_tokens, total))
 
     def leave_one(self) -> None:
         """From now on, give a single prompt at most all tokens of a step but one.

@@ -191,6 +191,8 @@ class Grant(Message, tag="grant", frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=1)]
     incarnation: Id
     deadline_s: Finite
+    # In how many seconds from the grant the first token is late. None: not told.
+    due_s: Finite | None = None
     # Digest of the published body, which includes the block IDs. A prefill worker whose body has
     # another digest must touch no block.
     job_digest: bytes

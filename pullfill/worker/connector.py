@@ -123,7 +123,14 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._of(request).matched(request, num_computed_tokens)
+        name, half, deferred = request.request_id, self._of(request), self._halves[0].deferred
+        if name not in deferred:
+            return half.matched(request, num_computed_tokens)
+        found = (0, False) if deferred[name] else half.matched(request, num_computed_tokens)
+        if found[0] == 0:  # it is computed here, but not now
+            deferred[name] = True
+            return None, False
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._of(request).allocated(request, blocks.get_block_ids(), num_external_tokens)

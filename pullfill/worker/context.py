@@ -63,7 +63,10 @@ class WorkerContext:
 class SchedulerHalf(Steps):
     """What one side answers vLLM's scheduler, through the connector. Engine thread.
 
-    request: vLLM's Request. tables: its block ids, for each KV cache group."""
+    request: vLLM's Request. tables: its block ids, for each KV cache group.
+    deferred: see StepMeter. Of the first side, which plans steps."""
+
+    deferred: dict[str, bool]
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """vLLM has constructed the connector."""

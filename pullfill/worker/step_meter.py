@@ -89,7 +89,8 @@ class StepMeter:
     """See the module.
 
     config: the router's settings. Only under the policy `cost` steps are planned.
-    computes: takes a request's id. Returns whether the next step may compute its prompt."""
+    computes: takes a request's id. Returns whether the next step may compute its prompt.
+    deferred: prompts that the next step does not begin, and whether vLLM has asked about them."""
 
     def __init__(
         self,
@@ -110,6 +111,8 @@ class StepMeter:
         self._began = self._ended = 0.0
         # Of prompts that are not computed: when each is due, when it came, and its hit.
         self._known: dict[str, tuple[float, float, int]] = {}
+        self.deferred: dict[str, bool] = {}
+        self._begins: set[str] = set()  # prompts that the last plan has begun
 
     def before_step(self) -> None:
         """Called before each step or sleep, once vLLM knows which KV has come: plan the step."""
@@ -119,6 +122,7 @@ class StepMeter:
             self._plan()
             return
         self.model.jobs = ()  # there is nothing to order, or jobs are not followed any more
+        self.deferred = {}
         self._chunks.release()
 
     def _plan(self) -> None:
@@ -130,6 +134,7 @@ class StepMeter:
         own: list[Prompt] = []
         jobs: list[Prompt] = []
         short: list[str] = []
+        begins: set[str] = set()
         whole = not chunks.able
         for request in chunks.prompts():
             name, at = request.request_id, request.num_computed_tokens
@@ -143,6 +148,8 @@ class StepMeter:
                 found = due, arrival, at or self._view.hit(request)
             self._known[name] = found
             due, arrival, hit = found
+            if not at:
+                begins.add(name)
             at = at or hit
             if request.num_tokens - at <= LEAST_TOKENS:
                 # Its KV has come, for example. It takes a step no time, and comes first. vLLM may
@@ -157,12 +164,21 @@ class StepMeter:
         plan = model.plan(own, jobs, max(1, chunks.step_tokens - taken))
         order = {name: place for place, name in enumerate(plan.order)}
         order |= dict.fromkeys(short, -1)
+        # vLLM computes what has begun before what waits. So no prompt begins before its turn, or it
+        # could not be overtaken. If vLLM could not begin one that was planned, others may.
+        held = begins - plan.tokens.keys() - set(short)
+        if whole or begins & self._begins:
+            held = set()
+        self._begins = begins - held
+        self.deferred = {name: self.deferred.get(name, False) for name in held}
         if whole:  # vLLM cuts none of them, or not this one
             chunks.take(order, 0, chunks.step_tokens)
             return
         # No stream and no short prompt is cut.
         each = max(chunks.each, LEAST_TOKENS, *plan.tokens.values())
-        chunks.take(order, each, taken + plan.total)
+        # One token more, so that vLLM asks about prompts that it does not know. Some go elsewhere.
+        asks = not all(self.deferred.values())
+        chunks.take(order, each, taken + plan.total + asks)
 
     def scheduled(self, output: Any) -> None:
         """Note what a step will compute. output: vLLM's SchedulerOutput."""

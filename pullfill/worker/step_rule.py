@@ -55,8 +55,10 @@ DELAY = 0.1
 STEPS = 32
 # The first prompt of a step gets so many tokens at least, so that it ends.
 LEAST_TOKENS = 32
-# In one step of so many the oldest late prompt comes first, so that none starves.
+# In one step of so many the oldest late prompt comes first, so that none starves. But not before it
+# has waited for OLD times its target: it may be long, and those that wait behind it are in time.
 LATE_TURN = 4
+OLD = 4.0
 # So many prompts are looked at, those that are due first. The others count as late. So a plan
 # beside 1,000 waiting prompts takes no milliseconds.
 LOOK = 64
@@ -86,6 +88,11 @@ class Prompt(msgspec.Struct, frozen=True):
     due: float
     arrival: float
     priority: int = 0
+
+    @property
+    def target(self) -> float:
+        """Seconds to its first token."""
+        return self.due - self.arrival
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -126,7 +133,7 @@ def plan(
         [*(by_due[number] for number in missed), *others], key=lambda prompt: prompt.arrival
     )
     ordered = [*timely, *late]
-    if late and turn % LATE_TURN == 0:
+    if late and turn % LATE_TURN == 0 and now - late[0].arrival > OLD * late[0].target:
         ordered = [late[0], *timely, *late[1:]]
     ordered.sort(key=lambda prompt: prompt.priority)
     tokens, seconds = _filled(ordered, cost, base, limit - base, step_tokens)
@@ -249,7 +256,7 @@ def _limits(streams: Streams, by_due: Sequence[Prompt], base: float, total: floa
     if not streams.count:
         return [math.inf]
     if not streams.targets:
-        return [max(1.5 * base, FULL * min(prompt.due - prompt.arrival for prompt in by_due))]
+        return [max(1.5 * base, FULL * min(prompt.target for prompt in by_due))]
     # A step without prompts takes time as well. One that is hardly longer brings prompts nowhere.
     tried = {share * target for target, _ in streams.targets for share in SHARES}
     ordered = sorted(limit for limit in tried if limit >= 1.25 * base) or [1.5 * base]
@@ -288,7 +295,7 @@ def _prompts_price(
 
 def _waits(prompt: Prompt, end: float) -> float:
     """What it costs that the first token comes at `end`."""
-    return LATER * (end - prompt.arrival) / max(prompt.due - prompt.arrival, 1e-3)
+    return LATER * (end - prompt.arrival) / max(prompt.target, 1e-3)
 
 
 def _streams_price(streams: Streams, errors: Errors, step_s: float, steps: int) -> float:
@@ -326,9 +333,11 @@ def _filled(
         least = 0 if tokens else LEAST_TOKENS
         count = min(prompt.left, most, max(least, cost.fill(prompt.at, room_s - used)))
         more = cost.work(prompt.at, count)
+        # A few tokens bring it nowhere, and what has begun cannot be overtaken.
+        few = count < min(prompt.left, LEAST_TOKENS)
         # Each prompt before it is done with this step, and would be later by `more`. In a step of
         # its own, it and all behind it would be later by `base`.
-        if count <= 0 or done * more > (len(ordered) - done) * base:
+        if few or done * more > (len(ordered) - done) * base:
             break
         tokens[prompt.name] = count
         used += more

@@ -89,6 +89,7 @@ class Probe(SchedulerHalf):
     what to report next."""
 
     def __init__(self) -> None:
+        self.deferred = {}
         self.brings: dict[str, int] = {}
         self.placed: set[str] = set()
         self.keeps: set[str] = set()
@@ -460,6 +461,28 @@ async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None
         made.thread.wake()
         view = made.engine.view
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
+
+
+async def test_what_a_side_defers_does_not_begin_and_is_asked_about_once(
+    adapter: Any, model_path: Path
+) -> None:
+    async with probed(adapter, model_path) as (made, probe):
+        probe.deferred = {"later": False}
+        later = made.submit.add(request("later"))
+        await until(lambda: probe.deferred == {"later": True}, "it is not asked about")
+        await asyncio.wrap_future(made.submit.add(request("now")))
+        assert len(probe.said) == 2
+        assert not any("later" in step for step in probe.steps)
+        probe.deferred = {}
+        made.thread.wake()
+        await asyncio.wrap_future(later)
+        # One that goes elsewhere goes at once.
+        probe.deferred, probe.brings = {"away": False}, {"away": BROUGHT}
+        away = made.submit.add(request("away"))
+        await until(lambda: "away" in probe.placed, "it does not wait")
+        probe.now = StepReport({"away"})
+        made.thread.wake()
+        await asyncio.wrap_future(away)
 
 
 async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) -> None:

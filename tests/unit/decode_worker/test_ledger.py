@@ -56,6 +56,19 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     assert told(model) == [Settle(job.request.request_id, Outcome.TIMEOUT)]
 
 
+def test_a_grant_tells_in_how_many_seconds_the_job_is_late() -> None:
+    model = HandoffModel()
+    job, grant = granted(model)
+    entry = model.ledger.find(job.job.job_id)
+    assert entry is not None
+    entry.due_s = 5.0
+    model.tick(7.0)
+    model.gave_up(grant, retry=True)
+    second = model.claim(job, "b").grant
+    assert second is not None
+    assert second.due_s == pytest.approx(-2.0)
+
+
 # ------------------------------------------------------------------ granted
 
 

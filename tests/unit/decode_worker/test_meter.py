@@ -172,8 +172,34 @@ def test_a_step_takes_own_prompts_and_jobs_by_their_due_times() -> None:
     rig.chunks.waiting = [own, job, loaded]
     rig.step(0.01, a=1, b=1)
     ((order, each, total),) = rig.chunks.told
-    assert (set(order), each, total) == ({"own", "job", "loaded"}, 300, 2 * 13 + 13 + 300)
+    assert (set(order), each, total) == ({"own", "job", "loaded"}, 300, 2 * 13 + 13 + 300 + 1)
     assert order["loaded"] < min(order["own"], order["job"])
+
+
+def test_what_a_plan_leaves_out_does_not_begin_and_vllm_is_asked_about_it_once() -> None:
+    rig = Rig()
+    rig.local("a", 300)
+    rig.chunks.waiting = [FakeRequest(name, list(range(300))) for name in ("a", "b")]
+    rig.step(0.01, c=1)
+    assert rig.meter.deferred == {"b": False}
+    rig.meter.deferred["b"] = True  # it was asked about
+    begun, left = rig.chunks.waiting
+    begun.num_computed_tokens = 100
+    rig.step(0.01, c=1)
+    assert rig.meter.deferred == {"b": True}
+    assert [total for _, _, total in rig.chunks.told] == [26 + 300 + 1, 26 + 200]
+    rig.chunks.waiting = [left]
+    rig.step(0.01, c=1)
+    assert rig.meter.deferred == {}
+
+
+def test_what_vllm_could_not_begin_keeps_no_other_from_beginning() -> None:
+    rig = Rig()
+    rig.chunks.waiting = [FakeRequest(name, list(range(300))) for name in ("a", "b")]
+    rig.step(0.01, c=1)
+    assert rig.meter.deferred == {"b": False}
+    rig.step(0.01, c=1)
+    assert rig.meter.deferred == {}, "all seats of its adapter are taken, for example"
 
 
 def test_an_image_that_may_not_be_cut_is_computed_beside_streams() -> None:

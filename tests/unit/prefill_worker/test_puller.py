@@ -332,3 +332,21 @@ async def test_a_claim_counts_until_its_answer_is_late_and_again_from_the_grant(
     budget.over("prompt", None)
     assert budget.room.is_set(), "the puller is told"
     assert (budget.tokens, budget.completed, budget.failed) == (0, 1, 0)
+
+
+async def test_a_job_that_is_late_counts_no_more_unless_each_delays_streams() -> None:
+    """The engine computes those that are in time first, and they may be behind it in the queue."""
+    budget = Budget(5000)
+    for name, due_s in (("was late", -3.0), ("gets late", 0.02), ("in time", 60.0)):
+        budget.pulled(name, 1000)
+        budget.granted(name, due_s)
+    assert budget.free == 2000
+    async with asyncio.timeout(10):
+        while budget.free < 4000:
+            budget.room.clear()
+            await budget.room.wait()
+    assert (budget.free, budget.waiting) == (4000, 0)
+    budget.most = 1
+    assert budget.free == -2
+    for name in ("was late", "gets late", "in time"):
+        budget.over(name, True)

@@ -47,6 +47,11 @@ def test_without_streams_a_step_is_full() -> None:
     assert planned(Streams(), prompt("a", 1700), prompt("b", 700, 2.0)).tokens == {"a": STEP}
 
 
+def test_no_prompt_begins_with_the_last_few_tokens_of_a_step() -> None:
+    found = planned(Streams(), prompt("a", STEP - 1), prompt("b", 700, 2.0))
+    assert found.tokens == {"a": STEP - 1}
+
+
 def test_a_prompt_that_a_step_completes_is_not_delayed_by_the_next_one() -> None:
     found = planned(Streams(), prompt("a", 700), prompt("b", 700, 2.0))
     assert found.tokens == {"a": 700}
@@ -158,9 +163,13 @@ def test_the_prompt_that_makes_others_late_is_put_off() -> None:
 
 
 def test_late_prompts_come_by_arrival_and_one_of_them_first_now_and_then() -> None:
-    late = [prompt("b", 500, -1.0, arrival=-2.0), prompt("a", 500, -0.5, arrival=-3.0)]
-    for turn, order in ((1, ("timely", "a", "b")), (LATE_TURN, ("a", "timely", "b"))):
-        assert planned(streams(4), *late, prompt("timely", 500), turn=turn).order == order
+    late = [prompt("b", 500, -1.0, arrival=-2.0), prompt("a", 500, -2.3, arrival=-3.0)]
+    new = [prompt("b", 500, -1.0, arrival=-2.0), prompt("a", 500, -2.2, arrival=-3.0)]
+    after, first = ("timely", "a", "b"), ("a", "timely", "b")
+    for turn, old, order in (
+        (1, late, after), (LATE_TURN, new, after), (LATE_TURN, late, first)
+    ):  # fmt: skip
+        assert planned(streams(4), *old, prompt("timely", 500), turn=turn).order == order
 
 
 def test_a_late_prompt_ends_however_many_come_in_time() -> None:
