@@ -14,7 +14,7 @@ from tests.support.checked import Bound, checked
 from tests.support.cluster import Cluster, Worker, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import going_away, random_prompt
-from tests.support.pulls import granted, until_full
+from tests.support.pulls import granted, in_time, until_full
 from tests.support.waiting import patience
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -160,6 +160,7 @@ def test_row_6_abort_while_queued(paired: Cluster, oracle: Oracle) -> None:
     """The job is deleted; nobody computes it."""
     worker = only_prefill(paired)
     with checked(paired, oracle, cancelled=6) as check:
+        in_time(paired)
         before, held = paired.load_of(worker)["completed"], granted(paired)
         # Two prompts fill the worker's budget of tokens: what comes after them stays in the queue.
         worker.arm("prefill.before_write=hold@1")

@@ -32,7 +32,7 @@ from tests.support.checked import checked
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.prompts import random_prompt
-from tests.support.pulls import granted, until_full
+from tests.support.pulls import granted, in_time, until_full
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -178,6 +178,7 @@ def test_row_25_a_job_changed_in_the_stream(target: Target, oracle: Oracle) -> N
         return encode(msgspec.structs.replace(job, block_ids=u32.pack(blocks)))
 
     with checked(cluster, oracle, fallbacks={"job_gone": 1}, stale={"claim": 1}) as check:
+        in_time(cluster)
         # Busy with prompts that fill its budget, the worker leaves the next job in the stream.
         worker.arm("prefill.before_write=hold@1")
         written, held = cluster.counter(WRITTEN), granted(cluster)

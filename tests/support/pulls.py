@@ -21,10 +21,16 @@ def requests_waiting(cluster: Cluster) -> int:
     return cluster.jetstream(ask)
 
 
+def in_time(cluster: Cluster) -> None:
+    """Give jobs an hour. The prompts go to prefill workers."""
+    cluster.set_router(policy="always_remote", remote_timeout_s=30, ttft_ms=3.6e6)
+
+
 def until_full(cluster: Cluster, before: float, jobs: int) -> None:
     """Wait until the prefill workers hold so many jobs, which fill their budgets, and ask for none.
 
     A claim that is answered late does not count, and the worker asks for one more job meanwhile.
+    Jobs that are late fill no budget: before them call `in_time`.
 
     before: `granted` before the jobs were sent."""
     until(lambda: granted(cluster) == before + jobs, 20, "all are granted")
