@@ -283,7 +283,7 @@ def test_a_prompt_of_32k_tokens(tmp_path: Path) -> None:
         answer = ask(cluster, prompt, STEPS)
         told = cluster.explain(answer.request_id)
         cluster.assert_clean()
-    assert (told["path"], told["reason"], told["fallback"]) == ("remote", "long_prompt", None)
+    assert (told["path"], told["reason"], told["fallback"]) == ("remote", "cost_probe", None)
     assert told["remote_tokens"] == 32_767
     with Oracle(long, max_model_len=33_000) as oracle:
         assert_right(oracle, [prompt], [answer], STEPS)
