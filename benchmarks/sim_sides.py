@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.report import percentile
-from pullfill.decode_worker.cost import LONG, CostModel, Queue, Targets
+from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import Told, few
@@ -639,14 +639,13 @@ class Cluster:
     def offer(self) -> None:
         """Give each job of the queue to a worker that wants one. Those without streams come first.
 
-        Its own decode worker takes it only if it has waited for long, or if no other pulls any
-        more."""
+        Its own decode worker takes it only if it is late, or if no other pulls any more."""
         takers: list[Engine] = []
         while self.queue:
             home = (request := self.queue[0]).home
             assert home is not None
             able = [one for one in self._able.values() if one[2] != home.number]
-            if not able and self.world.now - request.at > LONG * request.ttft_s:
+            if not able and self.world.now - request.at > request.ttft_s:
                 able = [*self._able.values()]
             if able:
                 taker = self.engines[min(able)[2]]

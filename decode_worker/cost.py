@@ -38,11 +38,6 @@ _TARGETS = 8
 # and a plan takes longer with each group.
 _SPARE = 4
 
-# A worker with streams takes its own job back once it has waited for so many times the target of
-# the first token: then others have no time. Two full workers keep 10.4 requests/s with 4, and 8.9
-# with 1 (`make sim-splits`).
-LONG = 4.0
-
 # The length of prompt that tells an engine's rate.
 RATE_TOKENS = 1024
 

@@ -129,7 +129,7 @@ def test_when_streams_leave_time_for_jobs(
     """Whether jobs are pulled, and how many at a time."""
     router = SimpleNamespace(current=RouterConfig(policy=RouterPolicy(policy), itl_ms=50))
     meter = SimpleNamespace(model=SimpleNamespace(undone=undone))
-    outlook = SimpleNamespace(wanted=lambda late_s: wanted and late_s == 4.0)
+    outlook = SimpleNamespace(wanted=lambda late_s: wanted and late_s == 1.0)
     side = SimpleNamespace(requests=requests, meter=meter, outlook=outlook)
     role: Any = SimpleNamespace(_side=side, _router=router)
     role._delays = partial(DecodeRole._delays, role)
