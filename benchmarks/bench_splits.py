@@ -55,7 +55,7 @@ from pullfill.wire import RouterConfig
 
 BOTH, TURNS = "both", "2-vllm"
 FOUR = {f"4-{name}": name for name in ("pack", "kv", "round_robin")}
-"""Systems of `shared`, each with the policy that chooses the decode worker."""
+"""The systems that the load `shared` compares, each with its `router.decode_policy`."""
 CHOICES: dict[str, Launcher] = {
     BOTH: lambda to: cluster(BOTH, "cost", 0, 0, FLAGS, to, workers=2, decode_policy="pack"),
     "1p1d-cost": lambda to: cluster("1p1d-cost", "cost", 1, 1, FLAGS, to),
@@ -81,8 +81,8 @@ TIMES = {"1K/1K": 2.0}
 PROMPTS_HEAVY, ANSWERS_HEAVY = (1024, 16), (32, 400)
 """Of `change`: tokens of a prompt and of its answer."""
 OWN = {"short": (1.5, {(100, 16): 1, (300, 16): 1}), "long": (1.0, {(600, 16): 1, (1000, 16): 1})}
-"""Of `shared`: prompts per second, and how many tokens follow the system prompt. If few follow, its
-KV is read from another decode worker (decode_worker/prefix/fetches.py)."""
+"""Of the load `shared`: prompts per second, and how many tokens follow the system prompt. If few
+follow, the KV of the system prompt is read from another decode worker (prefix/fetches.py)."""
 LEFT_S = 1.0
 WARM = (512, PROMPT, workloads.LONG_IN)
 """Lengths of the prompts before each window."""

@@ -338,9 +338,8 @@ class DecodeRole(Role):
     def most(self, step_s: float | None) -> int | None:
         if not self._delays(step_s):
             return None
-        # What waits in the queue goes to the first worker that has time. Four workers with twice
-        # the load make 2,634 tokens/s if they pull beside prompts of their own, and 2,864 if they
-        # do not (`make sim-splits`).
+        # What waits in the queue goes to the first worker that has time. One with prompts of its
+        # own has none: four workers with twice the load made fewer tokens when they pulled then.
         if self._side.meter.model.undone:
             return 0
         # It has put its own jobs into the queue because others compute them at less cost. Beside

@@ -320,7 +320,7 @@ class Handoff:
         """The prompt is computed. Engine thread."""
         if self._puller.budget.by_prompt:
             call = self._done.get_loop().call_soon_threadsafe
-            call(self._puller.budget.computed, self.job_id)
+            call(self._puller.budget.counts_no_more, self.job_id)
 
     def _on_done(self, failure: BaseException | None) -> None:
         """The task has ended. From any thread."""

@@ -129,7 +129,7 @@ class Budget:
         self.counts(job_id)
         if due_s is not None:
             loop = asyncio.get_running_loop()
-            charge.timer = loop.call_later(max(0.0, due_s), self.computed, job_id)
+            charge.timer = loop.call_later(max(0.0, due_s), self.counts_no_more, job_id)
         self.room.set()  # one less waits
 
     def counts(self, job_id: str) -> None:
@@ -138,8 +138,8 @@ class Budget:
         charge.timer.cancel()
         charge.counted = True
 
-    def computed(self, job_id: str) -> None:
-        """Count a job no more that is late, or with `--concurrency` is computed."""
+    def counts_no_more(self, job_id: str) -> None:
+        """The job is late, or with `--concurrency` it is computed."""
         if (charge := self._charges.get(job_id)) is not None:
             charge.counted = False
             self.room.set()

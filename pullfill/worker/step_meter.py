@@ -90,7 +90,8 @@ class StepMeter:
 
     config: the router's settings. Only under the policy `cost` steps are planned.
     computes: takes a request's id. Returns whether the next step may compute its prompt.
-    deferred: prompts that the next step does not begin, and whether vLLM has asked about them."""
+    deferred: the prompts that the next step must not begin. True: vLLM has asked our connector
+    about that prompt, and it stays here."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def cluster(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             cluster.launch_on(f"{role}0", role, *flags)
         cluster.launch_on("front", "frontend")
         cluster.wait_ready(*cluster.workers)
-        # The others would keep the short prompts that measure, or send all long ones.
+        # `cost` would keep the short prompts here that measure the link.
         cluster.set_router(policy="conditional")
         yield cluster
 

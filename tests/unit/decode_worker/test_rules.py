@@ -24,6 +24,7 @@ from tests.support.fakes import FakeRequest
 from tests.support.features import stand_in
 
 REQUEST = FakeRequest("r", [1])
+# What the default policy, `cost`, decides about. GOOD: the same with `conditional`.
 COST = Situation(1000, 0, prefill_workers=1, queue_available=True)
 LOCAL, REMOTE, GOOD = (
     replace(COST, config=RouterConfig(policy=policy))

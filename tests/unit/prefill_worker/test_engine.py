@@ -27,7 +27,7 @@ from tests.support.fakes import prefill_task
 def test_its_target_counts_from_when_the_request_was_decided(
     due_s: float, left_s: float | None, target_ms: float | None, waited_s: float
 ) -> None:
-    """Clocks of machines differ, so a grant tells how many seconds are left."""
+    """Clocks of machines differ. So the grant tells how many seconds are left until its target."""
     asked: list[Any] = []
 
     def add(request: Any) -> Future[Any]:

@@ -87,14 +87,14 @@ async def test_with_concurrency_one_more_prompt_is_pulled_than_is_computed() -> 
     worker.puller.start()
     await worker.runs("j0", "j1")
     worker.granted("j0", "j1")
-    worker.budget.computed("j0")
+    worker.budget.counts_no_more("j0")
     await worker.runs("j0", "j1", "j2")
     worker.granted("j2")
-    worker.budget.computed("j1")
+    worker.budget.counts_no_more("j1")
     await worker.runs("j0", "j1", "j2", "j3")
     worker.granted("j3")
     for name in ("j2", "j3", "gone"):
-        worker.budget.computed(name)
+        worker.budget.counts_no_more(name)
     await asyncio.sleep(0.05)
     await worker.runs("j0", "j1", "j2", "j3")  # and no more: it has four
     await worker.puller.close()
@@ -335,7 +335,7 @@ async def test_a_claim_counts_until_its_answer_is_late_and_again_from_the_grant(
 
 
 async def test_a_job_that_is_late_counts_no_more_unless_each_delays_streams() -> None:
-    """The engine computes those that are in time first, and they may be behind it in the queue."""
+    """Jobs behind it in the queue may still be in time, and the engine computes those first."""
     budget = Budget(5000)
     for name, due_s in (("was late", -3.0), ("gets late", 0.02), ("in time", 60.0)):
         budget.pulled(name, 1000)
