@@ -210,7 +210,8 @@ class StockWorker(Worker):
     def ends(self, code: int, within_s: float) -> None:
         if "lease revoked" in self.log.read_text():
             self.signal(signal.SIGTERM)  # it serves alone until it is told to end
-        self.wait(within_s)  # vLLM's server has codes of its own
+        # vLLM's server looks every 5 s whether its engine lives, and has codes of its own.
+        self.wait(within_s + 5)
 
     def signal(self, number: int) -> None:
         if number == signal.SIGKILL:
