@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import openai
 
@@ -28,9 +27,8 @@ from benchmarks import command, machine
 from benchmarks.report import Row, median, row, versus
 from benchmarks.serving import model
 from tests.support.answers import ask_for
-from tests.support.cluster import FLAGS, MODEL, Cluster, Worker, until
+from tests.support.cluster import FLAGS, MODEL, Cluster, StockWorker, Worker, stock_vllm, until
 from tests.support.prompts import random_prompt
-from tests.support.stock_vllm import StockVllm
 
 PROMPT = 1000
 WAITING = 8
@@ -96,36 +94,26 @@ def tokens(directory: Path, base: Path, rounds: int) -> list[Row]:
     with Cluster(base / "alone", directory) as cluster:
         cluster.start_servers()
         for pair in range(PAIRS):
-            servers = [
-                StockVllm(
-                    "decode", directory, base / f"{pair}-{bool(flag)}.log", bool(flag), flag, flags
-                )
-                for flag in (transfer(cluster), {})
-            ]
+            servers: dict[bool, StockWorker] = {}
             with ExitStack() as stack:
-                for server in servers[:: -1 if pair % 2 else 1]:
-                    stack.callback(server.kill)
-                    server.launch()
-                for server in servers:
+                for flagged in (True, False)[:: -1 if pair % 2 else 1]:
+                    (servers[flagged],) = stack.enter_context(
+                        stock_vllm(
+                            base / f"{pair}-{flagged}", directory, connector=flagged,
+                            transfer=cluster.stock_flag(), flags=flags,
+                        )
+                    )  # fmt: skip
+                both = [servers[True], servers[False]]
+                for server in both:
                     server.ready()
                 for rates, more in zip(
-                    made, streams([server.url for server in servers], rounds), strict=True
+                    made, streams([server.url for server in both], rounds), strict=True
                 ):
                     rates += more
     flag, without = map(median, made)
     return [
         versus("tokens/s with the flag", flag, "tokens/s", "without it", without, at_least=0.99)
     ]
-
-
-def transfer(cluster: Cluster) -> dict[str, Any]:
-    place = {"etcd": cluster.etcd.url, "nats": cluster.nats.url, "namespace": cluster.namespace}
-    return {
-        "kv_connector": "PullfillDecode",
-        "kv_connector_module_path": "pullfill.worker.stock_core",
-        "kv_role": "kv_consumer",
-        "kv_connector_extra_config": place,
-    }
 
 
 def streams(urls: Sequence[str], rounds: int) -> list[list[float]]:

@@ -14,9 +14,8 @@ import pytest
 
 from tests.support import web
 from tests.support.checkpoint import tiny_checkpoint
-from tests.support.cluster import FLAGS, MODEL, Cluster, until
+from tests.support.cluster import FLAGS, MODEL, Cluster, stock_vllm, until
 from tests.support.prompts import random_prompt
-from tests.support.stock_vllm import stock_vllm
 
 _GROWS = frozenset({
     "arguments", "content", "delta", "partial_json", "reasoning", "text", "thinking",
@@ -255,7 +254,7 @@ def both(
     )  # fmt: skip
     where, env = tmp_path_factory.mktemp("stock"), {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     how: dict[str, Any] = {"connector": False, "flags": flags, "env": env}
-    with stock_vllm(where, model_path, ("decode",), **how) as (stock,):
+    with stock_vllm(where, model_path, **how) as (stock,):
         cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
         frontend = cluster.launch("frontend", "--reasoning-parser=granite", env=env)
         second, cluster.frontend_url = cluster.frontend_url, url

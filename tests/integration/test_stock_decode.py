@@ -32,11 +32,11 @@ from tests.support.cluster import (
     Worker,
     command,
     pullfill,
+    stock_vllm,
     until,
 )
 from tests.support.oracle import Oracle
 from tests.support.prompts import Answer, ask, assert_right, random_prompt, truth
-from tests.support.stock_vllm import StockVllm
 
 pytestmark = pytest.mark.engine
 
@@ -54,17 +54,6 @@ LENGTHS = [1, 2, 31, 32, 33, 64, 65, 200, 511, 512, 513, 700, 1023, 1025, 1999]
 DECIDED = "pullfill_decision_total"
 
 
-def flag(cluster: Cluster, **extra: Any) -> dict[str, Any]:
-    """The value of `--kv-transfer-config`. extra: settings of the worker."""
-    place = {"etcd": cluster.etcd.url, "nats": cluster.nats.url, "namespace": cluster.namespace}
-    return {
-        "kv_connector": "PullfillDecode",
-        "kv_connector_module_path": "pullfill.worker.stock_core",
-        "kv_role": "kv_consumer",
-        "kv_connector_extra_config": place | extra,
-    }
-
-
 class Stock:
     """One server that is ready, as clients and the cluster see it."""
 
@@ -74,7 +63,7 @@ class Stock:
         # vLLM's server closes a connection that is idle for 5 s, and so the client must earlier.
         limits = httpx.Limits(keepalive_expiry=1.0)
         self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{worker.port}/v1", api_key="none", timeout=60.0,
+            base_url=f"{worker.url}/v1", api_key="none", timeout=60.0,
             max_retries=0, http_client=openai.DefaultHttpxClient(limits=limits),
         )  # fmt: skip
 
@@ -187,29 +176,25 @@ def test_ranks_in_processes_of_their_own_and_steps_that_overlap(
 
 @contextmanager
 def two_ranks(
-    cluster: Cluster, log: Path, **env: str
-) -> Iterator[tuple[StockVllm, dict[str, WorkerRecord]]]:
+    cluster: Cluster, directory: Path, **env: str
+) -> Iterator[tuple[StockWorker, dict[str, WorkerRecord]]]:
     """A data parallel server that is ready, and the records of its ranks. env: more variables."""
-    server = StockVllm(
-        "decode", cluster.model_path, log, transfer=flag(cluster), env=env,
-        flags=[*FLAGS, "--shutdown-timeout=10", "--data-parallel-size=2"],
-    )  # fmt: skip
+    flags = [*FLAGS, "--shutdown-timeout=10", "--data-parallel-size=2"]
     before = cluster.records("decode").keys()
-    server.launch()
-    try:
+    with stock_vllm(
+        directory, cluster.model_path, transfer=cluster.stock_flag(), env=env, flags=flags
+    ) as (server,):
         server.ready()
         found = cluster.records("decode")
         until(cluster.linked, 40, "prefill workers have connected, and were compared")
         yield server, {name: found[name] for name in sorted(found.keys() - before)}
-    finally:
-        server.kill()
 
 
 @pytest.mark.long
 def test_each_rank_of_a_data_parallel_server_is_a_worker(
     cluster: Cluster, tmp_path: Path, oracle: Oracle
 ) -> None:
-    with two_ranks(cluster, tmp_path / "decode.log") as (server, ranks):
+    with two_ranks(cluster, tmp_path) as (server, ranks):
         assert [rank[-4:] for rank in ranks] == ["_dp0", "_dp1"]
         client = openai.OpenAI(
             base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
@@ -221,7 +206,7 @@ def test_each_rank_of_a_data_parallel_server_is_a_worker(
         sent = [cluster.counter(DECIDED, path="remote", instance_id=rank) for rank in ranks]
         assert sum(sent) == len(prompts)
         assert all(sent), "both are used"
-        server.terminate()
+        server.stop()
         assert not ranks.keys() & cluster.records("decode").keys()
 
 
@@ -232,7 +217,7 @@ def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
     """vLLM then ends the whole server. Its own clients, if any, vLLM 0.32 leaves without an answer,
     also without our flag."""
     slow = {"PULLFILL_FAILPOINTS": "engine.step=sleep:0.02"}
-    with two_ranks(cluster, tmp_path / "decode.log", **slow) as (server, ranks):
+    with two_ranks(cluster, tmp_path, **slow) as (server, ranks):
         prompts, steps = [random_prompt(300 + n, seed=58) for n in range(6)], 200
         answers = [ask_for(cluster, prompt, steps) for prompt in prompts]
         until(lambda: all(one.tokens for one in answers), 60, "they are under way")
@@ -357,15 +342,9 @@ def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
         "kv_connector_module_path": "tests.support.probed_connector",
     }
     before = cluster.records("decode")
-    server = StockVllm(
-        "decode", cluster.model_path, tmp_path / "decode.log",
-        transfer=flag(cluster, lease_ttl=600) | late, flags=FLAGS,
-    )  # fmt: skip
-    server.launch()
-    try:
+    transfer = cluster.stock_flag(lease_ttl=600) | late
+    with stock_vllm(tmp_path, cluster.model_path, transfer=transfer, flags=FLAGS) as (server,):
         until(lambda: not server.alive, 60, "it ends")
-    finally:
-        server.kill()
     assert "registered decode-" in server.log.read_text()
     assert cluster.records("decode").keys() == before.keys()
 
@@ -380,15 +359,9 @@ def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
 def test_what_cannot_work_is_told_and_the_server_does_not_start(
     cluster: Cluster, tmp_path: Path, config: dict[str, Any], flags: list[str], told: str
 ) -> None:
-    server = StockVllm(
-        "decode", cluster.model_path, tmp_path / "decode.log",
-        transfer=flag(cluster) | config, flags=[*FLAGS, *flags],
-    )  # fmt: skip
-    server.launch()
-    try:
+    how: dict[str, Any] = {"transfer": cluster.stock_flag() | config, "flags": [*FLAGS, *flags]}
+    with stock_vllm(tmp_path, cluster.model_path, **how) as (server,):
         until(lambda: not server.alive, 60, "it ends")
-    finally:
-        server.kill()
     lines = [line for line in server.log.read_text().splitlines() if told in line]
     assert len(lines) == 1
     assert "error: " in lines[0]

@@ -13,10 +13,9 @@ import pytest
 
 from tests.support import web
 from tests.support.answers import ask_for
+from tests.support.cluster import StockWorker, stock_vllm, until
 from tests.support.frontend_http import Served, serve
 from tests.support.oracle import Oracle
-from tests.support.stock_vllm import StockVllm, stock_vllm
-from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,8 +35,8 @@ TEXT = "What is said here is long enough for a block of KV."
 class Pair:
     """The servers, and the frontend before them."""
 
-    prefill: StockVllm
-    decode: StockVllm
+    prefill: StockWorker
+    decode: StockWorker
     frontend: Served
 
     def client(self) -> openai.OpenAI:
@@ -63,16 +62,10 @@ class Pair:
         """Wait until no server works at a request or has one that waits."""
         servers = (self.prefill, self.decode)
         until(
-            lambda: not any(count(name, server) for name in WORK for server in servers),
+            lambda: not any(server.counter(name) for name in WORK for server in servers),
             5.0,
             "no server works",
         )
-
-
-def count(name: str, server: StockVllm) -> float:
-    """The sum of a counter in a server's /metrics."""
-    lines = web.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 def prompt(number: int, length: int = 200) -> list[int]:
@@ -100,7 +93,7 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.essential
 def test_a_pair_answers_as_one_engine(pair: Pair, oracle: Oracle) -> None:
-    before = count(READ, pair.decode)
+    before = pair.decode.counter(READ)
     prompts = [prompt(0), prompt(1, 17), prompt(2, 700)]
     assert pair.told(*prompts) == right(oracle, prompts)
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 8, "temperature": 0}
@@ -109,6 +102,6 @@ def test_a_pair_answers_as_one_engine(pair: Pair, oracle: Oracle) -> None:
     chat = web.post(url, json=body, timeout=END_S).json()
     expected = right(oracle, [chat["prompt_token_ids"]])
     assert [chat["choices"][0]["token_ids"]] == pair.told(TEXT) == expected
-    read = count(READ, pair.decode) - before
+    read = pair.decode.counter(READ) - before
     assert read > 800, "the KV has been read, not computed"
     pair.idle()

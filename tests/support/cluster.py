@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -40,10 +40,9 @@ from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
 from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
-from tests.support.stock_vllm import ENVIRONMENT as STOCK_ENV
 from tests.support.waiting import patience
 from tests.support.waiting import until as until
-from tests.support.zygote import Forked, zygote
+from tests.support.zygote import ENVIRONMENT, Forked, zygote
 
 if TYPE_CHECKING:
     import openai
@@ -177,10 +176,14 @@ STOCK = frozenset(os.environ.get("STOCK", "").split())
 
 @dataclass
 class StockWorker(Worker):
-    """A worker in stock vLLM: its API server, and the engine's process, which is the worker."""
+    """A server of stock vLLM and the engine's process. With our connector that is a worker."""
 
     engine: int = 0  # its pid, once it is known
     port: int = 0  # of the server
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -198,12 +201,21 @@ class StockWorker(Worker):
     def serves(self) -> bool:
         """Whether its server is up, too. Until then SIGTERM ends it at once."""
         with contextlib.suppress(httpx.HTTPError):
-            return web.get(f"http://127.0.0.1:{self.port}/health").status_code == 200
+            return web.get(f"{self.url}/health").status_code == 200
         return False
+
+    def ready(self) -> None:
+        """Wait until its server is up."""
+
+        def up() -> bool:
+            assert self.alive, self.tail()
+            return self.serves
+
+        until(up, 120.0, f"it starts, see {self.log}")
 
     def counter(self, name: str) -> float:
         """Sum of a metric of vLLM's server."""
-        text = web.get(f"http://127.0.0.1:{self.port}/metrics").text
+        text = web.get(f"{self.url}/metrics").text
         samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
         return sum(sample.value for sample in samples if sample.name == name)
 
@@ -217,6 +229,7 @@ class StockWorker(Worker):
         if number == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
+            self.process.send_signal(number)  # if it leads no group yet
         elif number == signal.SIGTERM:
             self.process.send_signal(number)
         elif self.alive:
@@ -262,6 +275,58 @@ def stock_arguments(role: str, name: str, port: int, flags: Sequence[str]) -> li
         # Our own workers add it on a CPU: docs/decisions.md, 13.
         "--worker-cls=pullfill.engine.cpu_worker.SeededCPUWorker",
     ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def stock_vllm(
+    directory: Path,
+    model: Path,
+    roles: Sequence[str] = ("decode",),
+    *,
+    connector: bool = True,
+    transfer: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Iterator[list[StockWorker]]:
+    """Stock vLLM servers of these roles, launched. Wait until they are `ready`.
+
+    connector: they have one. Without `transfer` it is NixlConnector, which needs
+    `make install-nixl`.
+    transfer: another `--kv-transfer-config`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number, role in enumerate(roles):
+            port, side_port = free_ports(2)
+            config = transfer or {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+                "kv_buffer_device": "cpu",
+            }
+            arguments = [
+                "--model", str(model),
+                "--host", "127.0.0.1",
+                "--port", str(port),
+                "--served-model-name", "m",
+                "--dtype", "float32",
+                "--enforce-eager",
+                "--max-model-len", "2048",
+                "--max-num-seqs", "4",
+                "--kv-cache-memory-bytes", str(64 << 20),
+                *([f"--kv-transfer-config={json.dumps(config)}"] if connector else []),
+                *flags,
+            ]  # fmt: skip
+            full = {
+                **os.environ, **ENVIRONMENT, "UCX_TLS": "shm,tcp,self",
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port), **(env or {}),
+            }  # fmt: skip
+            log = directory / f"{role}-{number}.log"
+            log.touch()
+            made = zygote().spawn(arguments, full, log, module="tests.support.stock_vllm")
+            found.append(StockWorker(role, made, log, port=port))
+            stack.callback(found[-1].kill)
+        yield found
 
 
 @dataclass
@@ -366,7 +431,7 @@ class Cluster:
         if role in self.stock and not program:
             name, (port,) = f"{role}-s{number}-{secrets.token_hex(3)}", free_ports(1)
             made = zygote().spawn(
-                stock_arguments(role, name, port, command[1:]), {**full, **STOCK_ENV}, log,
+                stock_arguments(role, name, port, command[1:]), {**full, **ENVIRONMENT}, log,
                 namespace, module="tests.support.stock_vllm",
             )  # fmt: skip
             worker: Worker = StockWorker(role, made, log, name, armed=failpoints, port=port)
@@ -529,6 +594,16 @@ class Cluster:
         """Of all decode and prefill workers that are registered now."""
         found = [*self.records("decode").values(), *self.records("prefill").values()]
         return {record.incarnation for record in found}
+
+    def stock_flag(self, **extra: object) -> dict[str, Any]:
+        """The `--kv-transfer-config` of a decode worker in stock vLLM. extra: more settings."""
+        place = {"etcd": self.etcd.url, "nats": self.nats.url, "namespace": self.namespace}
+        return {
+            "kv_connector": "PullfillDecode",
+            "kv_connector_module_path": "pullfill.worker.stock_core",
+            "kv_role": "kv_consumer",
+            "kv_connector_extra_config": place | extra,
+        }
 
     def revoke_lease(self, worker: Worker) -> None:
         """As `pullfill drain` does."""

@@ -25,18 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.support.zygote import Forked, zygote
-
-_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first question for logprobs compiles for half a minute
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from tests.support.zygote import ENVIRONMENT, Forked, zygote
 
 
 class OracleError(RuntimeError):
@@ -106,7 +95,7 @@ class Oracle:
         root = Path(__file__).resolve().parents[2]
         keep = "VLLM_CACHE_ROOT"
         env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_") or k == keep}
-        env |= _ENV | {"PYTHONPATH": str(root)}
+        env |= ENVIRONMENT | {"PYTHONPATH": str(root)}
         if self._forked:
             return zygote().spawn(arguments, env, self.log, module=__name__)
         with self.log.open("ab") as log:

@@ -62,14 +62,15 @@ _PRELOADED = (
     "semantic_version",
     "zmq.utils.monitor",
 )
-_ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
+ENVIRONMENT = {  # what workers and frontends set for themselves before these imports
     "HF_HUB_OFFLINE": "1",
     "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Else the first question for logprobs compiles for half a minute.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine has no other process for its model
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -120,7 +121,7 @@ class Zygote:
         self._lock = multiprocessing.get_context("fork").Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
