@@ -59,7 +59,7 @@ from tests.support.fake_vllm import (
 )
 from tests.support.listening import serving
 from tests.support.waiting import soon
-from tests.support.workers import FakeDirectory, record
+from tests.support.workers import FakeDirectory, blank, record
 
 PATIENCE_S = 20.0
 # Of what was sent where. A frontend has 13 MB for each role: to touch them takes longer than most
@@ -93,7 +93,6 @@ class FakeDecode:
     fatal_token: it dies of a prompt with this token.
     fatal_length: it dies once prompt and answer are so long. 0: when the prompt comes.
     killed_by: the prompt that it died of.
-    load: what its welcome says of its load.
     prefix_block_size: as its welcome says. It never tells a block.
     """
 
@@ -107,7 +106,6 @@ class FakeDecode:
     ahead_s: float = 0.0
     fatal_token: int = 0
     fatal_length: int = 0
-    load: front_wire.LoadReport | None = None
     prefix_block_size: int = 0
     max_model_len: int = 4096
     cached_tokens: int = 0
@@ -254,7 +252,6 @@ class FakeDecode:
             num_gpu_blocks=100,
             block_size=16,
             supported_tasks=["generate"],
-            load=self.load,
             prefix_block_size=self.prefix_block_size,
         )
         self._send(identity, front_wire.HELO, wire.encode(welcome))
@@ -288,16 +285,11 @@ class FakeDecode:
             self._out(identity, outs)
 
     def _record(self, active: _Active) -> ExplainRecord:
-        return ExplainRecord(
-            request_id=active.request.request_id,
-            path="local",
-            reason="short",
+        return blank(
+            ExplainRecord, request_id=active.request.request_id, path="local", reason="short",
             prompt_tokens=len(active.request.prompt_token_ids or []),
-            prefix_hit_tokens=0,
-            remote_tokens=0,
-            decode_instance=self.instance_id,
-            timings_ms=Timings(queue=1.5),
-        )
+            decode_instance=self.instance_id, timings_ms=Timings(queue=1.5),
+        )  # fmt: skip
 
     def _finish(
         self, active: _Active, tokens: list[int], reason: int, out: Output | None = None
@@ -625,16 +617,11 @@ class FakeStock:
 
 
 class Got(Client):
-    """A request, and what its client gets. reads: once it has a piece of the body, the client takes
-    the next one when this is set."""
-
-    reads: asyncio.Event | None = None
+    """A request, and what its client gets."""
 
     async def take(self, message: Any) -> None:
         assert not self.whole
         await super().take(message)
-        if "body" in message and self.reads is not None:
-            await self.reads.wait()
 
     @property
     def parts(self) -> list[bytes]:

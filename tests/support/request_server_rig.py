@@ -22,6 +22,7 @@ from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
 from pullfill.worker.engine_loop import EngineLoop
 from tests.support.fakes import FakeClock
+from tests.support.workers import blank
 
 LIMIT = 100
 
@@ -109,10 +110,7 @@ class Rig:
         self.follow: Callable[..., object] = lambda *told: None
         self.todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.loop = engine_loop(self.core, lambda work, wake=True: self.todo.put(work))
-        welcome = front_wire.DecodeWelcome(
-            decode_instance="decode-1", vllm_version="0.32.0",
-            max_model_len=LIMIT, num_gpu_blocks=1, block_size=1, supported_tasks=[],
-        )  # fmt: skip
+        welcome = blank(front_wire.DecodeWelcome, vllm_version="0.32.0", max_model_len=LIMIT)
         self.request_server = RequestServer(
             self.loop, RequestTraces("decode-1"), welcome=lambda _: welcome,
             models=["m"], clock=self.clock, follow=lambda *told: self.follow(*told),

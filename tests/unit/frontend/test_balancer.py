@@ -21,6 +21,7 @@ from pullfill.prefix.events import Original
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder, RouterConfig
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
+from tests.support.workers import blank
 
 BLOCK = 16
 BLOCKS = range(1, 6)
@@ -113,10 +114,9 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
 
     def where(streams: int, now: float) -> set[str]:
         for worker in rig.workers:
-            worker.load = front_wire.LoadReport(
-                running=9, waiting=0, uncached_tokens_queued=0, active_blocks=9, free_blocks=99,
-                requests=streams, streams=streams, prompt_share=0.1,
-                step_s=(0.006, 0.0003, 0.0),
+            worker.load = blank(
+                front_wire.LoadReport, active_blocks=9, free_blocks=99, requests=streams,
+                streams=streams, prompt_share=0.1, step_s=(0.006, 0.0003, 0.0),
             )  # fmt: skip
             rig.balancer.report(worker, (), now)
         rig.now = now

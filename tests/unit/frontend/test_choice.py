@@ -9,6 +9,7 @@ import pytest
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.choice import ALPHA, FADE, KNOWN, Placer, Prompt, WorkerView
 from pullfill.wire import DecodeChoice, DecodePolicy
+from tests.support.workers import blank
 
 BLOCK = 16
 HASHES = range(1000, 1200)
@@ -144,11 +145,9 @@ class Packed(Rig):
     def __init__(self, streams: int = 7) -> None:
         super().__init__("a", "b", "c")
         for name in self.names:
-            load = LoadReport(
-                running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0,
-                requests=streams, streams=streams, step_s=(0.006, 0.0002, 0.0),
-            )  # fmt: skip
-            self.view(name).told = load
+            self.view(name).told = blank(
+                LoadReport, requests=streams, streams=streams, step_s=(0.006, 0.0002, 0.0)
+            )
 
     def told(self, **held: int) -> tuple[str, str]:
         """Send a prompt that goes on. Returns where, and why."""

@@ -14,18 +14,16 @@ import zmq
 from hypothesis import strategies as st
 
 from pullfill import wire
-from pullfill.engine import check, front_wire
+from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
-from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.proxy import Proxy
 from tests.support.waiting import soon
+from tests.support.workers import blank, record
 
-LATE = front_wire.LoadReport(
-    running=9, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=0
-)
+LATE = blank(front_wire.LoadReport, running=9)
 
 
 def behind(proxy: Proxy, worker: FakeDecode) -> wire.WorkerRecord:
@@ -78,23 +76,7 @@ async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Pro
     worker.die()
 
 
-async def test_a_worker_that_sends_rubbish_has_not_died() -> None:
-    """Its requests go on elsewhere, and none of them is suspected of having killed it."""
-    bad, good = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
-    async with rig(bad, good) as r:
-        r.dispatcher.submit(request("a", [1]))
-        await soon(lambda: bool(bad.added))
-        bad.send_raw(front_wire.OUT, b"\xc1")
-        await soon(lambda: bool(good.added))
-        assert not r.dispatcher.flights["a"].deaths
-        good.hold = False
-        await soon(lambda: "a" in r.sink.finished)
-
-
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
-HELLO = wire.encode(
-    front_wire.FrontendHello(frontend_instance="f", vllm_version=check.require_version(), model="m")
-)
 
 
 class _Owner:
@@ -106,17 +88,11 @@ class _Owner:
 @pytest.mark.essential
 async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples: int) -> None:
     context: zmq.Context[Any] = zmq.Context()
-    record = wire.WorkerRecord(
-        instance_id="decode-1", incarnation="i", role="decode", state=wire.WorkerState.READY,
-        model="m", host="h", host_id="h", pid=1, started_at=0.0, data="tcp://127.0.0.1:1",
-    )  # fmt: skip
-    hello = wire.decode(HELLO, front_wire.FrontendHello)
-    welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", vllm_version="v", max_model_len=1,
-        num_gpu_blocks=1, block_size=1,         supported_tasks=[],
-    )  # fmt: skip
-    link = DecodeConnection(context, record, hello, _Owner())
-    valid = [wire.encode(welcome), HELLO, front_wire.encode_ids(["r"]), b"reason"]
+    hello = blank(front_wire.FrontendHello, frontend_instance="f", model="m")
+    welcome = blank(front_wire.DecodeWelcome, decode_instance="decode-1", max_model_len=1)
+    at = record("decode-1", data="tcp://127.0.0.1:1")
+    link = DecodeConnection(context, at, hello, _Owner())
+    valid = [wire.encode(welcome), wire.encode(hello), front_wire.encode_ids(["r"]), b"reason"]
 
     def arrive(messages: list[tuple[bytes, list[bytes]]]) -> None:
         for kind, payload in messages:

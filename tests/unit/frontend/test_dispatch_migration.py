@@ -69,12 +69,16 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
 ) -> None:
-    """The lost message may have held tokens. Later tokens must not be appended after the gap."""
-    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
+    """The lost message may have held tokens. Later tokens must not be appended after the gap. That
+    worker lives: nothing is suspected of having killed it."""
+    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", hold=True)
     async with rig(one, two) as r:
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
         await begun(r, "r")
         one.send_raw(*frames)
+        await soon(lambda: bool(two.added))
+        assert not r.dispatcher.flights["r"].deaths
+        two.hold = False
         await soon(lambda: bool(r.sink.finished))
         assert r.sink.tokens["r"] == answer(PROMPT, 200)
         assert [asked.request_id for asked in two.added] == ["r~1"]

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.routing.few import Told, few
+from tests.support.workers import blank
 
 # A step of a CPU core: 6 ms, 0.3 ms for each stream, 0.1 ms for 1000 tokens of their KV.
 STEP_S = (0.006, 0.0003, 1e-7)
@@ -16,11 +17,10 @@ STEP_S = (0.006, 0.0003, 1e-7)
 def worker(
     streams: int = 0, prompts: float = 0.0, *, seats: int = 64, blocks: int = 0, age_s: float = 0.0
 ) -> Told:
-    load = LoadReport(
-        running=streams, waiting=0, uncached_tokens_queued=0, active_blocks=blocks,
-        free_blocks=1000 - blocks, seats=seats, requests=streams, streams=streams,
-        stream_tokens=1000 * streams,
-        prompt_share=prompts, step_s=STEP_S,
+    load = blank(
+        LoadReport, running=streams, active_blocks=blocks, free_blocks=1000 - blocks, seats=seats,
+        requests=streams, streams=streams, stream_tokens=1000 * streams, prompt_share=prompts,
+        step_s=STEP_S,
     )  # fmt: skip
     return Told(load, age_s)
 

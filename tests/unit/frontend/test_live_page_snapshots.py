@@ -14,7 +14,7 @@ from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.snapshot import FAILED, RECENT, Cluster, Explained, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
-from tests.support.workers import record
+from tests.support.workers import blank, record
 
 
 class View:
@@ -65,11 +65,7 @@ def finish(requests: RequestLog, name: str, ago_s: float = 1.0) -> RequestRecord
     record = RequestRecord(name, first_token_ms=5.0, arrived_at=time.time() - ago_s)
     record.answer_ms, record.answer_tokens = 900.0, 3
     requests.begin(record)
-    told = ExplainRecord(
-        request_id=name, path="local", reason="short", prompt_tokens=5, prefix_hit_tokens=0,
-        remote_tokens=0, decode_instance="d",
-    )  # fmt: skip
-    requests.tell(record, told)
+    requests.tell(record, blank(ExplainRecord, request_id=name, path="local"))
     return record
 
 

@@ -10,20 +10,11 @@ import msgspec
 from pullfill.frontend.live.rows import ended_of, flows_of, minute_of, predicted_of
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.snapshot import FAILED, Explained, Flow, HeldJob, Now, OpenJob, Report, Stage
-from pullfill.wire import ExplainRecord, PredictedMs, Timings
+from pullfill.wire import ExplainRecord, PredictedMs
+from tests.support.workers import blank
 from tests.support.workers import record as worker_record
 
-RECORD = ExplainRecord(
-    request_id="w",
-    path="remote",
-    reason="long_prompt",
-    prompt_tokens=90,
-    prefix_hit_tokens=0,
-    remote_tokens=89,
-    decode_instance="d",
-    prefill_instance="p",
-    timings_ms=Timings(queue=5.0, prefill=9.0, claim=1.0),
-)
+RECORD = blank(ExplainRecord, request_id="w", path="remote")
 TARGETS = (100.0, 10.0)
 
 

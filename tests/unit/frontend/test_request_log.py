@@ -22,15 +22,13 @@ from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.otlp import Receiver
 from tests.support.waiting import soon
+from tests.support.workers import blank
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def record(request_id: str) -> ExplainRecord:
-    return ExplainRecord(
-        request_id=request_id, path="remote", reason="long_prompt", prompt_tokens=9,
-        prefix_hit_tokens=0, remote_tokens=8, decode_instance="d",
-    )  # fmt: skip
+    return blank(ExplainRecord, request_id=request_id, path="remote", decode_instance="d")
 
 
 def known(requests: RequestLog, name: str) -> Explained:

@@ -7,20 +7,15 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from pullfill.engine import front_wire
 from pullfill.frontend.routes import Admin
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.waiting import soon
 
-LOAD = front_wire.LoadReport(
-    running=1, waiting=2, uncached_tokens_queued=3, active_blocks=4, free_blocks=5
-)
-
 
 class _View:
-    """Reports of a decode worker that is connected, of one that is not, and of a prefill worker."""
+    """The report of a decode worker."""
 
     def records(self) -> list[Any]:
         return []
@@ -29,12 +24,8 @@ class _View:
         return []
 
     async def status(self) -> Cluster:
-        roles = {"decode-1": "decode", "decode-2": "decode", "prefill-1": "prefill"}
-        rows = (
-            WorkerRow(instance_id=name, role=role, state="ready", troubles=("old",))
-            for name, role in roles.items()
-        )
-        return Cluster(workers=tuple(rows))
+        row = WorkerRow(instance_id="decode-1", role="decode", state="ready", troubles=("old",))
+        return Cluster(workers=(row,))
 
 
 def admin(r: Rig) -> Admin:
@@ -55,7 +46,7 @@ async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -
     now = asyncio.get_running_loop().time
     async with rig(worker, prefixes=Prefixes(9, missing_s=0.05)) as r:
         await soon(lambda: bool(r.pool.prefixes.troubles(now())))
-        (row, *_) = (await body(admin(r).status(request)))["workers"]
+        (row,) = (await body(admin(r).status(request)))["workers"]
         ready = await body(admin(r).ready(request))
     assert row["routing"]["prefix"]["state"] == "cold"
     assert [t for t in row["troubles"] if "its cached blocks are not known" in t]
