@@ -31,7 +31,7 @@ from pullfill.engine.requests import end_of, names_of
 from pullfill.errors import Outcome
 from pullfill.runtime import metrics, tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, RECENT, Explained
+from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, RECENT, Explained
 from pullfill.wire import MAX_TEXT, ExplainRecord, PredictedMs, StageTimings, Timings
 
 _AFTER_OUTAGE = frozenset(Outcome) - {
@@ -302,7 +302,7 @@ class RequestTraces:
         return list(self._kept)[-RECENT:]
 
     def find(self, name: str, running: Iterable[Any]) -> Explained | None:
-        """Return the newest call with this id, and those before it. None: none is known.
+        """Return the newest call with this id. None: none is known.
 
         Any thread. Takes milliseconds for MAX_RECORDS.
 
@@ -314,8 +314,7 @@ class RequestTraces:
         # To vLLM's server the prompts and choices of one call have arrived at the same moment.
         arrived = attrgetter("arrived_at")
         calls = [list(call) for _, call in groupby(sorted(found, key=arrived), key=arrived)]
-        latest = [_together(name, *call) for call in reversed(calls[-MAX_SAME:])]
-        return Explained.newest(latest) if latest else None
+        return _together(name, *calls[-1]) if calls else None
 
     def _so_far(self, request: Any) -> Explained:
         name = request.request_id

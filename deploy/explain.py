@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Annotated
 from urllib.parse import quote
@@ -122,21 +121,13 @@ def _outcome(record: Explained) -> Iterator[Text]:
 
 
 def _others(record: Explained) -> Iterator[Text]:
-    """Its other prompts and choices, and other requests with its id."""
+    """Its other prompts, choices and beams."""
     if record.parts:
         kept = f", and {record.more_parts} that are not kept" if record.more_parts else ""
         yield Text(f"  other prompts, choices or beams: {len(record.parts)}{kept}", style="bold")
     for part in record.parts:
         why = f"failed: {part.error}" if part.error else _what_happened(part)
         yield Text(f"    {part.request_id}: {part.prompt_tokens} tokens, {why}")
-    if record.same_id:
-        yield Text(f"  earlier requests with this id: {len(record.same_id)}", style="bold")
-    for one in record.same_id:
-        came = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.arrived_at))
-        why = f" ({one.error})" if one.error else ""
-        yield Text(
-            f"    {came} {one.state}{why}: {one.prompt_tokens} tokens, {_what_happened(one)}"
-        )
 
 
 def _lines(record: ExplainRecord) -> Iterator[Text]:

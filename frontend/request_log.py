@@ -16,7 +16,7 @@ import json
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from pullfill.engine import front_app, front_wire, request_limits
 from pullfill.engine.migration import choice_of
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import PARENT, Context
-from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, MAX_SAME, Explained
+from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, Explained
 from pullfill.wire import MAX_TEXT, DecodeChoice, ExplainRecord
 
 MAX_ERROR = 1000
@@ -315,7 +315,9 @@ class RequestLog:
         # Apart: a flood of refusals (429) pushes out no request that was served.
         self._served: OrderedDict[HttpCall, None] = OrderedDict()
         self._refused: OrderedDict[HttpCall, None] = OrderedDict()
-        self._by_id: dict[str, list[HttpCall]] = {}
+        # A client may send all its requests with the same X-Request-Id. It finds the last one, and
+        # the `id` of its answer finds each.
+        self._by_id: dict[str, HttpCall] = {}
         self._by_key: dict[str, RequestRecord] = {}
         # The records that were told, and their serials then. One may be told again.
         self._told: deque[tuple[int, RequestRecord]] = deque(maxlen=limit)
@@ -344,15 +346,8 @@ class RequestLog:
         self._drop(call)
         (self._served if call.records else self._refused)[call] = None
         self._by_key.update((record.key, record) for record in call.records)
-        for name in call.names():
-            same = self._by_id.setdefault(name, [])
-            same.append(call)
-            call.filed.add(name)
-            if len(same) > MAX_SAME:
-                oldest = same.pop(0)
-                oldest.filed.discard(name)
-                if not oldest.filed:
-                    self._drop(oldest)
+        call.filed = call.names()
+        self._by_id.update(dict.fromkeys(call.filed, call))
         while max(len(self._served), len(self._by_key)) > self._limit:
             self._drop(next(iter(self._served)))
         if len(self._refused) > self._limit:
@@ -362,10 +357,8 @@ class RequestLog:
         self._served.pop(call, None)
         self._refused.pop(call, None)
         for name in call.filed:
-            self._by_id[name].remove(call)
-            if not self._by_id[name]:
+            if self._by_id.get(name) is call:
                 del self._by_id[name]
-        call.filed.clear()
         for record in call.records:
             if self._by_key.get(record.key) is record:
                 del self._by_key[record.key]
@@ -429,30 +422,26 @@ class RequestLog:
                 yield record
 
     async def settled(self, request_id: str) -> None:
-        """Wait until everything is known of the requests with this id that have just ended."""
+        """Wait until everything is known of the request with this id that has just ended."""
         try:
             async with asyncio.timeout(self._wait_s):
-                while any(
-                    call.unsettled(self._wait_s) for call in self._calls(request_id[:MAX_TEXT])
-                ):
+                while (call := self._call_of(request_id)) and call.unsettled(self._wait_s):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             pass
 
-    def _calls(self, request_id: str) -> Sequence[HttpCall]:
-        if calls := self._by_id.get(request_id):
-            return calls
-        record = self._by_key.get(request_id)
-        return [] if record is None or record.call is None else [record.call]
+    def _call_of(self, request_id: str) -> HttpCall | None:
+        record = self._by_key.get(request_id[:MAX_TEXT])
+        return self._by_id.get(request_id[:MAX_TEXT]) or (record.call if record else None)
 
     def get(self, request_id: str) -> Explained | None:
-        """Return the record of the newest call with this id, with those of the other calls.
+        """Return the record of the newest call with this id.
 
         Logs and the live page name engine requests. Such an id finds that one, if no call has it.
         """
         request_id = request_id[:MAX_TEXT]
-        if not (calls := self._by_id.get(request_id)):
-            record = self._by_key.get(request_id)
-            return None if record is None else record.explained()
-        return Explained.newest([call.explained(request_id) for call in reversed(calls)])
+        if (call := self._by_id.get(request_id)) is not None:
+            return call.explained(request_id)
+        record = self._by_key.get(request_id)
+        return None if record is None else record.explained()

@@ -45,8 +45,6 @@ FAILED = "failed"
 MAX_RECORDS = 10_000
 # Engine requests of one call that are kept. A beam search makes one for each beam and token.
 MAX_PARTS = 32
-# Calls that one id finds. A client may send all its requests with the same X-Request-Id.
-MAX_SAME = 20
 
 
 # ------------------------------------------------------------------------- what a worker tells
@@ -262,8 +260,7 @@ class Explained(ExplainRecord, frozen=True, kw_only=True):
     cancelled it.
     answer_tokens: of its answer.
     targets_ms: what it names for TTFT and ITL. None: nothing.
-    parts: its other prompts, choices or beams. more_parts: number of those that are not kept.
-    same_id: earlier requests that had the same id, the newest first. They have no `parts`."""
+    parts: its other prompts, choices or beams. more_parts: number of those that are not kept."""
 
     state: str = ""
     status: int = 0
@@ -274,18 +271,11 @@ class Explained(ExplainRecord, frozen=True, kw_only=True):
     targets_ms: tuple[float | None, float | None] = (None, None)
     parts: tuple[Explained, ...] = ()
     more_parts: int = 0
-    same_id: tuple[Explained, ...] = ()
 
     @classmethod
     def of(cls, record: ExplainRecord, **added: Any) -> Explained:
         """Return a worker's record with what is added."""
         return cls(**msgspec.structs.asdict(record) | added)
-
-    @staticmethod
-    def newest(calls: Sequence[Explained]) -> Explained:
-        """Return the first of these calls, the newest first, and in it the others."""
-        others = tuple(msgspec.structs.replace(one, parts=()) for one in calls[1:])
-        return msgspec.structs.replace(calls[0], same_id=others)
 
 
 class Stage(enum.StrEnum):

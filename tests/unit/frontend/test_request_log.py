@@ -105,20 +105,21 @@ async def test_an_id_finds_its_own_request_and_no_other() -> None:
     ):  # fmt: skip
         found = known(requests, name)
         assert (found.request_id, [part.request_id for part in found.parts]) == (name, parts)
-        assert (found.same_id, found.more_parts) == ((), 8 if name == "a/b" else 0)
+        assert found.more_parts == (8 if name == "a/b" else 0)
         assert (found.timings_ms.route, found.timings_ms.first_token) == (0.5, 7.0)
     assert requests.get("cmpl") is None
 
 
-async def test_requests_with_one_id_are_all_told() -> None:
-    requests = RequestLog()
-    for number in range(25):
-        keys = ["cmpl-x-0"] if number % 2 == 0 else []
-        status = 200 if keys else 400
-        await serve(requests, answering(requests, "cmpl-x", *keys, status=status), "x")
-    found = known(requests, "cmpl-x")
-    states = [one.state for one in (found, *found.same_id)]
-    assert states == ["answered", "failed"] * 10
+async def test_an_id_that_is_sent_again_finds_the_last_request_and_an_answer_its_own() -> None:
+    requests = RequestLog(limit=3)
+    for number in range(5):
+        names = (f"cmpl-{number}", f"cmpl-{number}-0")
+        await serve(requests, answering(requests, *names), "x")
+        assert known(requests, "x").arrived_at == known(requests, names[0]).arrived_at
+    assert [requests.get(f"cmpl-{number}") is None for number in range(5)] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+    assert known(requests, "x").request_id == "x", "the oldest are forgotten without it"
 
 
 async def test_a_request_that_is_refused_or_fails_says_why() -> None:
