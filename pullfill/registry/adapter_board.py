@@ -26,16 +26,15 @@ class AdapterBoard(Follower):
     unloaded."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        prefix = keys.adapters_prefix(namespace)
+        prefix = keys.record(namespace, "adapters")
         super().__init__(client, prefix, "the LoRA adapters", self._on_change)
-        self._namespace = namespace
         self._known: dict[str, tuple[int, AdapterRecord]] = {}
 
     async def keep(self, record: AdapterRecord) -> AdapterRecord:
         """Write an adapter over one of the same name. Returns the record, with its number.
 
         Raises RegistryUnavailable. Then it may have been written."""
-        key = keys.adapter(self._namespace, record.name)
+        key = self._prefix + record.name
         while True:
             found = await self._client.get(key)
             written = None if found is None else _read(key, found.value)
@@ -51,13 +50,13 @@ class AdapterBoard(Follower):
 
     async def look(self, name: str) -> None:
         """Read an adapter that may not have been told yet. Raises RegistryUnavailable."""
-        found = await self._client.get(keys.adapter(self._namespace, name))
+        found = await self._client.get(self._prefix + name)
         if found is not None:
             self._on_change(Put(found.key, found.value, found.mod_revision))
 
     async def forget(self, name: str) -> None:
         """Remove an adapter. Raises RegistryUnavailable."""
-        await self._client.delete(keys.adapter(self._namespace, name))
+        await self._client.delete(self._prefix + name)
 
     def _on_change(self, event: Put | Delete) -> None:
         name = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
@@ -69,7 +68,7 @@ class AdapterBoard(Follower):
         revision, known = self._known.get(name, (0, None))
         if known is not None and event.mod_revision < revision:
             # etcd has lost its data. Nobody has unloaded the adapter.
-            key, value = keys.adapter(self._namespace, name), encode(known)
+            key, value = self._prefix + name, encode(known)
             put = self._client.put_if
             self.write(lambda _: put(key, value, mod_revision=0), f"adapter {name}")
         else:

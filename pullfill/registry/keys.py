@@ -42,31 +42,12 @@ def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
     return (role, instance_id) if slash and is_name(role) and is_name(instance_id) else None
 
 
-def adapters_prefix(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}adapters/"
-
-
-def adapter(namespace: str, name: str) -> str:
-    """Key of a LoRA adapter. Its name may hold anything."""
-    return f"{adapters_prefix(namespace)}{name}"
-
-
-def self_checks_prefix(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}self_checks/"
-
-
-def self_check(namespace: str, pair: str) -> str:
-    return f"{self_checks_prefix(namespace)}{_checked(pair, 'pair of workers')}"
-
-
 def config(namespace: str, root: str) -> str:
     """Key of the settings `root`: "router" or "queue"."""
     return f"{namespace_prefix(namespace)}config/{root}"
 
 
-def suspects_prefix(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}suspects/"
-
-
-def suspect(namespace: str, fingerprint: str) -> str:
-    return f"{suspects_prefix(namespace)}{_checked(fingerprint, 'fingerprint')}"
+def record(namespace: str, kind: str, name: str = "") -> str:
+    """Key of a record of the kind `adapters`, `self_checks` or `suspects`. Its name may hold
+    anything. Without one: what all keys of the kind begin with."""
+    return f"{namespace_prefix(namespace)}{kind}/{name}"

@@ -36,9 +36,8 @@ class SelfChecks(Follower):
     """See the module. current: the results, by pair."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        prefix = keys.self_checks_prefix(namespace)
+        prefix = keys.record(namespace, "self_checks")
         super().__init__(client, prefix, "the self-checks", self._on_change)
-        self._namespace = namespace
         self.current: dict[str, SelfCheck] = {}
 
     def why_not(self, pair: str, decode_instance: str, prefill_instance: str) -> str:
@@ -60,7 +59,7 @@ class SelfChecks(Follower):
         self._tell()
 
     async def _store(self, pair: str, result: SelfCheck) -> None:
-        key, value = keys.self_check(self._namespace, pair), msgspec.json.encode(result)
+        key, value = self._prefix + pair, msgspec.json.encode(result)
         while (found := await self._client.get(key)) is None or not result.passed:
             revision = found.mod_revision if found is not None else 0
             if await self._client.put_if(key, value, mod_revision=revision):
@@ -90,7 +89,7 @@ def _parsed(pair: str, value: bytes) -> SelfCheck | None:
 
 async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
     """Return all readable results, by pair."""
-    prefix = keys.self_checks_prefix(namespace)
+    prefix = keys.record(namespace, "self_checks")
     results = {}
     for kv in (await client.get_prefix(prefix))[0]:
         pair = kv.key.decode("utf-8", "replace").removeprefix(prefix)
@@ -103,5 +102,5 @@ async def clear(client: EtcdClient, namespace: str) -> list[str]:
     """Remove all failed results, so that workers check again. Returns their pairs."""
     failed = [pair for pair, r in (await kept(client, namespace)).items() if not r.passed]
     for pair in failed:
-        await client.delete(keys.self_check(namespace, pair))
+        await client.delete(keys.record(namespace, "self_checks", pair))
     return failed

@@ -35,10 +35,9 @@ class SuspectBoard(Follower):
     def __init__(
         self, client: EtcdClient, namespace: str, refuse_s: Callable[[], float] = lambda: 600.0
     ) -> None:
-        prefix = keys.suspects_prefix(namespace)
+        prefix = keys.record(namespace, "suspects")
         super().__init__(client, prefix, "the suspects", self._on_change)
         self._refuse_s = refuse_s
-        self._namespace = namespace
         self._entries: dict[str, SuspectRecord] = {}
         # Those that etcd holds: its word counts, and not the time.
         self._stored: set[str] = set()
@@ -83,7 +82,7 @@ class SuspectBoard(Follower):
                 MAX_POSTED,
             )
             return
-        key = keys.suspect(self._namespace, fingerprint)
+        key = self._prefix + fingerprint
         self.write(lambda left_s: self._store(key, record, left_s), key, ttl_s)
 
     async def _store(self, key: str, record: SuspectRecord, left_s: float) -> None:
@@ -124,17 +123,15 @@ async def posted(client: EtcdClient, namespace: str) -> list[dict[str, object]]:
     """Return what is refused now, as `listed`, for the command line. Unreadable entries are left
     out."""
     found = []
-    for kv in (await client.get_prefix(keys.suspects_prefix(namespace)))[0]:
+    for kv in (await client.get_prefix(keys.record(namespace, "suspects")))[0]:
         with contextlib.suppress(BadMessage):
             found.append(decode(kv.value, SuspectRecord))
     return _rows(found)
 
 
 async def clear(client: EtcdClient, namespace: str, fingerprint: str) -> bool:
-    """Allow the fingerprint again, at every frontend. Returns False if it was not refused.
-
-    Raises ConfigError if it cannot be a fingerprint."""
-    key = keys.suspect(namespace, fingerprint)
+    """Allow the fingerprint again, at every frontend. Returns False if it was not refused."""
+    key = keys.record(namespace, "suspects", fingerprint)
     if await client.get(key) is None:
         return False
     await client.delete(key)

@@ -37,7 +37,7 @@ def wrong(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def _results(cluster: Cluster) -> list[SelfCheck]:
-    prefix = keys.self_checks_prefix(cluster.namespace)
+    prefix = keys.record(cluster.namespace, "self_checks")
     lines = cluster.etcd.ctl("get", "--prefix", prefix, "--print-value-only").splitlines()
     return [msgspec.json.decode(line, type=SelfCheck) for line in lines if line]
 

@@ -216,7 +216,7 @@ async def test_numbers_grow_and_an_etcd_that_lost_its_data_gets_them_back(
     assert (first.name, first.path, first.content) == ("x", str(path), content(str(path)))
     ahead = msgspec.structs.replace(first, number=first.number + 90_000)  # of a clock 90 s ahead
     assert (await one.board.keep(ahead)).number == ahead.number + 1
-    key = keys.adapter(ns, "x")
+    key = keys.record(ns, "adapters", "x")
     await client.delete(key)
     await soon(lambda: one.served == {})
     await one.load("x", path)
@@ -227,6 +227,6 @@ async def test_numbers_grow_and_an_etcd_that_lost_its_data_gets_them_back(
     await client.delete(key)
     one.board._on_event(Delete(key.encode(), 1))  # a store that is younger than the record
     assert "x" in one.served
-    await client.put(keys.adapter(ns, "odd"), b"nonsense")
+    await client.put(keys.record(ns, "adapters", "odd"), b"nonsense")
     await soon(lambda: client.get(key))
     assert list(one.served) == ["x"]

@@ -64,7 +64,7 @@ async def test_a_success_that_etcd_lost_is_written_again(client: EtcdClient) -> 
     checks = await SelfChecks(client, "lost").start()
     try:
         checks.keep("a", result(passed=True))
-        key = keys.self_check("lost", "a")
+        key = keys.record("lost", "self_checks", "a")
         for _ in range(2):
             await soon(lambda: client.get(key))
             await client.delete(key)
