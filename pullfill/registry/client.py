@@ -5,9 +5,8 @@ Life: `EtcdClient.connect` once per process → calls → `close`. Belongs to on
 Each call has a deadline. It raises RegistryUnavailable if etcd does not answer in time, and
 ConfigError if etcd refuses. A write that raised may still have happened.
 
-Of `AioClient` we use `call_rpc(raw=True)`, which adds the token and the API prefix of the server's
-version, and the attributes around it. Why not the rest of etcd3-py 0.1.6 stands where we do it
-ourselves.
+Of `AioClient` we use `call_rpc(raw=True)`, which adds the token and the prefix of the API, and the
+attributes around it. Why not the rest of etcd3-py 0.1.6 stands where we do it ourselves.
 """
 
 from __future__ import annotations
@@ -182,7 +181,6 @@ def _make_socket(address: Any) -> socket.socket:
 
 T = TypeVar("T")
 
-OLDEST = sem.Version("3.4.0")
 # Longest message of a watch, in bytes. etcd puts at most 1000 changes into one.
 _LINE = 64 << 20
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, UnicodeError)
@@ -197,20 +195,16 @@ class EtcdMember(NamedTuple):
 
 
 class _Api(AioClient):  # type: ignore[misc]
-    """`AioClient` that is told the server's version instead of asking for it."""
+    """`AioClient` for etcd 3.4 and newer, which have one API."""
 
     # Its constructor asks with a blocking request, and raises AttributeError if nobody answers.
 
     def _retrieve_version(self) -> None:
-        self.server_version_sem = sem.Version(self.server_version)
+        self.server_version_sem = sem.Version("3.4.0")
 
 
 # Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant.
 PROBE = {"key": b"/pullfill/", "count_only": True}
-
-
-class _Version(msgspec.Struct):
-    etcdserver: str
 
 
 class _Token(msgspec.Struct):
@@ -287,8 +281,8 @@ class EtcdClient:
         on_retry: gets one line for each new reason why a try has failed.
         timeout_s: of each call.
 
-        Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, old server, refused
-        credentials)."""
+        Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, another server,
+        refused credentials)."""
         endpoints, in_url = parse_url(url)
         tls = security.tls("etcd")
         if tls is not None and any(end.scheme != "https" for end in endpoints):
@@ -305,21 +299,26 @@ class EtcdClient:
             )
             session = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE >> 1)
             try:
-                api = await _construct(session, endpoints[0])
+                scheme, host, port = endpoints[0]
+                api = _Api(host=host, port=port, protocol=scheme)
+                # Its own session has 30 connections, and checks no certificate.
+                await api.session.close()
+                api.session = session
                 rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
                 if rpc._has_login:
                     await rpc._authenticate(2.0)
-                # A member without a leader answers /version, too. Only a linearizable read tells.
+                # Only a linearizable read tells whether it has a leader.
                 await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
                 return rpc
-            except (RegistryUnavailable, *_FAILURES) as exc:
+            except RegistryUnavailable as exc:
                 await session.close()
-                if isinstance(exc, aiohttp.ClientSSLError):
+                cause = exc.__cause__ or exc
+                if isinstance(cause, aiohttp.ClientSSLError):
                     raise NotNow(
-                        f"no TLS with etcd at {redact.url(url)} ({_cause(exc)}): check ca, cert "
+                        f"no TLS with etcd at {redact.url(url)} ({_cause(cause)}): check ca, cert "
                         "and key of [etcd] in the --security file, and the host name in the URL"
                     ) from exc
-                why = str(exc) or type(exc).__name__
+                why = str(cause) or type(cause).__name__
             except BaseException:
                 await session.close()
                 raise
@@ -467,7 +466,7 @@ class EtcdClient:
             return LeaseNotFound(f"etcd: {text}")
         if failure.passing or status >= 500:
             return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not failure.of_all)
-        advice = ""
+        advice = ": is it etcd 3.4 or newer?" if status == 404 else ""
         if "CommonName" in text:
             advice = ": with logins on, etcd takes only client certificates without a common name"
         if any(word in text for word in ("user", "password", "permission", "authentication")):
@@ -571,25 +570,6 @@ class EtcdClient:
     async def ping(self, timeout_s: float) -> None:
         """Raise RegistryUnavailable unless etcd answers (linearizable) within `timeout_s`."""
         await self.call("/kv/range", PROBE, _Range, timeout_s)
-
-
-async def _construct(session: aiohttp.ClientSession, endpoint: EtcdMember) -> _Api:
-    """Ask the server's version, then make the client over `session`. Does not close `session`."""
-    scheme, host, port = endpoint
-    url = f"{scheme}://{host}:{port}/version"
-    async with session.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as response:
-        body = await response.read()
-    try:
-        version = sem.Version(text := msgspec.json.decode(body, type=_Version).etcdserver)
-    except (msgspec.MsgspecError, ValueError):
-        raise RegistryUnavailable("the server there is not an etcd, or not ready") from None
-    if version < OLDEST:
-        raise ConfigError(f"etcd {version} is too old: need {OLDEST} or later")
-    api = _Api(host=host, port=port, protocol=scheme, server_version=text)
-    # Its own session has 30 connections, and checks no certificate.
-    await api.session.close()
-    api.session = session
-    return api
 
 
 def _abort(response: aiohttp.ClientResponse) -> None:

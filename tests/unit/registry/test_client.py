@@ -30,7 +30,6 @@ class Member:
         self.says = b""
         self.tokens = self.watches = self.calls = 0
         app = web.Application()
-        app.router.add_get("/version", self._version)
         app.router.add_post("/v3/auth/authenticate", self._authenticate)
         app.router.add_post("/v3/kv/range", self._range)
         app.router.add_post("/v3/watch", self._watch)
@@ -45,9 +44,6 @@ class Member:
 
     async def stop(self) -> None:
         await self._runner.cleanup()
-
-    async def _version(self, _: web.Request) -> web.Response:
-        return web.json_response({"etcdserver": "3.5.1", "etcdcluster": "3.5.0"})
 
     async def _authenticate(self, _: web.Request) -> web.Response:
         self.tokens += 1
@@ -142,6 +138,13 @@ async def test_calls_refused_at_once_leave_one_member_only(members: list[Member]
     assert await client.get("key") is None
     assert members[1].calls == 1
     await client.close()
+
+
+async def test_a_server_that_is_no_etcd_is_refused_at_once(members: list[Member]) -> None:
+    url = (await members[0].start()).replace("//", "//me:secret@")
+    members[0].refuses = [{"code": 5, "message": "Not Found"}]
+    with pytest.raises(ConfigError, match="Not Found"):
+        await EtcdClient.connect(url)
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6))
