@@ -37,8 +37,8 @@ ASKED_BY = "x-pullfill-asked-by"
 # Label of every series: one Prometheus may scrape several clusters.
 NAMESPACE = "pullfill_namespace"
 
-_SAMPLE = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})? [^ ]+( -?[\d.]+)?\Z")
-_SUFFIX = re.compile(r"_(total|created|bucket|sum|count|info)\Z")
+_HEADER = re.compile(r"# (HELP|TYPE) (\S+) ")
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?( [^ ]+(?: -?[\d.]+)?)\Z")
 
 
 @dataclass(slots=True, eq=False)
@@ -224,59 +224,38 @@ class MergedMetrics:
         """A text in one format; `labels` are added to its samples. Lines that are neither header
         nor sample are dropped, so one broken worker cannot spoil the page."""
         extra = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
-        current: _Family | None = None
+        current = _Family("")
         for line in text.splitlines():
-            if line.startswith("# "):
-                current = _header(self._families, line) or current
-            elif _SAMPLE.match(line):
-                name = re.split(r"[ {]", line, maxsplit=1)[0]
-                if current is None or not current.has(name):
-                    current = self._families.setdefault(name, _Family(name))
-                current.samples.append(_labelled(line, name, extra) if extra else line)
+            if header := _HEADER.match(line):
+                current = self._family(header[2])
+                current.header.setdefault(header[1], line)
+            elif sample := _SAMPLE.match(line):
+                name, own, value = sample.groups()
+                # A histogram has its samples below the header of its name without a suffix.
+                if not current.name or not name.startswith(current.name):
+                    current = self._family(name)
+                told = "" if own and 'instance_id="' in own else extra
+                both = ",".join(filter(None, (told, own)))
+                current.samples.append(f"{name}{{{both}}}{value}" if both else line)
+
+    def _family(self, name: str) -> _Family:
+        return self._families.setdefault(name, _Family(name))
 
     def text(self) -> str:
-        return "".join(family.text() for family in self._families.values() if family.samples)
+        return "".join(
+            "\n".join([*family.header.values(), *family.samples, ""])
+            for family in self._families.values()
+            if family.samples
+        )
 
 
 @dataclass(slots=True)
 class _Family:
-    """Header lines and samples of one metric name."""
+    """Header lines, by their kind, and samples of one metric name."""
 
     name: str
-    help: str = ""
-    type: str = ""
+    header: dict[str, str] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
-
-    def has(self, sample: str) -> bool:
-        # A histogram may be called `x_total`: only one suffix is the sample's own.
-        bare = _SUFFIX.sub("", sample)
-        return self.name in (sample, bare) or bare == _SUFFIX.sub("", self.name)
-
-    def text(self) -> str:
-        header = [line for line in (self.help, self.type) if line]
-        return "\n".join([*header, *self.samples]) + "\n"
-
-
-def _header(families: dict[str, _Family], line: str) -> _Family | None:
-    words = line.split(" ", 3)
-    if len(words) < 3 or words[1] not in ("HELP", "TYPE"):
-        return None
-    family = families.setdefault(words[2], _Family(words[2]))
-    if words[1] == "HELP":
-        family.help = family.help or line
-    else:
-        family.type = family.type or line
-    return family
-
-
-def _labelled(line: str, name: str, extra: str) -> str:
-    rest = line[len(name) :]
-    if not rest.startswith("{"):
-        return f"{name}{{{extra}}}{rest}"
-    if 'instance_id="' in rest:
-        return line
-    comma = "" if rest.startswith("{}") else ","
-    return f"{name}{{{extra}{comma}{rest[1:]}"
 
 
 def _escape(value: str) -> str:
