@@ -58,8 +58,8 @@ async def down(
         entries = cluster.processes
         strangers = await _by_hand(state, entries)
         live = [entry for entry in entries if is_alive(entry)]
-        with ProcessView(SteadyConsole(), "stopping pullfill") as view:
-            killed = await take_down(state, entries, view, drain_s=timeout_s, force=hurry.is_set)
+        view = ProcessView(SteadyConsole())
+        killed = await take_down(state, entries, view, drain_s=timeout_s, force=hurry.is_set)
     gone = len(entries) - len(live)
     text = f"stopped {len(live) - len(killed)} of {len(live)} processes in order"
     text += f", killed {', '.join(killed)}" if killed else ""

@@ -354,25 +354,22 @@ class Supervisor:
 
     async def _stop_rest(self) -> None:
         """Stop what runs and remove the record, unless `pullfill down` is doing that."""
-        view = self._view.named("stopping pullfill")
         while True:
             try:
                 with self._state.locked():
                     found = self._state.readable()
                     if found is None or found.cluster_id == self._cluster.cluster_id:
-                        with view:
-                            return await self._take_down()
+                        return await self._take_down()
             except Locked:
                 if not any(is_alive(entry) for entry in self._cluster.processes):
                     return
                 await asyncio.sleep(POLL_S)
                 continue
             except ConfigError as exc:  # the directory is gone, and cannot be made again
-                view.say(str(exc), "yellow")
+                self._view.say(str(exc), "yellow")
             # Our record was deleted. There is none, or it is of another `up`.
-            with view:
-                entries = self._cluster.processes
-                await stop_in_order(entries, view, None, lambda: self._signals > 1)
+            entries = self._cluster.processes
+            await stop_in_order(entries, self._view, None, lambda: self._signals > 1)
             return
 
     async def _take_down(self, drain_s: float | None = None) -> None:

@@ -93,11 +93,10 @@ def up(options: UpOptions, state: StateDir, *, detach: bool) -> int:
 
 
 async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | None) -> int:
-    view = ProcessView(SteadyConsole(), "starting pullfill")
+    view = ProcessView(SteadyConsole())
     supervisor = Supervisor(options, state, view)
     try:
-        with view:
-            await supervisor.start()
+        await supervisor.start()
     except Interrupted:
         view.say("interrupted: everything that was started is stopped")
         return 130

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self
 
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 # Columns of a log.
@@ -32,30 +30,10 @@ class SteadyConsole(Console):
 
 @dataclass(slots=True)
 class ProcessView:
-    """The states of processes, by name: state, note, and when its last beginning was.
-
-    title: what a terminal shows below the lines within `with`."""
+    """The states of processes, by name: state, note, and when its last beginning was."""
 
     console: Console
-    title: str
     _seen: dict[str, tuple[str, str, float]] = field(default_factory=dict)
-    _spinner: Status | None = None
-
-    def __enter__(self) -> Self:
-        if self.console.is_terminal:
-            self._spinner = self.console.status(self.title)
-            self._spinner.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
-
-    def named(self, title: str) -> Self:
-        """Give the lines another title."""
-        self.title = title
-        return self
 
     def to_log(self) -> None:
         """Write lines for a log from now on: standard output is one."""

@@ -157,7 +157,7 @@ def test_a_straggler_that_dies_slowly_is_waited_for(
         return True
 
     monkeypatch.setattr(down, "send", slow)
-    view = ProcessView(Console(quiet=True), "stopping")
+    view = ProcessView(Console(quiet=True))
     with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}), state.locked():
         cluster = _cluster()
         cluster.cluster_id, cluster.supervisor = cluster_id, ProcessId(os.getpid(), 0)
@@ -191,7 +191,7 @@ def test_frontends_have_as_long_as_workers_and_servers_have_not(
     """When all workers have ended, a frontend may still have streams of stock servers.
 
     given: what `down --timeout` says. Without it each has what `up` has started it with."""
-    view = ProcessView(Console(quiet=True), "stopping")
+    view = ProcessView(Console(quiet=True))
     with subprocess.Popen(["sh", "-c", SLOW_TO_END], stdout=subprocess.PIPE) as slow:
         assert slow.stdout is not None
         slow.stdout.readline()  # it has set its trap

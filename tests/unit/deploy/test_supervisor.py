@@ -107,7 +107,7 @@ class Rig:
 
     def supervisor(self, **options: Any) -> Supervisor:
         defaults = {"model": "org/m", "nats_url": "nats://h", "etcd_url": "http://h"}
-        view = ProcessView(Console(file=self.printed, width=200), "starting")
+        view = ProcessView(Console(file=self.printed, width=200))
         given = plan.UpOptions(**(defaults | {"frontends": 0} | options))
         return Supervisor(given, self.state, view, self.self_checks_s, first_pause_s=0.001)
 

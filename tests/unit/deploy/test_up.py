@@ -112,13 +112,13 @@ def test_it_tells_why_the_cluster_did_not_start(
 
 def test_lines_tell_how_long_it_took() -> None:
     stream = io.StringIO()
-    with ProcessView(Console(file=stream), "x") as view:
-        for state, note in (
-            ("starting", "http://[::1]:1"),
-            ("starting", "http://[::1]:1"),
-            ("ready", ""),
-        ):
-            view.set("etcd", state, note)
+    view = ProcessView(Console(file=stream))
+    for state, note in (
+        ("starting", "http://[::1]:1"),
+        ("starting", "http://[::1]:1"),
+        ("ready", ""),
+    ):
+        view.set("etcd", state, note)
     first, second = stream.getvalue().splitlines()
     assert "http://[::1]:1" in first
     assert "ready after" in second
@@ -131,7 +131,6 @@ def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        view = ProcessView(SteadyConsole(), "x")
-        with view:
-            for _ in range(2):
-                view.say("etcd died")
+        view = ProcessView(SteadyConsole())
+        for _ in range(2):
+            view.say("etcd died")
