@@ -36,44 +36,24 @@ def parse(value: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{_ROOT[kind]} settings: {exc}{_advice(kind, str(exc))}") from exc
-
-
-def _advice(kind: type[Message], text: str) -> str:
-    """What the field that msgspec names (`$.field`) may be."""
-    named = (f for f in kind.__struct_fields__ if text.endswith(f"`$.{f}`"))
-    return next((f" (must be {_allowed(kind, f)})" for f in named), "")
-
-
-# What a setting counts, by the last word of its name.
-_UNITS = {
-    "s": "seconds", "ms": "milliseconds", "length": "tokens", "tokens": "tokens", "size": "jobs",
-    "jobs": "jobs", "bytes": "bytes", "deliver": "deliveries",
-}  # fmt: skip
+        raise ConfigError(f"{_ROOT[kind]} settings: {exc}") from exc
 
 
 def _allowed(kind: type[Message], name: str) -> str:
-    """Say what a setting may be, by the type of its field."""
-    info = next(f.type for f in _fields(kind) if f.name == name)
+    """Say what a setting may be, by the type of its field. Its name says what a number counts."""
+    struct = inspect.type_info(kind)
+    assert isinstance(struct, inspect.StructType)
+    info = next(f.type for f in struct.fields if f.name == name)
     if isinstance(info, inspect.UnionType):  # with None, for "not set"
         info = next(t for t in info.types if not isinstance(t, inspect.NoneType))
     if isinstance(info, inspect.EnumType):
         return "one of " + ", ".join(value.value for value in info.cls)
     if not isinstance(info, inspect.IntType | inspect.FloatType):
         return "true or false"
-    last = name.rpartition("_")[2]
-    unit = _UNITS.get(last, "a number" if isinstance(info, inspect.FloatType) else "")
+    number = "a whole number" if isinstance(info, inspect.IntType) else "a number"
     bounds = {"at least": info.ge, "more than": info.gt, "at most": info.le}
     told = [f"{words} {bound:.10g}" for words, bound in bounds.items() if bound is not None]
-    whole = f"a whole number of {unit}" if unit else "a whole number"
-    return f"{whole if isinstance(info, inspect.IntType) else unit}, {' and '.join(told)}"
-
-
-def _fields(kind: type[Message]) -> tuple[inspect.Field, ...]:
-    """Return the fields of a struct with the bounds of their types."""
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.StructType)
-    return info.fields
+    return f"{number}, {' and '.join(told)}"
 
 
 def find(key: str) -> tuple[type[Message], str]:
