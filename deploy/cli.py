@@ -2,7 +2,8 @@
 
 The function's parameters are its flags: one for each field of an options class that is a `flag`
 (pullfill/options.py), and one for each parameter with a `Flag`. `ref: ClusterRef` and
-`state: StateDir` have the flags that find a cluster. `vllm_args` gets the flags that are not ours.
+`state: StateDir` have the flags that find a cluster. `vllm_args` gets the flags that are not ours,
+`role` the name of the command.
 A module is imported when its command is called, so that `--help` answers at once. A `PullfillError`
 becomes one `error:` line. Exit code 1: the command failed. 2: wrong command line, or incompatible
 peer.
@@ -37,11 +38,11 @@ COMMANDS = {
     "down": ("down.down", "Drain and stop the cluster of a state directory."),
     "logs": ("logs.show", "Print the logs of `up`: of one process, role or instance id, or all."),
     "worker": (
-        "run_role.worker",
+        "run_role.run_worker",
         "Run one worker that joins a cluster. It decodes, and prefills for others.",
     ),
-    "decode": ("run_role.decode", "Run one decode worker that joins a cluster."),
-    "prefill": ("run_role.prefill", "Run one prefill worker that joins a cluster."),
+    "decode": ("run_role.run_worker", "Run one decode worker that joins a cluster."),
+    "prefill": ("run_role.run_worker", "Run one prefill worker that joins a cluster."),
     "frontend": ("run_role.run_frontend", "Run one HTTP frontend that joins a cluster."),
     "status": ("status.status", "Show workers, their load, and the job queue."),
     "top": (
@@ -115,6 +116,8 @@ class Command(click.Command):
         values: dict[str, Any] = {}
         if self.allow_extra_args:
             values["vllm_args"] = [*ctx.meta.get(_OF_FILE, ()), *ctx.args]
+        if "role" in inspect.signature(self._function()).parameters:
+            values["role"] = self.name
         for name, kind, flags in self._parts():
             given = {one.field: one.parse(ctx.params[one.field]) for one in flags}
             if kind is ClusterRef:
@@ -144,7 +147,7 @@ class Command(click.Command):
             if is_dataclass(options):
                 assert isinstance(options, type)
                 yield name, hint, list(self._flags_of(options))
-            elif name != "vllm_args":
+            elif name not in ("vllm_args", "role"):
                 kind, how = get_args(hint)
                 default = None if parameter.default is parameter.empty else parameter.default
                 called = how.name or "--" + name.removesuffix("_s").replace("_", "-")

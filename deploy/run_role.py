@@ -29,22 +29,10 @@ from pullfill.options import (
 )
 
 
-def worker(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
-    return run_worker("worker", options, cluster, vllm_args)
-
-
-def decode(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
-    return run_worker("decode", options, cluster, vllm_args)
-
-
-def prefill(options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]) -> int:
-    return run_worker("prefill", options, cluster, vllm_args)
-
-
 def run_worker(
     role: str, options: WorkerOptions, cluster: ClusterOptions, vllm_args: Sequence[str]
 ) -> int:
-    """Run a worker until it has drained. Return its exit code."""
+    """Run a worker until it has drained. Return its exit code. role: the command."""
     options = replace(options, host=_address_of(options))
     ref, model, arguments = _prepare(role, options, cluster, vllm_args)
     warn_if_exposed(role, options.host, ref.security)
@@ -71,10 +59,6 @@ def run_frontend(
     ref, model, arguments = _prepare("frontend", options, cluster, vllm_args)
     if not any(arg.startswith("--api-key") for arg in arguments):
         warn_if_exposed("frontend", options.host, ref.security)
-    if options.own_port is None:
-        check_port("--port", options.host, options.port)
-    else:
-        check_port("--own-port", options.host, options.own_port)
     # It imports vLLM, which reads the environment.
     from pullfill.frontend.main import run
 

@@ -61,14 +61,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the roles were started with."""
     calls: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(run_role, "run_worker", lambda _, *given: calls.append(given) or 0)
+    for name in ("run_worker", "run_frontend"):
 
-    @wraps(run_role.run_frontend)  # its parameters say which flags the command has
-    def run_frontend(**given: Any) -> int:
-        calls.append((given["options"], given["cluster"], given["vllm_args"]))
-        return 0
+        @wraps(getattr(run_role, name))  # its parameters say which flags the command has
+        def run(**given: Any) -> int:
+            calls.append((given["options"], given["cluster"], given["vllm_args"]))
+            return 0
 
-    monkeypatch.setattr(run_role, "run_frontend", run_frontend)
+        monkeypatch.setattr(run_role, name, run)
     return calls
 
 
