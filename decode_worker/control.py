@@ -237,7 +237,7 @@ class ControlServer:
                 handoff.ledger.gave_up(message, peer.name)
                 handoff.wake.set()
             case DrainAck():
-                handoff.wake.set()  # the timer asks for the proof
+                pass  # the ledger asks for the proof by itself
             case Draining():
                 peer.leaving = True
                 handoff.pulling_changed()

@@ -35,7 +35,6 @@ from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics, tracing
 from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
-    DrainAck,
     Grant,
     KvMode,
     PrefillJob,
@@ -348,14 +347,13 @@ class Handoff:
     # ------------------------------------------------------------------ what ends it early
 
     def revoke(self, revoke: Revoke) -> None:
-        """Stop an attempt that the decode worker revokes. Answer once no copy runs."""
+        """Stop an attempt that the decode worker revokes. It asks the fence whether that is quiet."""
         # It may come before the grant was even looked at.
         self._revoked = max(self._revoked, revoke.attempt)
         if self._holds_grant and revoke.attempt == self.grant.attempt:
             self._fail(Revoked(f"revoked: {revoke.reason}"))
             if self.task is not None:
                 self._puller.read_grants.revoke(self.task)
-                self._puller.keep(_drained(self.link, self.task))
 
     def link_lost(self) -> None:
         """End the attempt: the connection is lost over which it was granted, or is claimed."""
@@ -517,12 +515,6 @@ class Handoff:
         for verb, ended, move in task.moves:
             about = {"pullfill.transport": transport, "pullfill.bytes": move.nbytes}
             send(f"transfer.{verb}", span.child(), span, ended - move.seconds, ended, about)
-
-
-async def _drained(link: DecodeLink, task: PrefillTask) -> None:
-    """Answer a revoke as soon as no copy of the task runs."""
-    if await task.drained():
-        link.send(DrainAck())
 
 
 def patience(

@@ -7,7 +7,6 @@ and its place on the live page are read from it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +115,7 @@ class PrefillTask:
         self.submitted = 0  # copies that are submitted, and whose callback has not returned
         self.cancelled = self.ended = False
         self.failure: BaseException | None = None  # what ended it, if it ended badly
-        self.on_quiet: list[Callable[[], object]] = []
+        self._quiet = threading.Condition(self.lock)
         # Pull mode: our block for each target block. The decode worker may read them until
         # `TransferWorker.let_go`, which calls `on_let_go`.
         self.kept: dict[int, int] = {}
@@ -208,40 +207,16 @@ class PrefillTask:
         )
 
     def submitted_over(self) -> None:
-        """Count an operation, and its callback, as over. After the last one run the `on_quiet`."""
-        with self.lock:
+        """Count an operation, and its callback, as over."""
+        with self._quiet:
             self.submitted -= 1
-            calls: list[Callable[[], object]] = []
-            if self.submitted == 0:
-                calls, self.on_quiet = self.on_quiet, calls
-        for call in calls:
-            call()
-
-    def when_quiet(self, call: Callable[[], object]) -> None:
-        """Run `call` once no submitted operation touches the task's blocks.
-
-        That is now, or later on the thread that copies. Operations of other tasks do not
-        count. `call` must not raise."""
-        with self.lock:
-            if self.submitted:
-                self.on_quiet.append(call)
-                return
-        call()
+            self._quiet.notify_all()
 
     def wait_quiet(self, timeout_s: float) -> bool:
-        """Block until no submitted operation touches the blocks. False: not in time."""
-        quiet = threading.Event()
-        self.when_quiet(quiet.set)
-        return quiet.wait(timeout_s)
-
-    async def drained(self, timeout_s: float = 30.0) -> bool:
-        """As `wait_quiet`, for the asyncio thread."""
-        # No thread waits for it, because there may be as many revokes as jobs.
-        loop = asyncio.get_running_loop()
-        quiet: asyncio.Future[None] = loop.create_future()
-        self.when_quiet(lambda: loop.call_soon_threadsafe(quiet.set_result, None))
-        done, _ = await asyncio.wait([quiet], timeout=timeout_s)
-        return bool(done)
+        """Block until no submitted operation of this task touches its blocks. False: not in
+        time."""
+        with self._quiet:
+            return self._quiet.wait_for(lambda: not self.submitted, timeout_s)
 
     def end(self, failure: BaseException | None) -> None:
         """End the task, and call `on_done` with the failure. Later calls do nothing."""

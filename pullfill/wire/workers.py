@@ -293,7 +293,7 @@ class GiveUp(Message, tag="give_up", frozen=True, kw_only=True):
 
 
 class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
-    """Stop the attempt. Answer `DrainAck` once nothing copies for it any more."""
+    """Stop the attempt."""
 
     job_id: Id
     attempt: Count
@@ -301,7 +301,7 @@ class Revoke(Message, tag="revoke", frozen=True, kw_only=True):
 
 
 class DrainAck(Message, tag="drain_ack", frozen=True, kw_only=True):
-    """Nothing copies for a revoked attempt any more. The decode worker then asks for the proof."""
+    """Older builds say it when nothing copies for a revoked attempt any more."""
 
 
 class Draining(Message, tag="draining", frozen=True, kw_only=True):

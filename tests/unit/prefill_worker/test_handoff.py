@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from pullfill.runtime.health import ServerHealth
 from pullfill.wire import (
     Adapter,
     CommitReply,
-    DrainAck,
     FenceToken,
     GiveUp,
     Grant,
@@ -388,22 +386,6 @@ async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
     task.end(None)
     await worker.over()
     assert (delivery.verbs, worker.sent) == (["ack"], [])
-
-
-async def test_quiet_is_said_when_the_copy_is_over_and_no_thread_waits_for_it() -> None:
-    worker = Worker()
-    worker.begin()
-    task = await worker.computing()
-    task.submitted += 1
-    threads = threading.active_count()
-    worker.revoke()
-    await asyncio.sleep(0.02)
-    assert [type(said) for said in worker.sent] == [GiveUp]
-    assert threading.active_count() <= threads
-    assert not worker.puller.idle.is_set(), "a drain waits a moment for it"
-    await asyncio.to_thread(task.submitted_over)
-    await worker.over()
-    assert [type(said) for said in worker.sent] == [GiveUp, DrainAck]
 
 
 # ------------------------------------------------------------------ a commit that is refused
