@@ -22,7 +22,7 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.runtime import log
-from pullfill.transfer.contract import OwnerFences, proved
+from pullfill.transfer.shm.fence import ShmFences, proved
 from pullfill.wire import (
     Claim,
     Commit,
@@ -378,7 +378,7 @@ class Ledger:
 
     def __init__(
         self,
-        fences: OwnerFences,
+        fences: ShmFences,
         *,
         incarnation: str,
         # How the KV gets into the blocks. Grants tell it to the prefill worker.

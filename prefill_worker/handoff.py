@@ -347,7 +347,7 @@ class Handoff:
     # ------------------------------------------------------------------ what ends it early
 
     def revoke(self, revoke: Revoke) -> None:
-        """Stop an attempt that the decode worker revokes. It asks the fence whether that is quiet."""
+        """Stop an attempt that the decode worker revokes. Its fence proves when that is quiet."""
         # It may come before the grant was even looked at.
         self._revoked = max(self._revoked, revoke.attempt)
         if self._holds_grant and revoke.attempt == self.grant.attempt:

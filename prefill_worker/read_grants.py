@@ -17,7 +17,7 @@ from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
-from pullfill.transfer.contract import OwnerFences, proved
+from pullfill.transfer.shm.fence import ShmFences, proved
 from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.read_grants")
@@ -26,7 +26,7 @@ logger = log.get("prefill_worker.read_grants")
 class ReadGrants:
     """See the module. fences: over our own memory."""
 
-    def __init__(self, fences: OwnerFences) -> None:
+    def __init__(self, fences: ShmFences) -> None:
         self._fences = fences
         self._open: dict[PrefillTask, FenceToken] = {}
 

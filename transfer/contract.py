@@ -4,7 +4,7 @@ The *owner* (decode worker) registers its KV memory, opens a fence for each gran
 The *peer* (prefill worker) connects to a region of the owner. It reads or writes blocks under a
 fence. A block is opaque bytes per layer and KV head.
 
-The one promise: after `OwnerFences.try_revoke` returned True for a fence, no byte can be written
+The one promise: after `ShmFences.try_revoke` returned True for a fence, no byte can be written
 under that fence any more, and no read under it is believed, whatever the peer does. Time is never
 the proof.
 """
@@ -15,10 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pullfill.runtime import log
 from pullfill.wire import FenceToken, RegionDescriptor
-
-logger = log.get("transfer")
 
 Direction = Literal["write", "read"]
 
@@ -112,46 +109,6 @@ class MoveResult:
     blocks: int
     nbytes: int
     seconds: float
-
-
-class OwnerFences(Protocol):
-    """The owner's side: its fences. Each covers the regions of all its ranks. Thread-safe."""
-
-    def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        """Open a fence. It is valid from now on.
-
-        block_ids: what may be read. Must not be changed afterwards.
-        first_target: `block_ids[first_target:]` may also be written.
-
-        Raises OverloadedError when all slots are in use."""
-        # A transport whose owner moves the bytes refuses every other block. Where the peer maps the
-        # memory (shm, cuda_ipc), the peer is trusted to keep to its grant. Whoever copies checks
-        # that blocks are in the region.
-        ...
-
-    def try_revoke(self, token: FenceToken) -> bool:
-        """Invalidate the fence. Idempotent. Never blocks longer than a few microseconds.
-
-        True: it is proved that nothing can land any more. The slot is free for reuse.
-        False: a batch of the writer is under way, or the writer's process is stopped. Where the
-        transport can, it refuses every new batch already. The caller asks again.
-
-        Every token ends this way, committed ones too. That frees the slot."""
-        ...
-
-    @property
-    def in_use(self) -> int:
-        """Slots not free: open, or dying and not yet proved."""
-        ...
-
-
-def proved(fences: OwnerFences, token: FenceToken) -> bool:
-    """Revoke the fence, as `try_revoke`. An error of the kernel is logged, and proves nothing."""
-    try:
-        return fences.try_revoke(token)
-    except OSError:  # the kernel has no memory for a lock
-        logger.exception("cannot ask for the proof that a peer is quiet; asking again soon")
-        return False
 
 
 class PeerSession(Protocol):

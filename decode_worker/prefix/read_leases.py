@@ -27,7 +27,7 @@ from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log
 from pullfill.runtime.lifecycle import Tasks
 from pullfill.runtime.serial_executor import SerialExecutor
-from pullfill.transfer.contract import proved
+from pullfill.transfer.shm.fence import proved
 from pullfill.wire import (
     Compat,
     FenceToken,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pullfill.engine import release
-from pullfill.engine.release import v0_31
 from pullfill.engine.speculation import STATES_ON_CPU
 from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
@@ -192,7 +191,7 @@ ZOO = {
         local_with_flags="kv_groups",
         speculation=STATES_ON_CPU,
         missing="before 0.32, vLLM loads Mamba-2 in bfloat16 only on CPUs with AVX-512 BF16"
-        if isinstance(release.this, v0_31.Release)
+        if isinstance(release.this, release.V0_31)
         else "",
         mocked="tests/integration/test_states.py",
     ),

@@ -18,9 +18,12 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from pullfill.errors import ConfigError, Fenced, OverloadedError, PeerUnavailable, TransferFailed
+from pullfill.runtime import log
 from pullfill.transfer.cuda_ipc import writers
 from pullfill.transfer.shm import lock
 from pullfill.wire import FenceToken
+
+logger = log.get("transfer")
 
 # Whoever copies, in any transport, locks the slot *shared* for one bounded batch. It believes only
 # the epoch that it reads while it holds the lock. Several ranks may copy under one grant at once.
@@ -53,10 +56,10 @@ def _slot_at(slot: int) -> int:
 
 
 class ShmFences:
-    """OwnerFences over a fence file. Owns a mapping of the file; RegionFiles owns `fd`.
+    """The owner's side. Each fence covers the regions of all its ranks. Thread-safe.
 
-    Thread-safe. Only a proved revoke makes a slot free, and its epoch only grows. So an old token
-    never fits a slot that is used again.
+    Owns a mapping of the file; RegionFiles owns `fd`. Only a proved revoke makes a slot free, and
+    its epoch only grows. So an old token never fits a slot that is used again.
 
     hurry: called after a revoke that proved nothing. One of our own threads may hold the fence and
     wait for a peer.
@@ -83,11 +86,19 @@ class ShmFences:
 
     @property
     def in_use(self) -> int:
+        """Slots not free: open, or dying and not yet proved."""
         return self._slots - len(self._free)
 
     def open(self, block_ids: Sequence[int], first_target: int = 0) -> FenceToken:
-        """See OwnerFences. The blocks are not in the file: threads of this process that copy for a
-        peer ask `granted`."""
+        """Open a fence. It is valid from now on.
+
+        block_ids: what may be read. Must not be changed afterwards.
+        first_target: `block_ids[first_target:]` may also be written.
+
+        Raises OverloadedError when all slots are in use."""
+        # A transport whose owner moves the bytes refuses every other block: its threads ask
+        # `granted`. Where the peer maps the memory (shm, cuda_ipc), the peer is trusted to keep to
+        # its grant. Whoever copies checks that blocks are in the region.
         with self._mutex:
             if self._closed:
                 raise ConfigError("the region is closed")
@@ -119,7 +130,13 @@ class ShmFences:
         return ShmHold(fd, incarnation)
 
     def try_revoke(self, token: FenceToken) -> bool:
-        """See OwnerFences. Two system calls, never blocks."""
+        """Invalidate the fence. Idempotent. Two system calls, never blocks.
+
+        True: it is proved that nothing can land any more. The slot is free for reuse.
+        False: a batch of the writer is under way, or the writer's process is stopped. Where the
+        transport can, it refuses every new batch already. The caller asks again.
+
+        Every token ends this way, committed ones too. That frees the slot."""
         if not (proved := self._revoke(token)):
             self.hurry(token)
         return proved
@@ -157,6 +174,15 @@ class ShmFences:
             self._words[_INCARNATION_AT] = 0
             self._words.release()
             self._map.close()
+
+
+def proved(fences: ShmFences, token: FenceToken) -> bool:
+    """Revoke the fence, as `try_revoke`. An error of the kernel is logged, and proves nothing."""
+    try:
+        return fences.try_revoke(token)
+    except OSError:  # the kernel has no memory for a lock
+        logger.exception("cannot ask for the proof that a peer is quiet; asking again soon")
+        return False
 
 
 class ShmHold:

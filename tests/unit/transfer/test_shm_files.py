@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable
-from pullfill.transfer.contract import proved
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
+from pullfill.transfer.shm.fence import proved
 from pullfill.transfer.shm.files import RegionFiles, create_kv, open_same, sweep
 from pullfill.wire import FenceToken
 from tests.support.transfer_rigs import Rig, shm_rig
