@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pullfill.transfer.contract import LocalMemory, Rect
-from pullfill.transfer.gpu.copies import lane_of
+from pullfill.transfer.gpu.cuda import load
 from pullfill.transfer.layout import crop, dense_layout, plan_routes
 from pullfill.transfer.runs import Copies, Planner
 
@@ -80,12 +79,12 @@ def read_pages(
         if route.target != copy:
             continue
         here = route.part.within(rects[route.source])
-        memory, ids = memories[route.source], block_ids
-        with ExitStack() as fetched:
-            if memory.device is not None:
-                lane = lane_of(memory.device)
-                memory, ids = fetched.enter_context(lane.fetched(memory, ids)), range(count)
-            planner = Planner(crop(memory.layout, here), crop(rows, route.part))
-            for batch in planner.plan(ids, range(count)).batches():
-                copy_batch(memory.address, found.ctypes.data, batch)
+        memory, target = memories[route.source], found.ctypes.data
+        todo = Planner(crop(memory.layout, here), crop(rows, route.part))
+        for batch in todo.plan(block_ids, range(count)).batches():
+            if memory.device is None:
+                copy_batch(memory.address, target, batch)
+                continue
+            for source, to, nbytes in zip(*map(np.ndarray.tolist, batch.flat()), strict=True):
+                load().read(memory.device, target + to, memory.address + source, nbytes)
     return found

@@ -9,7 +9,7 @@ the GPU. Each rule names the section of NVIDIA's CUDA Driver API manual that sta
 - *Data types used by CUDA driver*, CUresult: an error of the device (`fail_sync`) leaves the
   process in an inconsistent state, and any further CUDA work returns the same error.
 - *Memory Management*, cuMemcpyBatchAsync: copies of a batch are in no order, so none may read what
-  another writes. Addresses are those of device memory or of page-locked memory of the CPU.
+  another writes. Addresses are those of device memory.
 - *Memory Management*, cuMemGetAddressRange: base and size around an address of whichever GPU.
 - *Unified Addressing*, cuPointerGetAttribute: the ordinal is that of the GPU that holds the memory,
   also where another GPU has mapped it.
@@ -102,7 +102,6 @@ class FakeDriver:
     """Guards the tables below, and `openings`."""
     _mine: dict[int, DeviceMemory] = field(default_factory=dict)
     _opened: dict[int, _Opened] = field(default_factory=dict)
-    _locked: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     _lanes: dict[int, Lane] = field(default_factory=dict)
 
     def allocate(self, nbytes: int, device: int = 0, *, exportable: bool = True) -> DeviceMemory:
@@ -138,10 +137,8 @@ class FakeDriver:
             raise TransferFailed(self.error)
 
     def check_addresses(self, addresses: Addresses, nbytes: Addresses) -> None:
-        """All on a device, or in page-locked memory."""
+        """All on a device."""
         regions = self._on_devices()
-        with self._tables:
-            regions |= {base: len(data) for base, data in self._locked.items()}
         for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
             inside = (base <= address and address + size <= base + n for base, n in regions.items())
             assert any(inside), f"{address:#x} + {size} is no memory of a GPU"
@@ -180,12 +177,9 @@ class FakeDriver:
                 return base, nbytes
         raise TransferFailed("cuMemGetAddressRange: CUDA_ERROR_NOT_FOUND")
 
-    def allocate_host(self, device: int, nbytes: int) -> int:
-        self.check()
-        host = np.empty(nbytes, np.uint8)
-        with self._tables:
-            self._locked[host.ctypes.data] = host
-        return host.ctypes.data
+    def read(self, device: int, target: int, source: int, nbytes: int) -> None:
+        self.check_addresses(np.array([source]), np.array([nbytes]))
+        ctypes.memmove(target, source, nbytes)
 
     def export(self, device: int, base: int) -> bytes:
         mine = self._mine[base]

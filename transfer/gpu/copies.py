@@ -8,19 +8,16 @@ the copy engines move a batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pullfill.errors import TransferFailed
 from pullfill.runtime import log
-from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.cuda import Addresses, CudaDriver, load
-from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Copies, Planner
+from pullfill.transfer.runs import Copies
 
 if TYPE_CHECKING:
     from pullfill.transfer.gpu.kernel import RunKernel
@@ -74,7 +71,6 @@ def link_to(driver: CudaDriver, device: int, uuid: str) -> Interconnect:
 logger = log.get("transfer.gpu")
 
 _BROKEN = "an earlier copy failed on the GPU; restart this worker"
-_STAGE_BYTES = 1 << 20
 
 
 def kernel_for(device: int, stream: int) -> RunKernel | None:
@@ -106,11 +102,9 @@ class Lane:
         make_kernel: Callable[[int, int], RunKernel | None] = kernel_for,
     ) -> None:
         self.lock = threading.Lock()
-        self._driver, self._device = driver, device
         self._stream = driver.stream(device)
         self._kernel = make_kernel(device, self._stream.handle)
         self.broken = False
-        self._staged = self._stage = 0
 
     @property
     def has_kernel(self) -> bool:
@@ -162,29 +156,6 @@ class Lane:
         """Raises TransferFailed when a `wait` has failed."""
         if self.broken:
             raise TransferFailed(_BROKEN)
-
-    @contextmanager
-    def fetched(self, memory: LocalMemory, blocks: Sequence[int]) -> Iterator[LocalMemory]:
-        """A copy of the blocks in the CPU's memory, side by side and numbered from 0. Valid until
-        the `with` ends."""
-        layout = memory.layout
-        nbytes = len(blocks) * layout.block_bytes
-        dense = dense_layout(layout.num_layers, len(blocks), layout.num_kv_heads, layout.page_bytes)
-        with self.lock:
-            self.check()
-            if nbytes > self._staged:
-                # Never given back. So it grows by doubling.
-                size = max(1 << (nbytes - 1).bit_length(), _STAGE_BYTES)
-                self._stage = self._driver.allocate_host(self._device, size)
-                self._staged = size
-            todo = Planner(layout, dense).plan(blocks, range(len(blocks)))
-            try:
-                for batch in todo.batches(*SAME.limits):
-                    runs = _absolute(self._stage, memory.address, batch)
-                    self._stream.copy_batch(*runs, engines=True)
-            finally:  # also when it could queue a part only
-                self.wait()
-            yield replace(memory, address=self._stage, nbytes=nbytes, layout=dense, device=None)
 
 
 # A prefill worker that cannot copy is of no use, so it ends.

@@ -212,13 +212,11 @@ class CudaDriver:
         self.wait("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
-    def allocate_host(self, device: int, nbytes: int) -> int:
-        """The address of so much new page-locked memory of the CPU, which `device` can use. It
-        stays until the process ends."""
+    def read(self, device: int, target: int, source: int, nbytes: int) -> None:
+        """Copy from memory of `device` to the CPU's. Returns when all of it is there."""
         self.enter(device)
-        address = ctypes.c_void_p()
-        self.wait("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
-        return address.value or 0
+        to, there = ctypes.c_void_p(target), ctypes.c_uint64(source)
+        self.wait("cuMemcpyDtoH_v2", to, there, ctypes.c_size_t(nbytes))
 
     def export(self, device: int, base: int) -> bytes:
         """The IPC handle of an allocation, HANDLE_BYTES long. Valid while it is allocated."""
@@ -278,7 +276,7 @@ class CudaStream:
     ) -> None:
         """Queue a copy for each triple, in no order among them.
 
-        target, source: device addresses, or addresses of page-locked memory of the CPU.
+        target, source: device addresses.
         engines: use copy engines, where the driver lets us choose. If False, it does as it likes.
         """
         self._driver.enter(self.device)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from pullfill.transfer.gpu.copies import SAME, GpuCopier, Interconnect, Lane
 from pullfill.transfer.nccl import gpu_turns
 from pullfill.transfer.runs import Copies
 from tests.support.fake_gpu import FakeDriver
-from tests.support.transfer_rigs import DENSE, extent, memory_over
 
 NEAR = Interconnect("near", small_run=1024, batch_bytes=1 << 20)
 
@@ -64,9 +60,8 @@ def test_a_worker_that_can_copy_no_more_is_told_once(monkeypatch: pytest.MonkeyP
             move(driver, sessions, batch((0, 0, 16)))
     assert told == ["copies on a GPU have failed"]
     assert not copier.settled
-    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
-    with pytest.raises(TransferFailed, match="restart"), driver.lane(0).fetched(memory, [1]):
-        pass
+    with pytest.raises(TransferFailed, match="restart"):
+        driver.lane(0).check()
 
 
 def test_a_launch_that_failed_half_way_is_waited_for() -> None:
@@ -78,25 +73,6 @@ def test_a_launch_that_failed_half_way_is_waited_for() -> None:
     assert driver.copies == [1], "what was queued is over"
     driver.launch_error = None
     move(driver, copier, batch((0, 0, 16), (32, 32, 16)))
-
-
-def test_a_fetch_that_failed_half_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver()
-    lane, link = driver.lane(0), Interconnect("two batches", 0, 2 * DENSE.block_bytes)
-    monkeypatch.setattr(copies, "SAME", link)
-    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
-    (stream,) = driver.streams.values()
-    copy, calls = stream.copy_batch, itertools.count()
-
-    def refuse_the_second(*runs: Any, engines: bool) -> None:
-        if next(calls):
-            raise TransferFailed("no more")
-        copy(*runs, engines=engines)
-
-    monkeypatch.setattr(stream, "copy_batch", refuse_the_second)
-    with pytest.raises(TransferFailed, match="no more"), lane.fetched(memory, [1, 4, 7, 9]):
-        pass
-    assert len(driver.copies) == 1, "what was queued is over"
 
 
 def test_nccl_lets_go_of_its_blocks_only_when_the_gpu_is_quiet(
