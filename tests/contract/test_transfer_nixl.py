@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pullfill.errors import BadMessage, Fenced, TransferFailed
+from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent
@@ -41,29 +41,6 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     yield made
     made.close()
     eventually(lambda: set(threading.enumerate()) <= before, "a thread is left")
-
-
-def agents(region: Region, session: object) -> list[Agent]:
-    """Those alive at this moment, of the owner's connections and of our session."""
-    backends = [peer._backend for peer in region.owner._server.peers]
-    backends.append(session._backend)
-    return [b.resource for b in backends if b is not None and b.resource is not None]
-
-
-@needs_nixl
-def test_a_refused_batch_keeps_the_connection(rig: Rig) -> None:
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    session, fences = rig.connect(mine, region), region.owner.fences
-    token, dead = fences.open(range(40)), fences.open([])
-    assert fences.try_revoke(dead)
-    assert agents(region, session) == [], "made at the first batch"
-    session.move("write", token, [0], [0])
-    before = agents(region, session)
-    with pytest.raises(Fenced):
-        session.move("write", dead, range(40), range(40))
-    session.move("write", token, range(40), range(40))
-    assert agents(region, session) == before
-    session.close()
 
 
 @needs_nixl

@@ -31,7 +31,6 @@ from pullfill.transfer.runs import Runs
 from pullfill.transfer.stream.backends import (
     Backend,
     BackendKind,
-    Interjected,
     LazyBackend,
 )
 from pullfill.transfer.stream.kv_protocol import SocketConnection
@@ -128,8 +127,6 @@ class _NcclBackend(LazyBackend[Communicator]):
     def _call(self) -> Iterator[Communicator]:
         try:
             yield self._agree()
-        except Interjected:
-            raise
         except PullfillError:  # also a wrong seal
             self._drop()
             raise
@@ -157,16 +154,6 @@ class NcclOwner(_NcclBackend):
     """The decode worker's side: makes the id, and posts what the peer announces."""
 
     rank = OWNER
-
-    def discard(self, nbytes: int) -> None:
-        """See Backend. The peer has sent nothing yet. It waits for our word, and hears the refusal
-        instead."""
-        try:
-            if self._announced().fresh:
-                self._drop()
-        except BaseException:
-            self._drop()
-            raise
 
     def _agree(self) -> Communicator:
         said = self._announced()

@@ -20,7 +20,7 @@ from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, Pauses
 from pullfill.transfer.runs import Iovec, Runs, pairs
-from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected, LazyBackend
+from pullfill.transfer.stream.backends import Backend, BackendKind, LazyBackend
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
 MAX_METADATA = 1 << 20
@@ -68,10 +68,6 @@ class NixlOwner(LazyBackend[Agent]):
     def receive(self, runs: Runs) -> None:
         """See Backend. However it ends, nothing lands in `runs` afterwards: see `agent.py`."""
         self._move("READ", runs)
-
-    def discard(self, nbytes: int) -> None:
-        """See Backend. The peer's bytes stay where they are. Next it hears the owner's answer."""
-        self._meet(decode(self._link.receive(MAX_FRAME), NixlRuns))
 
     def _move(self, verb: str, runs: Runs) -> None:
         said = decode(self._link.receive(MAX_FRAME), NixlRuns)
@@ -123,8 +119,6 @@ class NixlPeer(LazyBackend[Agent]):
             self._link.send(encode(said))
             self._help(self.resource)
             self._hear(NixlMoved)
-        except Interjected:
-            raise
         except BaseException:
             self._drop()
             raise

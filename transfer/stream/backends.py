@@ -5,8 +5,8 @@ It says which blocks move and in which batches. The owner's thread takes the fen
 and lets go of the fence. Only the batches go through a `Backend`, which knows nothing of fences.
 
 Life: `BackendKind.make` on both sides -> hello and welcome exchange the two `setup`s -> `start` on
-both sides (it may wait for the other side) -> moves -> `close`. After any exception but
-`Interjected` the session is closed and never used again.
+both sides (it may wait for the other side) -> moves -> `close`. After any exception, and after a
+write that the owner refuses, it is closed and never used again.
 """
 
 from __future__ import annotations
@@ -25,27 +25,15 @@ from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.wire import decode
 
 
-class Interjected(TransferFailed):
-    """Raised by a peer's backend that waited for a word of the owner's backend and received the
-    owner's answer instead: the owner refused the batch and discarded it. The only exception after
-    which the session goes on.
-
-    frame: the owner's answer."""
-
-    def __init__(self, frame: bytes) -> None:
-        super().__init__("the owner refused the batch")
-        self.frame = frame
-
-
 class Backend(Protocol):
     """What one side of one connection moves its batches with.
 
     setup: what the other side's `start` gets. At most 64 KiB.
 
-    Pairing: each call on one side meets exactly one call on the other side, in the same order and
-    with the same number of bytes: `send` meets `receive`, or `discard` when the owner refuses the
-    batch. How the bytes are cut into runs differs between the sides. Within a pair the two backends
-    may also talk over the connection. Nobody else uses the connection meanwhile.
+    Pairing: each `send` on one side meets exactly one `receive` on the other side, in the same
+    order and with the same number of bytes, unless the owner refuses the batch. How the bytes are
+    cut into runs differs between the sides. Within a pair the two backends may also talk over the
+    connection. Nobody else uses the connection meanwhile.
 
     Threads: one thread at a time makes the calls. `interrupt` comes from any thread, at any time
     after `make`. It must not block. It makes a call under way end soon with TransferFailed. After
@@ -64,18 +52,13 @@ class Backend(Protocol):
         ...
 
     def send(self, runs: Runs) -> None:
-        """Returns when the bytes of `runs` may change again. Raises TransferFailed, Interjected."""
+        """Returns when the bytes of `runs` may change again. Raises TransferFailed."""
         ...
 
     def receive(self, runs: Runs) -> None:
         """Returns when all bytes are in `runs` and visible to this process (and to kernels that
         start later). Raises TransferFailed."""
         ...
-
-    def discard(self, nbytes: int) -> None:
-        """Owner: take the peer's next `send` and throw it away. Raises TransferFailed. A backend
-        that cannot discard always raises it; then the peer connects anew."""
-        raise TransferFailed("this backend discards nothing")
 
     def interrupt(self) -> None: ...
 
@@ -154,12 +137,11 @@ class LazyBackend(Backend, Generic[R]):
         return self._connection
 
     def _hear(self, wanted: type[M]) -> M:
-        """Peer: the next word of the owner's backend. Raises Interjected."""
-        answer = self._link.receive()
+        """Peer: the next word of the owner's backend. Raises TransferFailed."""
         try:
-            return decode(answer, wanted)
-        except BadMessage:
-            raise Interjected(answer) from None
+            return decode(self._link.receive(), wanted)
+        except BadMessage as exc:  # the owner refuses the batch
+            raise TransferFailed(str(exc)) from None
 
     def _drop(self) -> None:
         resource, self.resource = self.resource, None

@@ -4,8 +4,8 @@ A frame is a u32 length and a body. Frames are sealed where there is a cluster k
 each operation is: an `Operation` from the peer; then batches, each after one mark byte, through the
 backend; then one `Answer` from the owner.
 
-    write   peer: BATCH payload BATCH payload ...          owner: Answer (early if it refuses; the
-            peer then sends STOP in place of its next batch, and what was sent is thrown away)
+    write   peer: BATCH payload BATCH payload ...          owner: Answer (early if it refuses; what
+            the peer still sends is thrown away, and the connection ends)
     read    owner: BATCH payload BATCH payload ... ANSWER Answer
 """
 
@@ -31,7 +31,7 @@ from pullfill.transfer.contract import Direction
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, FenceToken, decode, encode
 from pullfill.wire.codec import WIRE_VERSION, Count, Id, Message, Text, Version
 
-BATCH, STOP, ANSWER = b"B", b"S", b"A"
+BATCH, ANSWER = b"B", b"A"
 
 MIN_BATCH, MAX_BATCH = 64 << 10, 64 << 20
 MAX_SETUP = 64 << 10
@@ -111,7 +111,7 @@ class Status(enum.StrEnum):
 
 
 class Answer(Message, tag="answer", frozen=True, kw_only=True):
-    """How an operation ended. After `fenced` the session can go on with another one."""
+    """How an operation ended."""
 
     status: Status
     reason: Text = ""

@@ -26,13 +26,12 @@ from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
 from pullfill.transfer.runs import Runs, checked_pairs, pieces, stream_of
-from pullfill.transfer.stream.backends import Backend, BackendKind, Interjected
+from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
     BATCH,
     HELLO_S,
     STALL_S,
-    STOP,
     Answer,
     Operation,
     SocketConnection,
@@ -173,6 +172,8 @@ class StreamSession(PeerSession):
         except BaseException:
             self._drop()
             raise
+        if operation.verb == "write" and answer.status is not Status.DONE:
+            self._drop()  # the owner ends it: bytes that it does not want may be on their way
         self._judge(answer)
 
     def _connected(self) -> tuple[SocketConnection, Backend]:
@@ -217,23 +218,13 @@ class StreamSession(PeerSession):
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
     def _send(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
-        left = stream.total
         for batch in pieces(stream.iovec, self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
             if connection.input_waits():  # refused: nothing more is wanted
-                answer = decode(connection.receive(), Answer)
-                connection.mark(STOP)
-                return answer
+                break
             connection.mark(BATCH)
             failpoints.hit("stream.write.batch")
-            try:
-                backend.send(batch)
-            except Interjected as said:
-                answer = decode(said.frame, Answer)
-                if left > batch.total:  # the owner waits for another batch
-                    connection.mark(STOP)
-                return answer
-            left -= batch.total
+            backend.send(batch)
             self._moved += batch.total
         return decode(connection.receive(), Answer)
 

@@ -44,7 +44,6 @@ from pullfill.transfer.stream.kv_protocol import (
     BATCH,
     MAX_OPERATION,
     STALL_S,
-    STOP,
     Answer,
     Operation,
     SocketConnection,
@@ -140,21 +139,28 @@ class ServedPeer:
     # ------------------------------------------------------------------ operations
 
     def _operate(self, operation: Operation) -> None:
+        reads, token = operation.verb == "read", operation.fence
         try:
-            blocks = self._blocks(operation)
+            stream = stream_of(self._memory, self._blocks(operation))
         except BadMessage as exc:
-            if operation.verb == "read":
-                self._connection.mark(ANSWER)
-            self._answer(Status.REFUSED, str(exc))
+            self._answer(Status.REFUSED, str(exc), marked=reads)
             self._connection.linger()
             raise
-        stream = stream_of(self._memory, blocks)
-        if not stream.total:
-            self._answer(*self._still_valid(operation.fence))
-        elif operation.verb == "write":
-            self._receive(operation.fence, stream)
+        marked, move = reads and stream.total > 0, self._send if reads else self._receive
+        try:
+            if stream.total:
+                move(token, stream)
+            else:
+                with self._inside(token, "check"):
+                    pass
+        except Fenced as exc:
+            self._answer(Status.FENCED, str(exc), marked=marked)
+            if stream.total and not reads:
+                # What the peer sends until it hears that is thrown away. It connects anew.
+                self._connection.linger()
+                raise TransferFailed("a write was refused") from exc
         else:
-            self._send(operation.fence, stream)
+            self._answer(Status.DONE, marked=marked)
 
     def _blocks(self, operation: Operation) -> Offsets:
         """The operation's block ids. Raises BadMessage unless they are in this region, in order and
@@ -173,50 +179,17 @@ class ServedPeer:
         return blocks
 
     def _receive(self, token: FenceToken, stream: Runs) -> None:
-        refused = False
         for batch in pieces(stream.iovec, self._batch_bytes):
-            mark = self._connection.take_mark()
-            if mark == STOP and refused:
-                return
-            if mark != BATCH:
+            if (mark := self._connection.take_mark()) != BATCH:
                 raise BadMessage(f"{mark!r} where a batch must begin")
-            if not refused:
-                refused = not self._receive_batch(token, batch)
-            else:
-                self._backend.discard(batch.total)
-        if not refused:
-            self._answer(Status.DONE)
-
-    def _receive_batch(self, token: FenceToken, batch: Runs) -> bool:
-        """Returns False if the fence is dead: the peer was told, and the batch is discarded."""
-        try:
             with self._inside(token, "write"):
                 self._backend.receive(batch)
-        except Fenced as exc:
-            self._answer(Status.FENCED, str(exc))
-            self._backend.discard(batch.total)
-            return False
-        return True
 
     def _send(self, token: FenceToken, stream: Runs) -> None:
         for batch in pieces(stream.iovec, self._batch_bytes):
-            try:
-                with self._inside(token, "read"):
-                    self._connection.mark(BATCH)
-                    self._backend.send(batch)
-            except Fenced as exc:
-                self._connection.mark(ANSWER)
-                self._answer(Status.FENCED, str(exc))
-                return
-        self._connection.mark(ANSWER)
-        self._answer(Status.DONE)
-
-    def _still_valid(self, token: FenceToken) -> tuple[Status, str]:
-        try:
-            with self._inside(token, "check"):
-                return Status.DONE, ""
-        except Fenced as exc:
-            return Status.FENCED, str(exc)
+            with self._inside(token, "read"):
+                self._connection.mark(BATCH)
+                self._backend.send(batch)
 
     @contextmanager
     def _inside(self, token: FenceToken, verb: str) -> Iterator[None]:
@@ -234,7 +207,9 @@ class ServedPeer:
             with self._mutex:
                 self.inside, self._hurried = None, None
 
-    def _answer(self, status: Status, reason: str = "") -> None:
+    def _answer(self, status: Status, reason: str = "", *, marked: bool = False) -> None:
+        if marked:  # a batch could come in its place
+            self._connection.mark(ANSWER)
         self._connection.send(encode(Answer(status=status, reason=reason[:512])))
 
     def _say_goodbye(self) -> None:

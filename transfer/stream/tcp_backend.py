@@ -19,7 +19,6 @@ from pullfill.transfer.stream.kv_protocol import SocketConnection, as_failures
 # Runs of one system call (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call releases the GIL, and
 # to get it back beside a busy engine thread takes time. So the calls are few.
 _IOV_MAX = 1024
-_SCRATCH = 256 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)  # gives the GIL up
 
@@ -59,18 +58,6 @@ class TcpBackend(Backend):
 
     def receive(self, runs: Runs) -> None:
         self._move(_libc.recvmsg, socket.MSG_WAITALL, runs.iovec)
-
-    def discard(self, nbytes: int) -> None:
-        assert self._connection is not None
-        scratch = ctypes.create_string_buffer(min(nbytes, _SCRATCH))
-        while nbytes:
-            want = min(nbytes, len(scratch))
-            got = _libc.recv(
-                self._connection.fd, scratch, ctypes.c_size_t(want), socket.MSG_WAITALL
-            )
-            if got <= 0:
-                _fail(got)
-            nbytes -= got
 
     def interrupt(self) -> None:
         connection = self._connection  # `close` may come meanwhile

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pullfill.net.channel import split_address
 from pullfill.transfer.contract import Direction
-from pullfill.transfer.stream.kv_protocol import BATCH, STOP, Operation, StreamHello
+from pullfill.transfer.stream.kv_protocol import BATCH, Operation, StreamHello
 from pullfill.wire import AuthHello, FenceToken, encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.transfer_rigs import DENSE, Region, tcp_rig
@@ -86,7 +86,7 @@ def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
         operation(FenceToken(slot=2**40, epoch=1), "write", 1),
         encode(AuthHello(nonce=bytes(32))),
     ]
-    raw = st.one_of(st.sampled_from([BATCH, STOP]), st.binary(max_size=40), st.just(bytes(9216)))
+    raw = st.one_of(st.just(BATCH), st.binary(max_size=40), st.just(bytes(9216)))
     part = st.one_of(mutated(valid).map(framed), st.sampled_from(valid).map(framed), raw)
     rest = st.lists(part, max_size=5).map(b"".join)
     said = st.one_of(
