@@ -84,27 +84,6 @@ def test_a_worker_that_is_killed_takes_no_request_with_it(
     both.assert_clean()
 
 
-def test_packed_streams_make_a_decode_worker_and_a_prefill_worker(
-    both: Cluster, other: Worker, oracle: Oracle
-) -> None:
-    """Both can do both. With so few streams a second worker would make tokens hardly faster."""
-    first, second = sorted([other.instance_id, both.of("worker")[0].instance_id])
-    both.set_router(decode_policy="pack")
-    with Load(both, seed=3400) as load:
-        load.more(12)  # until then steps may be unmeasured
-        packed = load.more(12)
-    load.check(oracle)
-    told = load.told()[packed:]
-    assert {(one["decode_instance"], one["decode_choice"]["reason"]) for one in told} == {
-        (first, "packed")
-    }
-    prefilled = {one["prefill_instance"] for one in told}
-    assert second in prefilled
-    assert prefilled <= {second, None}, "the first may take its own job back"
-    both.set_router(decode_policy="kv")
-    assert other.stop() == 0
-
-
 @pytest.mark.essential
 def test_streams_move_to_a_worker_that_joins(both: Cluster, oracle: Oracle) -> None:
     """And their answers stay those of one engine."""

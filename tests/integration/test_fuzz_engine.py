@@ -94,14 +94,6 @@ def test_what_should_not_be_unpickled_was_not_and_would_have_been_noticed() -> N
     _Bomb.exploded = False
 
 
-def test_pickle_is_off_by_default_and_the_worker_says_so(
-    codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec],
-) -> None:
-    for bomb in BOMBS:
-        with pytest.raises(BadMessage):
-            codecs[0].utility([bomb])
-
-
 # ------------------------------------------------------------------ the request server
 
 

@@ -116,14 +116,6 @@ def test_http_without_a_key_is_refused(locked: Locked) -> None:
         assert status("GET", path) == 200, path
 
 
-def test_a_key_that_is_added_to_its_file_opens_the_frontend(locked: Locked) -> None:
-    url, new = f"{locked.frontend_url}/v1/models", {"x-api-key": secrets.token_hex(16)}
-    assert web.get(url, headers=new).status_code == 401
-    with (locked.directory / "api").open("a") as file:
-        file.write(f"{new['x-api-key']}\n")
-    until(lambda: web.get(url, headers=new).status_code == 200, 20, "the key is taken")
-
-
 def test_the_command_line_has_the_logins_too(locked: Locked) -> None:
     assert '"role": "decode"' in locked.command("status", "--json")
     assert "ok" in locked.command("doctor")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from tests.support.checked import LOST, MANY, checked
 from tests.support.cluster import Cluster, StockWorker, Worker, until
 from tests.support.load import Load
 from tests.support.oracle import Oracle
-from tests.support.outages import Asked, undisturbed
 from tests.support.prompts import ask, ask_all, assert_right, random_prompt, truth
 
 pytestmark = pytest.mark.engine
@@ -29,6 +27,7 @@ pytestmark = pytest.mark.engine
 STEPS = 6
 LENGTHS = [1, 31, 32, 33, 65, 200, 512, 513, 1023, 1999]
 BOTH = frozenset({"decode", "prefill"})
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 1.0, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +44,10 @@ def test_every_prompt_is_prefilled_remotely(stock_cluster: Cluster, oracle: Orac
     longer = [prompt + random_prompt(300, seed=91) for prompt in prompts]
     answers += ask_all(stock_cluster, longer, STEPS)
     assert_right(oracle, longer, answers[len(prompts) :], STEPS, 1e-5)
+    for prompt in [random_prompt(length, seed=95) for length in (65, 200)]:
+        answers.append(ask(stock_cluster, prompt, STEPS, **SEEDED))
+        ((tokens, _),) = truth(oracle, [prompt], STEPS, **SEEDED)
+        assert answers[-1].tokens == tokens
     # One token is computed where it is sampled.
     paths = [stock_cluster.explain(answer.request_id)["path"] for answer in answers]
     assert paths == ["local", *["remote"] * (len(answers) - 1)]
@@ -105,48 +108,6 @@ def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     paths = [stock_cluster.explain(answer.request_id) for answer in answers]
     assert sorted(one["migrated_from"] for one in paths) == [[], [dying.instance_id]]
     assert {one["decode_instance"] for one in paths} == {survivor.instance_id}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.8, "top_p": 1.0, "seed": 7}],
-    ids=["greedy", "seeded"],
-)
-def test_200_prompts_and_all_above_the_threshold_are_remote(
-    stock_cluster: Cluster, oracle: Oracle, sampling: dict[str, Any]
-) -> None:
-    threshold, rng = 128, range(40, 240)
-    stock_cluster.set_router(policy="conditional", max_local_prefill_length=threshold)
-    client = stock_cluster.client()
-
-    def one(prompt: list[int]) -> Any:
-        return ask(stock_cluster, prompt, STEPS, client, **sampling)
-
-    def loaded() -> float:
-        """What ledgers say: remote prefills whose KV has come."""
-        return stock_cluster.counter("pullfill_handoff_stage_seconds_count", stage="commit")
-
-    for part in range(0, 200, 20):
-
-        def asked(turn: int, part: int = part) -> Asked:
-            nonlocal before
-            before = loaded()
-            prompts = [
-                random_prompt(n, seed=1000 * turn + 95 + len(sampling))
-                for n in rng[part : part + 20]
-            ]
-            with ThreadPoolExecutor(8) as pool:
-                return prompts, list(pool.map(one, prompts))
-
-        before = 0.0
-        prompts, answers = undisturbed(stock_cluster, asked)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            # Alone, the aggregated engine computes each prompt in one step.
-            ((tokens, _),) = truth(oracle, [prompt], STEPS, **sampling)
-            assert answer.tokens == tokens, len(prompt)
-        assert loaded() - before == sum(len(prompt) > threshold for prompt in prompts)
-    stock_cluster.assert_clean()
 
 
 TWO_RANKS = ("--tensor-parallel-size=2",)

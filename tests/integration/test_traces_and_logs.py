@@ -1,4 +1,4 @@
-"""Workers on the mock backend: everything but the model is real, so requests go the whole way."""
+"""What real processes tell of a remote prefill. Everything but the model is real."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import BLOCK, MOCK, MODEL, Cluster
+from tests.support.cluster import MOCK, MODEL, Cluster
 from tests.support.otlp import Receiver
-from tests.support.prompts import ask, random_prompt
+from tests.support.prompts import random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,7 @@ SLOW = '--additional-config={"mock": {"step_s": 0.002}}'
 
 
 @pytest.mark.long
-def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) -> None:
+def test_a_remote_prefill_in_traces_and_logs(tmp_path: Path, model_path: Path) -> None:
     with Cluster(tmp_path / "mock", model_path) as cluster, Receiver() as receiver:
         cluster.start_servers()
         traces = f"--otlp-traces-endpoint={receiver.url}"
@@ -28,21 +28,9 @@ def test_a_mock_pair_serves_remote_prefills(tmp_path: Path, model_path: Path) ->
         cluster.launch("frontend", *both, env=soon)
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
-        head = random_prompt(20 * BLOCK + 3, seed=1)
-        answer = ask(cluster, head, 5, logprobs=None)
-        told = cluster.explain(answer.request_id)
-        assert answer.tokens == [75] * 5, "the token of the mock"
-        assert (told["path"], told["remote_tokens"]) == ("remote", len(head) - 1), told
-        assert told["kv_bytes"] > 0
-        more = head + random_prompt(700, seed=2)
-        answer = ask(cluster, more, 2, logprobs=None)
-        told = cluster.explain(answer.request_id)
-        assert len(answer.tokens) == 2
-        assert told["prefix_hit_tokens"] == 20 * BLOCK, "whole blocks of what was asked before"
-        assert told["path"] == "remote"
-        cluster.assert_clean()
         check_trace(cluster, receiver)
         check_logs(cluster)
+        cluster.assert_clean()
 
 
 def check_trace(cluster: Cluster, receiver: Receiver) -> None:
