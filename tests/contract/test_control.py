@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from pullfill.decode_worker.ledger import Entry, JobState, Settle
 from pullfill.errors import Outcome, PeerUnavailable
+from pullfill.net.peer_link import ConnectionLost, NotInTime
 from pullfill.runtime import metrics
 from pullfill.wire import (
     WIRE_VERSION,
@@ -72,7 +74,7 @@ async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: R
     assert "other" in goodbye.reason
     assert await raw.ended()
     assert len(decode.server.peers.pulling) == 0
-    prefill = Prefill(decode, compat="other")
+    prefill = Prefill(decode, says=hello(compat="other"))
     with pytest.raises(PeerUnavailable):
         await prefill.link.wait_up(0.1)
     await prefill.link.close()
@@ -173,15 +175,28 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
 # The control channel when a connection, a waiting claim or the server itself ends.
 
 
-async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any) -> None:
-    """The caller of `claim` was cancelled. The job must not be held until its deadline."""
+@pytest.mark.parametrize("how", ["not in time", "cancelled", "cancelled in that moment"])
+async def test_a_late_grant_is_handed_back(decode: Decode, connect: Any, how: str) -> None:
+    """Nobody waits for it any more. The job must not be held until its deadline."""
     prefill = await connect()
-    other = await connect("prefill-2")
+    (peer,) = decode.server.peers.values()
+    write, other = peer.channel.write, await connect("prefill-2")
     decode.open()
-    asking = asyncio.ensure_future(prefill.claim())
+
+    def with_another(message: Any, **more: Any) -> None:
+        """The link reads both together."""
+        write(message, **more)
+        write(Revoke(job_id="j", attempt=1, reason="x"))
+
+    within_s = 0.0 if how == "not in time" else 10.0
+    asking = asyncio.ensure_future(prefill.link.claim("j", "i0", "ack.j", within_s=within_s))
     await asyncio.sleep(0)
-    asking.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    if how == "cancelled":
+        asking.cancel()
+    elif how == "cancelled in that moment":
+        peer.channel.write = with_another
+        prefill.link.on_message = lambda _: asking.cancel()
+    with pytest.raises((asyncio.CancelledError, NotInTime)):
         await asking
     await soon(lambda: decode.ledger.find("j").attempt == 1)
     await soon(lambda: decode.fences.in_use == 0)
@@ -231,6 +246,29 @@ async def test_a_silent_worker_is_gone_and_one_that_pings_stays(
     await soon(lambda: decode.server.peers.instances == ["prefill-1"])
     assert (await prefill.claim()).attempt == 2
     assert prefill.lost == 0
+
+
+async def test_a_silent_decode_worker_is_let_go_and_dialled_again(
+    connect: Any, decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it meanwhile."""
+    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.05)
+    prefill, waits = await connect(silent_s=0.25), list[Any]()
+    await asyncio.sleep(0.12)
+    time.sleep(0.4)  # noqa: ASYNC251
+    await asyncio.sleep(0.2)
+    assert prefill.lost == 0, "this process stood still, so what the other said was not read"
+    (peer,) = decode.server.peers.values()
+    monkeypatch.setattr(peer.channel, "write", lambda *_, **__: None)
+    link = prefill.link
+    link.on_lost = lambda: waits.append(asyncio.create_task(link.wait_up(3600)))
+    async with asyncio.timeout(10):
+        with pytest.raises(ConnectionLost):
+            await prefill.claim()
+        with pytest.raises(PeerUnavailable, match="said nothing"):
+            await waits[0]
+    del link.on_lost
+    await soon(lambda: link.connected)
 
 
 async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(

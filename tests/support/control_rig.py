@@ -126,27 +126,30 @@ class Decode:
 
 
 class Prefill:
-    """One prefill worker's link, and what its job `j` was told."""
+    """One prefill worker's link, and what its job `j` was told.
+
+    more: arguments of `DecodeLinks`."""
 
     def __init__(
         self,
         decode: Decode,
         name: str = "prefill-1",
-        compat: str | None = None,
         key: ClusterKey | None = None,
         address: str | None = None,
-        silent_s: float = SILENT_S,
+        *,
+        says: Hello | None = None,
+        **more: Any,
     ) -> None:
         self.revokes: list[Revoke] = []
         self.lost = 0
         self.directory = FakeDirectory()
         self.links = DecodeLinks(
             self.directory,  # type: ignore[arg-type]
-            hello(name, compat),
+            says or hello(name),
             COMPAT,
             self._no_transfer_worker,
             key,
-            silent_s=silent_s,
+            **more,
         )
         self.links.start()
         self.link = self.move(decode.record(address))
