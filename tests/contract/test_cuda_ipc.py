@@ -159,6 +159,16 @@ def test_out_of_reach_and_why(
     assert sum(driver_of(gpu_rig.transport).openings.values()) == 0
 
 
+def test_out_of_reach_of_one_of_our_ranks(gpu_rig: Rig, gpu_region: Region) -> None:
+    """Another transport is taken then. Rank 0 alone would say that this one works."""
+    driver = driver_of(gpu_rig.transport)
+    transport = CudaIpcTransport([0, 1], lambda: driver, driver.lane)
+    assert transport.can_reach(gpu_region.descriptor) is None
+    driver.apart = frozenset({(1, 0)})
+    why = "GPU 1 cannot reach memory of GPU 0 directly"
+    assert transport.can_reach(gpu_region.descriptor) == why
+
+
 def test_out_of_reach_of_other_hosts_and_of_cpu_memory(gpu_rig: Rig, gpu_region: Region) -> None:
     elsewhere = msgspec.structs.replace(gpu_region.descriptor, host_id="other")
     assert "another host" in (gpu_rig.transport.can_reach(elsewhere) or "")
@@ -421,24 +431,6 @@ def test_a_gpu_worker_reaches_others_over_cuda_ipc(
     driver.mps = True
     with pytest.raises(ConfigError, match="MPS runs here"):
         peer_transports(["cuda_ipc"], prefill.memories, None)
-    prefill.close()
-
-
-def test_memory_that_one_of_our_ranks_cannot_reach_is_out_of_reach(
-    tmp_path: Path, driver: FakeDriver
-) -> None:
-    """Another transport is taken then. Rank 0 alone would say that this one works."""
-    decode, prefill = GpuRanks(driver, 1, 1), GpuRanks(driver, 2, 50)
-    owner = decode.owner(tmp_path)
-    (descriptor,) = seen_by_others(owner)
-    gpus = [memory.device for memory in prefill.memories if memory.device is not None]
-    assert gpus == [0, 1]
-    transport = CudaIpcTransport(gpus, lambda: driver, driver.lane)
-    assert transport.can_reach(descriptor) is None
-    driver.apart = frozenset({(1, 0)})
-    assert transport.can_reach(descriptor) == "GPU 1 cannot reach memory of GPU 0 directly"
-    owner.close()
-    decode.close()
     prefill.close()
 
 

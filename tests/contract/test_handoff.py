@@ -22,13 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.load import jobs_of
 from pullfill.errors import Outcome, PeerUnavailable
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.side import PrefillService
 from pullfill.queue.contract import Urgency
-from pullfill.queue.streams import round_up_tokens
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import KvMode, Load, PrefillJob, decode, encode, u32
 from tests.support import said
@@ -111,20 +109,14 @@ def swapped_tokens(body: bytes) -> bytes:
     ("change", "outcome"),
     [
         (lambda body: b"\xc1" * 40, Outcome.JOB_GONE),
-        (lambda body: body[:-1], Outcome.JOB_GONE),
-        (forged(token_ids=b""), Outcome.JOB_GONE),
-        (forged(token_ids=b"abc"), Outcome.JOB_GONE),
         (forged(job_id="another"), Outcome.JOB_GONE),
         (swapped_tokens, Outcome.PREFILL_FAILED),
         (forged(token_ids=u32.pack(range(300))), Outcome.PREFILL_FAILED),
         (forged(block_ids=u32.pack([90, 91, 92])), Outcome.PREFILL_FAILED),
         (forged(hit_tokens=4), Outcome.PREFILL_FAILED),
     ],
-    ids=[
-        "noise", "cut", "no-tokens", "odd-tokens", "job-id", "tokens", "more-tokens",
-        "blocks", "hit",
-    ],
-)  # fmt: skip
+    ids=["noise", "job-id", "tokens", "more-tokens", "blocks", "hit"],
+)
 async def test_poison_and_forgery_write_nothing(
     make: Make, change: Callable[[bytes], bytes], outcome: Outcome
 ) -> None:
@@ -507,7 +499,6 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
             request = FakeRequest(f"long-{seed}", prompt(TOKENS + 2, seed=seed))
             assert decode.side.decide(request, 0) == (0, False)
             assert decode.side._decisions[request.request_id][1].reason == "prompt_too_long"
-            assert decode.side._decisions[request.request_id][1].reason == "prompt_too_long"
         assert caplog.text.count("stays here, like all") == 1
         assert caplog.text.count("at most (its --max-model-len)") == 1
         large = await cluster.prefill()
@@ -531,18 +522,9 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
         assert not remote(decode, 2), "12 s"
         (writer,) = decode.control.peers
-        asked: list[Queue] = []
-        meter: Any = SimpleNamespace(predict=lambda _, hit, queue, config: asked.append(queue))
-        decode.outlook.meter = meter
         grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
-        ((workers, jobs, ahead, rate, _),) = map(msgspec.structs.astuple, asked)
-        assert (workers, jobs, rate) == (1, 1, TOKENS / 12)
-        # And it computes on: 3 tokens in a second.
-        assert 0 < round_up_tokens(TOKENS) - TOKENS // 2 - ahead + 1 < TOKENS // 2
-        decode.outlook.draining.set()
-        assert not remote(decode, 4), "it leaves"
         said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
         await settled(served)
         prefill.puller.pause("check", "")

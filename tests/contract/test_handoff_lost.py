@@ -11,24 +11,18 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 from msgspec.structs import replace
 
 from pullfill.decode_worker import ledger
-from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.errors import BadMessage
 from pullfill.net.channel import split_address
 from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.puller import Puller
-from pullfill.prefill_worker.reach import open_transfer_worker
-from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Delivery, Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamDelivery
-from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.stream.stream_peer import StreamTransport
-from pullfill.transfer.stream.tcp_backend import TcpKind
-from pullfill.wire import RegionDescriptor
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock
 from tests.support.handoff_rig import (
@@ -44,7 +38,6 @@ from tests.support.handoff_rig import (
     stuck_in_a_write,
 )
 from tests.support.nats import NatsServer
-from tests.support.transfer_rigs import DENSE, tcp_rig
 from tests.support.waiting import soon
 from tests.support.workers import FakeDirectory
 
@@ -420,39 +413,3 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
         await cluster.check_clean()
         assert not await cluster.dead()
         assert prefill.budget.completed == 1
-
-
-# ------------------------------------------------------------------ what is said of the memory
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[list[LocalMemory], RegionDescriptor]]:
-    """A prefill worker's memory, and a decode worker's that is served over tcp."""
-    rig = tcp_rig(tmp_path)
-    region, rank = rig.region(DENSE), rig.local(DENSE)
-    yield [rank.memory], region.descriptor
-    region.owner.close()
-
-
-async def opened(memories: list[LocalMemory], *regions: RegionDescriptor) -> Any:
-    transports = [StreamTransport(TcpKind())]
-    return await open_transfer_worker(
-        "decode-1", regions, memories=memories, transports=transports, absent={},
-        credits=Credits(1 << 30), copiers=WeakSet(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"nbytes": 64}, {"incarnation": "before"}, {"world_size": 2}],
-    ids=["nbytes", "incarnation", "world_size"],
-)
-async def test_a_descriptor_that_contradicts_itself_or_its_worker(
-    served: tuple[list[LocalMemory], RegionDescriptor], wrong: dict[str, Any]
-) -> None:
-    memories, descriptor = served
-    right = await opened(memories, descriptor)
-    right.close()
-    assert (right.transport, right.join(10)) == ("tcp", True)
-    with pytest.raises(PeerUnavailable):
-        await opened(memories, replace(descriptor, **wrong))

@@ -508,24 +508,6 @@ async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) 
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
 
-async def test_a_side_sees_load_blocks_and_limits(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
-        view = made.engine.view
-        idle = view.load(draining=False)
-        assert view.counts() == (idle.running, idle.waiting) == (0, 0)
-        assert (idle.active_blocks, idle.free_blocks) == (0, view.usable_blocks)
-        assert (view.tier, view.mid_step) == (None, False)
-        assert view.chunks.step_tokens == view.config.scheduler_config.max_num_batched_tokens
-        probe.brings["a"] = BROUGHT
-        outcome = made.submit.add(request("a"))
-        await until(lambda: "a" in probe.placed, "it does not wait")
-        busy = await made.call(lambda: view.load(draining=True))
-        assert (busy.waiting, busy.active_blocks, busy.draining) == (1, BROUGHT // BLOCK, True)
-        probe.now = StepReport({"a"})
-        made.thread.wake()
-        await asyncio.wrap_future(outcome)
-
-
 async def test_the_memory_is_freed_after_nobody_can_reach_it(
     adapter: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
