@@ -112,12 +112,6 @@ class Dispatcher:
 
     def submit(self, request: Any) -> None:
         request_id: str = request.request_id
-        known = self.flights.get(request_id)
-        if known is not None:  # a further part of a streaming input goes where the first went
-            known.request = request
-            if known.worker is not None:
-                known.worker.send(front_wire.ADD, *self._codec.encode(request))
-            return
         now, submitted = self._loop.time(), time.monotonic()
         age = min(max(0.0, time.time() - request.arrival_time), 60.0)
         record = RequestRecord(
@@ -135,6 +129,8 @@ class Dispatcher:
         self.flights[request_id] = flight
         if why := refused_id(request_id):
             self._fail(flight, why, REFUSED)
+        elif request.resumable:
+            self._fail(flight, "streaming input is not supported", REFUSED)
         elif self._leaving:
             self._fail(flight, self._leaving)
         else:
@@ -294,8 +290,6 @@ class Dispatcher:
         """Forget a finished request. Returns False if its answer is not complete.
 
         The worker then either cut the answer short in its drain, or refused the request."""
-        if flight.request.resumable:
-            return True
         del worker.flights[flight.wire_id]
         fault, out.kv_transfer_params = front_wire.fault_of(out), None
         if out.finish_reason == _ABORTED and not worker.usable:
@@ -428,7 +422,7 @@ class Dispatcher:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
                 return
-        if flight.attempt >= MAX_MIGRATIONS or flight.request.resumable:
+        if flight.attempt >= MAX_MIGRATIONS:
             self._fail(flight, f"{reason}; given up after {flight.attempt} attempts", "given_up")
             return
         if not flight.room and worker.welcome is not None:
