@@ -6,18 +6,16 @@ On the machine of `pullfill up` also which of its processes run.
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
+from pullfill.config import ClusterRef
 from pullfill.deploy import operate
 from pullfill.deploy.members import (
     AsJson,
@@ -206,8 +204,7 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
             "instance_id": entry.instance_id,
             "pid": entry.pid,
             "alive": (alive := is_alive(entry)),
-            "drained": (drained := not alive and state.leaves(entry)),
-            "start_another": start_another(state, cluster, entry) if drained else None,
+            "drained": not alive and state.leaves(entry),
             "restarts": entry.restarts,
             "gave_up": entry.gave_up or None,
         }
@@ -218,24 +215,14 @@ def processes(ref: ClusterRef) -> dict[str, Any]:
     return {"processes": rows, "supervisor": supervisor}
 
 
-def start_another(state: StateDir, cluster: ClusterFile, entry: ProcessEntry) -> str:
-    """Return the command that starts a process which takes the place of this one."""
-    words = ["pullfill", entry.role]
-    if state.path != StateDir().path:
-        words += ["--state-dir", str(state.path)]
-    if entry.role == "frontend":
-        # With a port of its own it shares the common one, also while an old frontend has that.
-        words += ["--port", str(urlsplit(cluster.frontend_url).port), "--own-port", "0"]
-    return shlex.join(words)
-
-
 def process_lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield lines for people: what has ended, what was restarted, and whether restarts are on."""
     for row in found.get("processes", ()):
         if row["gave_up"]:
             yield f"{row['name']}: " + row["gave_up"].replace("\n", "\n    ")
         elif row["drained"]:
-            yield f"{row['name']} was drained. To start another: `{row['start_another']}`"
+            again = "docs/operations.md, Restarts and upgrades"
+            yield f"{row['name']} was drained. To start another: {again}"
         elif not row["alive"]:
             yield (
                 f"{row['name']} (pid {row['pid']}) does not run, restarts: {row['restarts']}: see "
