@@ -257,16 +257,15 @@ class _Frontend:
         await settings.start(options.connect_timeout_s)
         stack.push_async_callback(settings.close)
 
-        def frontends() -> int:
-            return len(directory.workers("frontend"))
-
         names = (*prepared.names, options.model)
         refuse_other_models(directory, names, model, cluster.namespace)
         board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
         board.begin()
         stack.push_async_callback(board.close)
         prefixes = Prefixes(options.prefix_index_blocks)
-        balancer = Balancer(lambda: settings.current, prefixes, frontends)
+        balancer = Balancer(
+            lambda: settings.current, prefixes, lambda: len(directory.workers("frontend"))
+        )
         requests = RequestLog()
         adapters = AdapterBoard(etcd, cluster.namespace)
         stack.push_async_callback(adapters.close)
@@ -304,9 +303,7 @@ class _Frontend:
             dispatcher.flights.values,
             lambda: (settings.current.ttft_ms, settings.current.itl_ms),
             pool.made,
-            frontend=self._instance_id,
             model=model,
-            frontends=frontends,
         )
         stock_key = cluster.security.frontend.stock_key()
         stock = await stack.enter_async_context(

@@ -51,7 +51,7 @@ async def view_of(cluster: ClusterRef, wait_s: float) -> AsyncIterator[LiveView]
         def targets_ms() -> tuple[float, float]:
             return settings.current.ttft_ms, settings.current.itl_ms
 
-        live = LiveView(view, RequestLog(), tuple, targets_ms, dict, frontend="", model="")
+        live = LiveView(view, RequestLog(), tuple, targets_ms, dict, model="")
         stack.callback(live.close)
         yield live
 

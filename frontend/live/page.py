@@ -85,13 +85,12 @@ class LiveView:
 
     Single event loop. `close` ends all viewers: a frontend that drains does not wait for them.
 
-    frontend: instance id of this frontend. Empty: this process is none (alone.py). Then requests
-    are those that no frontend has sent, as workers tell.
+    view: if this process is no frontend (alone.py), requests are those that no frontend has sent,
+    as workers tell.
     model: empty: that of the workers.
     targets_ms: returns the targets of requests that name none.
     flights: returns the requests under way.
-    made: returns how many tokens each decode worker has sent so far.
-    frontends: returns how many frontends there are."""
+    made: returns how many tokens each decode worker has sent so far."""
 
     view: ClusterView
     requests: RequestLog
@@ -99,9 +98,7 @@ class LiveView:
     targets_ms: Callable[[], tuple[float, float]]
     made: Callable[[], Mapping[str, int]]
     _: KW_ONLY
-    frontend: str
     model: str
-    frontends: Callable[[], int] = lambda: 1
     period_s: float = 1.0
     quiet_s: float = QUIET_S
     viewers: int = 0
@@ -180,12 +177,12 @@ class LiveView:
 
     async def look(self) -> LiveSnapshot:
         """Make one snapshot."""
-        reports = await self.view.reports(jobs=True)
+        reports, frontend = await self.view.reports(jobs=True), self.view.own_id
         await self._take_ended(reports)
         now, flights, rates = time.time(), list(self.flights()), self._rates()
-        cluster = self.view.cluster(reports, rates if self.frontend else None)
+        cluster = self.view.cluster(reports, rates if frontend else None)
         tokens_per_s, in_flight = sum(rates.values()), len(flights)
-        if not self.frontend:
+        if not frontend:
             # Nobody counts the tokens of streams, but those of answers that are over.
             tokens_per_s = sum(row.made for row in self._minute) / 60.0
             decode = [row for row in cluster.workers if row.role == "decode"]
@@ -193,9 +190,9 @@ class LiveView:
         flows, hidden = flows_of(flights, reports, time.monotonic())
         return LiveSnapshot(
             at=now,
-            frontend=self.frontend,
+            frontend=frontend,
             model=self.model or next((row.model for row in cluster.workers), "no worker"),
-            frontends=max(1, self.frontends()),
+            frontends=max(1, len(self.view.directory.workers("frontend"))),
             targets_ms=self.targets_ms(),
             **msgspec.structs.asdict(cluster),
             now=msgspec.structs.replace(

@@ -14,7 +14,7 @@ from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.snapshot import FAILED, RECENT, Cluster, Explained, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
-from tests.support.workers import blank, record
+from tests.support.workers import FakeDirectory, blank, record
 
 
 class View:
@@ -24,6 +24,8 @@ class View:
         self.asked = 0
         self.fails = False
         self.etcd: Any = self
+        self.own_id = ""
+        self.directory = FakeDirectory()
         self.told = [(record("d", role="decode"), Report(load={"running": 1}))]
 
     def status(self) -> ServerStatus:
@@ -55,9 +57,10 @@ def live_of(
     **times: float,
 ) -> LiveView:
     seen: Any = view
+    view.own_id = frontend
     return LiveView(
         seen, requests or RequestLog(), tuple, lambda: (1000.0, 50.0), made,
-        frontend=frontend, model="m" if frontend else "", **({"period_s": 0.01} | times),
+        model="m" if frontend else "", **({"period_s": 0.01} | times),
     )  # fmt: skip
 
 
