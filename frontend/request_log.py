@@ -252,7 +252,8 @@ class HttpCall:
             elif (body := message.get("body")) and (
                 self.status >= 400 or bytes(body[:_MOST]).startswith(_ERROR_EVENTS)
             ):
-                self.error = self.error or _reason(body)
+                told = error_in(body).get("message") or bytes(body).decode("utf-8", "replace")
+                self.error = self.error or str(told)[:MAX_ERROR]
             return send(message)
 
         return noted
@@ -289,16 +290,15 @@ class HttpCall:
         )
 
 
-def _reason(body: bytes) -> str:
-    """Return what an error says that a client gets: JSON, or an event with it."""
+def error_in(body: bytes) -> dict[str, Any]:
+    """Return the error that is in JSON, or in an event with it. Empty: it is none of vLLM's."""
     text = bytes(body).decode("utf-8", "replace")
     try:
         found = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))[0]
         told = found.get("error") or found.get("response", {}).get("error") or found
-        text = told["message"] if isinstance(told, dict) else told
-    except (ValueError, KeyError, AttributeError):
-        pass  # a text
-    return str(text)[:MAX_ERROR]
+    except (ValueError, RecursionError, AttributeError):
+        return {}
+    return told if isinstance(told, dict) else {"message": told}
 
 
 # --------------------------------------------------------------------------- all of them

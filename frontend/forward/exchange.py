@@ -13,12 +13,12 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
 from pullfill.frontend.admission import Send, error_of, respond, send_json
 from pullfill.frontend.forward.servers import Server
+from pullfill.frontend.request_log import error_in
 
 _ERROR_EVENT = b'data: {"error"'
 _NOT_BACK = frozenset(
@@ -128,7 +128,7 @@ async def asked(
         status = response.status
         if events and first.startswith(_ERROR_EVENT):
             event = first.partition(b"\n")[0].removeprefix(b"data: ")
-            code = _error(event).get("code")
+            code = error_in(event).get("code")
             if isinstance(code, int) and code >= 500:
                 status, events, first = code, False, event
         yield Answer(server, response, status, first, events)
@@ -172,16 +172,7 @@ def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
 
 def message_of(body: bytes) -> str:
     """Return the text of vLLM's error. Empty: it is none."""
-    return str(_error(body).get("message", ""))[:300]
-
-
-def _error(body: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(body)
-        error = found.get("error", found)
-    except (ValueError, AttributeError):
-        return {}
-    return error if isinstance(error, dict) else {}
+    return str(error_in(body).get("message", ""))[:300]
 
 
 # --------------------------------------------------------------------------- to the client
