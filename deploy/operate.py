@@ -30,7 +30,7 @@ from pullfill.net.this_host import host_id
 from pullfill.options import Flag
 from pullfill.registry import self_checks, suspect_records
 from pullfill.registry.directory import revoke_worker
-from pullfill.registry.live_settings import UNSET, Settings, find, root_of, store
+from pullfill.registry.live_settings import UNSET, Settings, find, store
 from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord
 
 InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
@@ -119,8 +119,7 @@ async def config_get(
 ) -> int:
     """Print one setting, or all as `KEY VALUE` lines."""
     if key is not None:
-        kind, name = find(key)
-        key = f"{root_of(kind)}.{name}"
+        find(key)
     async with etcd_of(ref) as etcd:
         router = await Settings(etcd, ref.namespace, RouterConfig).get_all()
         queue = await Settings(etcd, ref.namespace, QueueSettings).get_all()
@@ -137,10 +136,9 @@ async def config_set(
     value: Annotated[str, Flag("", name="VALUE")],
 ) -> int:
     """Store one setting; workers that watch follow at once. Raises ConfigError for a bad one."""
-    kind, name = find(key)
     async with etcd_of(ref) as etcd:
         new = await store(etcd, ref.namespace, key, value)
-    click.echo(f"{root_of(kind)}.{name} = {UNSET if new is None else new}")
+    click.echo(f"{key} = {UNSET if new is None else new}")
     return 0
 
 

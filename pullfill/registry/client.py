@@ -308,7 +308,7 @@ class EtcdClient:
                 if rpc._has_login:
                     await rpc._authenticate(2.0)
                 # Only a linearizable read tells whether it has a leader.
-                await rpc.call("/kv/range", PROBE, dict, timeout_s=2.0)
+                await rpc.ping(2.0)
                 return rpc
             except RegistryUnavailable as exc:
                 await session.close()

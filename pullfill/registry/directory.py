@@ -58,19 +58,15 @@ async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
     return workers
 
 
-async def _find(client: EtcdClient, namespace: str, instance_id: str) -> LiveWorker | None:
-    found = await live_workers(client, namespace)
-    return next((w for w in found if w.record.instance_id == instance_id), None)
-
-
 async def revoke_worker(
     client: EtcdClient, namespace: str, instance_id: str
 ) -> WorkerRecord | None:
     """Revoke the lease of one worker, which makes it drain. None: no such worker."""
     with suppress(LeaseNotFound):
-        if (worker := await _find(client, namespace, instance_id)) is not None:
-            await client.revoke_lease(worker.lease_id)
-            return worker.record
+        for worker in await live_workers(client, namespace):
+            if worker.record.instance_id == instance_id:
+                await client.revoke_lease(worker.lease_id)
+                return worker.record
     return None
 
 

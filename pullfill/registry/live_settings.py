@@ -77,11 +77,6 @@ def check(key: str, text: str) -> None:
         _from_text(kind, name, text)
 
 
-def root_of(kind: type[Message]) -> str:
-    """`router` or `queue`: how the keys of these settings begin."""
-    return _ROOT[kind]
-
-
 async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
     """Store one setting, e.g. `router.policy`. Return its new value.
 
