@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,6 @@ from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.session import MappedSession
 from pullfill.wire import FenceToken
 from tests.support.fuzz import MANY
-from tests.support.leaks import grown, usage
 from tests.support.loopback import Faults
 from tests.support.transfer_rigs import (
     CONNECTS,
@@ -267,6 +267,20 @@ def test_a_descriptor_that_does_not_fit_is_refused(rig: Rig) -> None:
     for field, value in lies.items():
         with pytest.raises(BadMessage):
             rig.connect(mine, region, **{field: value})
+
+
+def usage() -> tuple[int, int, int]:
+    """Descriptors, mappings of regions, threads."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("pullfill-")
+    return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
+
+
+def grown(before: tuple[int, int, int]) -> list[str]:
+    """What there is more of than in `before`. Less is no leak: threads may end late."""
+    kinds = ("descriptors", "mappings", "threads")
+    now = zip(kinds, before, usage(), strict=True)
+    return [f"{kind}: {was} before, {is_now} now" for kind, was, is_now in now if is_now > was]
 
 
 def test_many_connects_leave_nothing(rig: Rig) -> None:

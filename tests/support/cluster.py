@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -38,7 +38,6 @@ from pullfill.transfer.shm.files import PREFIX, shm_dir, sweep
 from pullfill.wire import RouterConfig, WorkerRecord, decode
 from tests.support import web
 from tests.support.etcd import EtcdServer, free_ports
-from tests.support.leaks import left_in
 from tests.support.nats import NatsServer
 from tests.support.waiting import patience
 from tests.support.waiting import until as until
@@ -694,6 +693,39 @@ class Cluster:
             # Stock vLLM's server has a traceback for the end of its engine, also for a test's.
             if bad.search(line) and not line.startswith("(APIServer")
         ]
+
+
+def left_in(status: dict[str, Any], living: Collection[int] = ()) -> list[str]:
+    """What is not as in a cluster without requests. status: as of `/pullfill/status`.
+
+    living: pids of workers that live. One of them that does not answer may hold anything."""
+    if status["queue"] is None:
+        return ["the queue is unknown"]
+    found = []
+    for key in ("depth_jobs", "in_flight", "depth_tokens"):
+        if status["queue"][key]:
+            found.append(f"queue {key}={status['queue'][key]}")
+    for worker in status["workers"]:
+        if worker["state"] == "lost":
+            if worker["pid"] in living:
+                found.append(f"{worker['instance_id']} does not answer")
+            continue
+        name, load = worker["instance_id"], worker["load"]
+        for key in (
+            "open_jobs",
+            "quarantined_blocks",
+            "read_leases",
+            "requests",
+            "jobs",
+            "running",
+        ):
+            if load.get(key):
+                found.append(f"{name} {key}={load[key]}")
+        if role_blocks := load.get("kv_blocks"):
+            free = load["kv_free_blocks"]
+            if free != role_blocks:
+                found.append(f"{name} free blocks {free} of {role_blocks}")
+    return found
 
 
 def command(cluster: Cluster, *words: str) -> list[str]:

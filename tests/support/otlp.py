@@ -44,13 +44,6 @@ class Receiver:
         self._protocol = protocol
 
     def __enter__(self) -> Receiver:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
         if self._protocol == "grpc":
             self._grpc = grpc.server(futures.ThreadPoolExecutor(4))
             service_grpc.add_TraceServiceServicer_to_server(_Service(self), self._grpc)  # type: ignore[no-untyped-call]
@@ -62,8 +55,9 @@ class Receiver:
             self._http.daemon_threads = True
             threading.Thread(target=self._http.serve_forever, daemon=True).start()
             self.url = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.hangs.clear()
         if self._protocol == "grpc":
             self._grpc.stop(None).wait()

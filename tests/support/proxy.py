@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 from pullfill.runtime.lifecycle import stop_listening
@@ -47,12 +46,7 @@ class Proxy:
         self._do(self._start())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._do(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
