@@ -22,7 +22,8 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from tests.support import web
 from tests.support.certificates import Certificates, make_certificates
-from tests.support.etcd import EtcdServer, free_ports
+from tests.support.cluster import Cluster
+from tests.support.etcd import free_ports
 from tests.support.frontend_http import (
     NAMESPACE,
     PATIENCE_S,
@@ -106,13 +107,10 @@ def pair(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The URL that both frontends share, and the frontends."""
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--own-port", "0")
-    where = tmp_path_factory.mktemp("pair")
-    with (
-        EtcdServer(where / "etcd") as etcd,
-        frontend(etcd, where / "one.log", model_path, *flags) as one,
-        frontend(etcd, where / "two.log", model_path, *flags) as two,
-    ):
-        yield f"http://127.0.0.1:{port}", one, two
+    with Cluster(tmp_path_factory.mktemp("pair"), model_path) as cluster:
+        cluster.start_servers()
+        with frontend(cluster, *flags) as one, frontend(cluster, *flags) as two:
+            yield f"http://127.0.0.1:{port}", one, two
 
 
 async def ask(url: str) -> str:
@@ -188,12 +186,8 @@ def secure(model_path: Path, tmp_path: Path) -> Iterator[Secure]:
     old, new = (make_certificates(tmp_path / name) for name in ("old", "new"))
     put(old, live := tmp_path / "live")
     flags = (f"--ssl-certfile={live / 'cert.pem'}", f"--ssl-keyfile={live / 'key.pem'}")
-    log = tmp_path / "frontend.log"
-    with (
-        EtcdServer(tmp_path / "etcd") as etcd,
-        frontend(etcd, log, model_path, "--port", "0", *flags) as served,
-    ):
-        yield Secure(served, log, live, old, new)
+    with serve(tmp_path / "cluster", model_path, *flags) as served:
+        yield Secure(served, served.log, live, old, new)
 
 
 @pytest.mark.essential
@@ -239,57 +233,55 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
     prefill, decode = (FakeStock(world, root=str(model_path)) for _ in range(2))
     async with prefill.running(), decode.running():
         servers = f"prefill={prefill.url},decode={decode.url}"
-        flags = ("--port", "0", "--servers", servers)
-        with EtcdServer(tmp_path / "etcd") as etcd:
-            process = contextlib.ExitStack()
-            served = await asyncio.to_thread(
-                process.enter_context, frontend(etcd, tmp_path / "f.log", model_path, *flags)
-            )
-            try:
-                async with httpx.AsyncClient(
-                    base_url=served.url, timeout=PATIENCE_S, verify=False
-                ) as http:
+        process = contextlib.ExitStack()
+        served = await asyncio.to_thread(
+            process.enter_context, serve(tmp_path, model_path, "--servers", servers)
+        )
+        try:
+            async with httpx.AsyncClient(
+                base_url=served.url, timeout=PATIENCE_S, verify=False
+            ) as http:
 
-                    async def ready() -> dict[str, object]:
-                        found: dict[str, object] = (await http.get("/ready")).json()
-                        return found
+                async def ready() -> dict[str, object]:
+                    found: dict[str, object] = (await http.get("/ready")).json()
+                    return found
 
-                    both = {"prefill": 1, "decode": 1}
-                    told = await soon(ready, good=lambda found: found["stock"] == both)
-                    assert (told["ready"], told["degraded"], told["reasons"]) == (True, False, [])
-                    got = await http.post(
-                        "/v1/completions",
-                        json=BODY | {"stream": True},
-                        headers={"x-request-id": "r1"},
-                    )
-                    assert got.content == b"".join(events("r1", BODY))
-                    # The record is written when the stream has ended, which its client sees first.
-                    record: dict[str, Any] = {}
+                both = {"prefill": 1, "decode": 1}
+                told = await soon(ready, good=lambda found: found["stock"] == both)
+                assert (told["ready"], told["degraded"], told["reasons"]) == (True, False, [])
+                got = await http.post(
+                    "/v1/completions",
+                    json=BODY | {"stream": True},
+                    headers={"x-request-id": "r1"},
+                )
+                assert got.content == b"".join(events("r1", BODY))
+                # The record is written when the stream has ended, which its client sees first.
+                record: dict[str, Any] = {}
+                async with asyncio.timeout(PATIENCE_S):
+                    while "path" not in record:
+                        await asyncio.sleep(0.05)
+                        record = (await http.get("/pullfill/requests/cmpl-r1")).json()
+                assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
+                assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
+                models = (await http.get("/v1/models")).json()["data"]
+                assert [model["id"] for model in models] == ["m"]
+                status = (await http.get("/pullfill/status")).json()["stock"]
+                assert [row["state"] for row in status] == ["ready", "ready"]
+                fake = FakeDecode("decode-1")
+                async with workers(served, fake):
+                    put = '{"decode_policy":"round_robin","stock_share":0.0}'
+                    served.etcd.ctl("put", keys.config(NAMESPACE, "router"), put)
+                    before = len(decode.requests)
+
+                    async def pulled() -> bool:
+                        got = await http.post("/v1/completions", json=BODY)
+                        assert got.status_code == 200, got.text
+                        return len(decode.requests) == before
+
                     async with asyncio.timeout(PATIENCE_S):
-                        while "path" not in record:
-                            await asyncio.sleep(0.05)
-                            record = (await http.get("/pullfill/requests/cmpl-r1")).json()
-                    assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
-                    assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
-                    models = (await http.get("/v1/models")).json()["data"]
-                    assert [model["id"] for model in models] == ["m"]
-                    status = (await http.get("/pullfill/status")).json()["stock"]
-                    assert [row["state"] for row in status] == ["ready", "ready"]
-                    fake = FakeDecode("decode-1")
-                    async with workers(served, fake):
-                        put = '{"decode_policy":"round_robin","stock_share":0.0}'
-                        etcd.ctl("put", keys.config(NAMESPACE, "router"), put)
-                        before = len(decode.requests)
-
-                        async def pulled() -> bool:
-                            got = await http.post("/v1/completions", json=BODY)
-                            assert got.status_code == 200, got.text
-                            return len(decode.requests) == before
-
-                        async with asyncio.timeout(PATIENCE_S):
-                            while not await pulled():
-                                before = len(decode.requests)
-                    assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-                    await soon(lambda: len(decode.requests) == before + 1)
-            finally:
-                await asyncio.to_thread(process.close)
+                        while not await pulled():
+                            before = len(decode.requests)
+                assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+                await soon(lambda: len(decode.requests) == before + 1)
+        finally:
+            await asyncio.to_thread(process.close)

@@ -31,6 +31,7 @@ class Client:
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self.take))
 
     async def take(self, message: Any) -> None:
+        assert not self.whole
         await self.takes.wait()
         self.sent.append(message)
 
@@ -53,9 +54,27 @@ class Client:
         return status
 
     @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = json.loads(self.sent[1]["body"])["error"]
-        return error
+    def parts(self) -> list[bytes]:
+        """The pieces of the body as they came."""
+        return [message.get("body", b"") for message in self.sent[1:]]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def message(self) -> str:
+        """Of an error."""
+        text: str = self.json["error"]["message"]
+        return text
 
     @property
     def headers(self) -> dict[bytes, bytes]:

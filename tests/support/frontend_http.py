@@ -4,8 +4,6 @@ brings. One process serves many tests (`tests/integration/conftest.py`)."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -21,14 +19,13 @@ from tokenizers import Tokenizer
 from pullfill import wire
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from pullfill.registry.directory import Directory
 from pullfill.wire import WorkerRecord
 from tests.support.checkpoint import tiny_checkpoint
+from tests.support.cluster import Cluster
 from tests.support.etcd import EtcdServer
 from tests.support.fake_vllm import answer
 from tests.support.frontend_rig import FakeDecode
-from tests.support.waiting import soon
-from tests.support.zygote import Forked, zygote
+from tests.support.waiting import soon, until
 
 if TYPE_CHECKING:
     import openai
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 40.0
 START_S = 120.0
 """Importing vLLM takes ten seconds of a core that may be wanted by many."""
-NAMESPACE = "t"
+NAMESPACE = "test"
 PAGE = "http://page.example"
 """Pages of this site may read answers of the frontend."""
 
@@ -44,7 +41,7 @@ PAGE = "http://page.example"
 @dataclass
 class Served:
     etcd: EtcdServer
-    process: Forked
+    process: Any
     url: str
     instance_id: str
     log: Path
@@ -59,60 +56,30 @@ class Served:
 
 @contextmanager
 def serve(directory: Path, model: Path, *flags: str) -> Iterator[Served]:
-    """A frontend over an etcd of its own; ends with SIGTERM and must exit 0."""
+    """A frontend over servers of its own."""
     pages = ("--allowed-origins", f'["{PAGE}"]')
-    with (
-        EtcdServer(directory / "etcd") as etcd,
-        frontend(etcd, directory / "frontend.log", model, "--port", "0", *pages, *flags) as served,
-    ):
-        yield served
+    with Cluster(directory, model) as cluster:
+        cluster.start_servers()
+        with frontend(cluster, *pages, *flags) as served:
+            yield served
 
 
 @contextmanager
-def frontend(etcd: EtcdServer, log: Path, model: Path, *flags: str) -> Iterator[Served]:
-    """A frontend process; ends with SIGTERM and must exit 0, unless the test has killed it."""
-    log.touch()
-    turns = '{"decode_policy":"round_robin"}'  # tests count on which worker has its turn
-    etcd.ctl("put", keys.config(NAMESPACE, "router"), turns)
-    command = [
-        "frontend",
-        "--model", str(model),
-        "--etcd", etcd.url,
-        "--nats", "nats://127.0.0.1:1",
-        "--namespace", NAMESPACE,
-        "--drain-timeout", "20",
-        "--served-model-name", "m",
-        "--max-model-len", "1024",
-        *flags,
-    ]  # fmt: skip
-    process = zygote().spawn(command, os.environ, log)
-    try:
-        record = asyncio.run(registered(etcd, process, log))
-        yield Served(etcd, process, record.http, record.instance_id, log)
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0, log.read_text()[-3000:]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(PATIENCE_S)
+def frontend(cluster: Cluster, *flags: str) -> Iterator[Served]:
+    """A frontend process without NATS; ends with SIGTERM and must exit 0, unless the test has
+    killed it."""
+    names = ("--served-model-name=m", "--max-model-len=1024", "--drain-timeout=20")
+    worker = cluster.launch("frontend", *names, *flags, nats="nats://127.0.0.1:1")
 
+    def registered() -> list[WorkerRecord]:
+        """What it says of itself in the registry, once it is about to serve."""
+        assert worker.alive, worker.tail()
+        return [r for r in cluster.records("frontend").values() if r.pid == worker.pid]
 
-async def registered(etcd: EtcdServer, process: Forked, log: Path) -> WorkerRecord:
-    """What it says of itself in the registry; it registers once it is about to serve."""
-    client = await EtcdClient.connect(etcd.url)
-    directory = Directory(client, NAMESPACE, ["frontend"])
-    try:
-        await directory.start()
-        async with asyncio.timeout(START_S):
-            while True:
-                for record in directory.workers("frontend").values():
-                    if record.pid == process.pid:
-                        return record
-                assert process.poll() is None, f"it ended, see {log}"
-                await asyncio.sleep(0.1)
-    finally:
-        await directory.close()
-        await client.close()
+    (record,) = until(registered, START_S, f"it registers, see {worker.log}")
+    yield Served(cluster.etcd, worker.process, record.http, record.instance_id, worker.log)
+    if worker.alive:
+        assert worker.stop(PATIENCE_S) == 0, worker.tail()
 
 
 @asynccontextmanager

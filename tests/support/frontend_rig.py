@@ -616,36 +616,6 @@ class FakeStock:
         return None
 
 
-class Got(Client):
-    """A request, and what its client gets."""
-
-    async def take(self, message: Any) -> None:
-        assert not self.whole
-        await super().take(message)
-
-    @property
-    def parts(self) -> list[bytes]:
-        """The pieces of the body as they came."""
-        return [message.get("body", b"") for message in self.sent[1:]]
-
-    @property
-    def whole(self) -> bool:
-        return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.parts)
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def message(self) -> str:
-        text: str = self.json["error"]["message"]
-        return text
-
-
 class FakeApp:
     """Stands for vLLM's app over decode workers: it answers 200 to each request."""
 
@@ -685,13 +655,13 @@ class ForwardRig:
 
     def begin(
         self, body: Any = None, *, path: str = "/v1/completions", headers: Any = (), **fields: Any
-    ) -> Got:
+    ) -> Client:
         """Send a request."""
         body = body or {"model": "m", "prompt": "hello", **fields}
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return Got(self.layer, path, headers=headers).say(raw)
+        return Client(self.layer, path, headers=headers).say(raw)
 
-    async def ask(self, body: Any = None, **more: Any) -> Got:
+    async def ask(self, body: Any = None, **more: Any) -> Client:
         """Send a request, and wait for its end."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.begin(body, **more).ended()

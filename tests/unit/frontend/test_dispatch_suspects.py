@@ -156,6 +156,8 @@ async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
         assert [len(worker.added) for worker in r.workers] == [4, 4, 4]
         for worker in r.workers:
             assert len({q.external_req_id for q in worker.added}) == 1
+        told = {record.key for record in r.requests.since(0)}
+        assert {f"{i}_one" for i in range(4)} <= told, "without vLLM's random tail"
 
 
 async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:

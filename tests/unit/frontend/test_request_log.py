@@ -13,7 +13,7 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.frontend.admission import Admission
 from pullfill.frontend.flight import Waits
-from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
+from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.runtime import tracing
 from pullfill.snapshot import Explained
 from pullfill.wire import ExplainRecord
@@ -71,23 +71,6 @@ def answering(
         await send({"type": "http.response.body", "body": body})
 
     return app
-
-
-@pytest.mark.parametrize(
-    ("request_id", "external_id", "key"),
-    [
-        ("chatcmpl-x-12345678", "chatcmpl-x", "chatcmpl-x"),
-        ("2_chatcmpl-x-12345678", "chatcmpl-x", "2_chatcmpl-x"),
-        ("cmpl-x-0-12345678", "cmpl-x-0", "cmpl-x-0"),
-        ("0_cmpl-x-1-12345678", "cmpl-x-1", "0_cmpl-x-1"),
-        ("7_mine-12345678", "7_mine", "7_mine"),
-        ("bare", None, "bare"),
-    ],
-)
-def test_explain_keys_drop_vllms_random_tail_and_keep_the_choice(
-    request_id: str, external_id: str | None, key: str
-) -> None:
-    assert key_of(request_id, external_id) == key
 
 
 async def test_an_id_finds_its_own_request_and_no_other() -> None:
