@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import nats
 import nats.errors
-from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import StreamInfo
 
 from pullfill.deploy.local_servers import MAX_PAYLOAD, nats_binary, nats_ready
 from pullfill.queue.dead_letters import get_message
@@ -19,8 +18,6 @@ from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
 from tests.support.etcd import ServerProcess, free_ports
 from tests.support.waiting import soon
-
-START_TIMEOUT_S = 20.0
 
 
 class DeadLetter(NamedTuple):
@@ -104,43 +101,42 @@ class NatsCluster:
         """Returns when all servers run and JetStream answers, which takes a leader."""
         for member in self.members:
             member.launch()
-        async with self.client() as client:
-            await soon(lambda: self.api(client, "INFO"), good=lambda told: "error" not in told)
+        await self._ask(lambda context: context.account_info())
 
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[Client]:
+    async def _ask(
+        self,
+        look: Callable[[JetStreamContext], Awaitable[Any]],
+        good: Callable[[Any], object] = bool,
+    ) -> Any:
+        """The first good answer of JetStream."""
         client = await nats.connect([member.url for member in self.members if member.alive])
+
+        async def answer() -> Any:
+            with contextlib.suppress(nats.errors.Error):
+                return await look(client.jetstream(timeout=1.0))
+
         try:
-            yield client
+            return await soon(answer, good=lambda told: told is not None and good(told))
         finally:
             await client.close()
 
-    async def api(self, client: Client, operation: str) -> dict[str, Any]:
-        """One answer of JetStream, or {"error": …} if there is none within 1 s."""
-        try:
-            answer = await client.request(f"$JS.API.{operation}", timeout=1.0)
-        except nats.errors.Error as exc:
-            return {"error": str(exc)}
-        found: dict[str, Any] = json.loads(answer.data)
-        return found
+    async def info(self, stream: str) -> StreamInfo:
+        """Wait until the stream has a leader and all replicas on running servers are up to date."""
+        alive = {f"n{i}" for i, member in enumerate(self.members) if member.alive}
 
-    async def info(self, stream: str) -> dict[str, Any]:
-        """Wait until the stream has a leader and all replicas on running servers are up to date.
-        Returns JetStream's STREAM.INFO."""
-        async with self.client() as client, asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                info = await self.api(client, f"STREAM.INFO.{stream}")
-                group = info.get("cluster", {})
-                alive = {f"n{i}" for i, member in enumerate(self.members) if member.alive}
-                replicas = [one for one in group.get("replicas", ()) if one["name"] in alive]
-                if group.get("leader") in alive and all(one["current"] for one in replicas):
-                    return info
-                await asyncio.sleep(0.02)
+        def settled(info: StreamInfo) -> bool:
+            assert info.cluster is not None
+            replicas = [one for one in info.cluster.replicas or () if one.name in alive]
+            return info.cluster.leader in alive and all(one.current for one in replicas)
+
+        found: StreamInfo = await self._ask(lambda context: context.stream_info(stream), settled)
+        return found
 
     async def leader(self, stream: str) -> NatsServer:
         """The server that leads the stream now."""
-        name: str = (await self.info(stream))["cluster"]["leader"]
-        return self.members[int(name.removeprefix("n"))]
+        group = (await self.info(stream)).cluster
+        assert group is not None
+        return self.members[int(str(group.leader).removeprefix("n"))]
 
     def stop(self) -> None:
         for member in self.members:
