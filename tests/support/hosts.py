@@ -12,8 +12,8 @@ import itertools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.cluster import Cluster, Worker
@@ -43,23 +43,16 @@ def _ip(*arguments: str) -> None:
 
 def _inside(namespace: Path, do: Callable[[], None]) -> None:
     """Run `do` in a thread that has entered the network namespace. Raises what it raises."""
-    failed: list[BaseException] = []
 
     def run() -> None:
-        try:
-            with namespace.open() as there:
-                libc = ctypes.CDLL(None, use_errno=True)
-                if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
-                    raise OSError(ctypes.get_errno(), "setns")
-            do()
-        except BaseException as exc:
-            failed.append(exc)
+        with namespace.open() as there:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        do()
 
-    thread = threading.Thread(target=run, name="setns")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
 
 
 class Hosts:
