@@ -161,6 +161,11 @@ def test_a_dead_rank_ends_its_worker_and_a_dead_worker_its_ranks(
                 load.more(4)
                 worker.arm("engine.step=sleep:0.01")
                 until(lambda worker=worker: busy(cluster, worker), 30, "it has work")
+                for rank in ranks_of(worker):  # as a drain or Ctrl-C does, which the worker minds
+                    os.kill(rank, signal.SIGTERM)
+                    os.kill(rank, signal.SIGINT)
+                load.more(4)
+                assert worker.alive, worker.tail()
                 os.kill(ranks_of(worker)[1], signal.SIGKILL)
                 assert worker.wait(30) != 0, worker.tail()
                 assert kv_files(worker) == []

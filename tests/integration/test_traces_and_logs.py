@@ -28,6 +28,8 @@ def test_a_remote_prefill_in_traces_and_logs(tmp_path: Path, model_path: Path) -
         cluster.launch("frontend", *both, env=soon)
         cluster.wait_ready(*cluster.workers)
         cluster.set_router(policy="always_remote")
+        kinds = {one.compat.isa for one in cluster.records("prefill").values() if one.compat}
+        assert kinds == {"mock"}, "no worker with a model exchanges KV with it"
         check_trace(cluster, receiver)
         check_logs(cluster)
         cluster.assert_clean()

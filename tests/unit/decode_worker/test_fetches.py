@@ -43,29 +43,12 @@ async def look(worker: FetchWorker, holder: Any, hit: int = 0, **fields: Any) ->
     return answer
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_preemptions": 1},
-        {"num_output_tokens": 1},
-        {"skip_reading_prefix_cache": True},
-        {"mm_features": [object()]},
-        {"prompt_embeds": object()},
-        {"lora_request": object()},
-        {"pooling_params": object()},
-    ],
-)
-async def test_other_prompts_are_computed(
-    worker: FetchWorker, asked: list[Any], fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker.context.adapters, "for_others", lambda _: None)
-    assert await look(worker, hint(worker, 10 * BLOCK), **fields) == (0, False)
-    assert asked == []
-
-
-async def test_a_prefix_that_is_hardly_longer_is_computed(
+async def test_a_prefix_that_is_hardly_longer_or_cannot_be_shared_is_computed(
     worker: FetchWorker, asked: list[Any]
 ) -> None:
+    assert await look(worker, hint(worker, 10 * BLOCK), mm_features=[object()]) == (0, False)
+    # One of the rules that look at the request alone: test_rules.py
+    assert await look(worker, hint(worker, 10 * BLOCK), pooling_params=object()) == (0, False)
     assert await look(worker, hint(worker, 10 * BLOCK), hit=9 * BLOCK) == (0, False)
     assert await look(worker, hint(worker, LEAST - 1)) == (0, False)
     assert await look(worker, None) == (0, False)

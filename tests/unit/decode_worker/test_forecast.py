@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,8 @@ from pullfill.decode_worker.forecast import (
     Forecast,
     Links,
 )
-from pullfill.decode_worker.peers import Peer
 from pullfill.prefill_worker.scheduler import Meter, StepPlan
-from pullfill.wire import Hello, Load
+from pullfill.wire import Load
 from tests.support.fakes import FakeClock
 
 BLOCK, BLOCK_BYTES = 16, 1e6
@@ -129,10 +127,3 @@ def test_what_is_done_of_steps_that_run_is_told_by_the_time() -> None:
     part_s = BLOCK / 1000
     assert meter.load(tasks, steps, 51.0 + part_s).done_tokens == BLOCK
     assert meter.load(tasks, steps, 60.0).done_tokens == 2 * BLOCK, "the first step takes longer"
-
-
-def test_a_prefill_worker_computes_on_after_it_has_told_its_load() -> None:
-    hello = Hello(prefill_instance="p", compat="c", computes="theirs", max_prompt_tokens=0)
-    peer = Peer("p", hello, cast(Any, None), 0.0, load=load(100, done=50))
-    peer.told = time.monotonic() - 3.0
-    assert peer.done_tokens() == pytest.approx(350, abs=20)

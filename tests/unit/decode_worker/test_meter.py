@@ -53,11 +53,15 @@ def pressure(rig: Rig) -> float:
     return told.pressure
 
 
-def test_idle_time_is_no_part_of_a_step() -> None:
+@pytest.mark.parametrize(("pause_s", "took_s"), [(5.0, 0.01), (0.001, 0.011)])
+def test_a_pause_is_part_of_a_step_where_steps_follow_each_other(
+    pause_s: float, took_s: float
+) -> None:
+    """Streams wait for it then: outputs are sent. An engine that was idle kept nobody waiting."""
     rig = Rig()
-    for _ in range(10):
-        rig.step(0.01, idle_s=5.0, a=1)
-    assert rig.meter.model.base(1) == pytest.approx(0.01, rel=0.02)
+    for _ in range(30):
+        rig.step(0.01, idle_s=pause_s, a=1)
+    assert rig.meter.model.base(1) == pytest.approx(took_s, rel=0.03)
 
 
 def test_a_step_is_timed_alike_where_before_step_comes_within_it() -> None:
@@ -71,28 +75,6 @@ def test_a_step_is_timed_alike_where_before_step_comes_within_it() -> None:
         rig.meter.before_step()
         rig.meter.after_step(0)
     assert rig.meter.model.base(1) == pytest.approx(0.01, rel=0.02)
-
-
-def test_what_happens_between_steps_that_follow_each_other_is_part_of_them() -> None:
-    """Streams wait for it too: outputs are sent then."""
-    rig = Rig()
-    for _ in range(30):
-        rig.step(0.01, idle_s=0.001, a=1)
-    assert rig.meter.model.base(1) == pytest.approx(0.011, rel=0.05)
-
-
-def test_prompts_own_or_not_take_their_share_of_the_time_and_streams_none() -> None:
-    rig = Rig()
-    for _ in range(50):
-        rig.step(0.01, a=1)
-    assert rig.meter.prompts.share() == 0.0
-    for name in ("own", "not known"):
-        before = rig.meter.prompts.share()
-        if name == "own":
-            rig.local(name, 500)
-        rig.step(0.11, a=1, **{name: 500})
-        assert rig.meter.prompts.share() > before
-    assert rig.meter.prompts.share() == pytest.approx(0.2 / 0.72, rel=0.1)
 
 
 def test_steps_that_overlap_are_told_apart() -> None:
@@ -143,21 +125,35 @@ def test_steps_are_planned_by_this_policy_only() -> None:
     assert rig.chunks.told[1:] == ["release"]
 
 
-def test_a_prompt_without_others_gets_a_whole_step() -> None:
+@pytest.mark.parametrize(
+    ("waiting", "told"),
+    [
+        ([], "release"),  # a prompt without others gets a whole step
+        # An image that may not be cut is computed beside streams.
+        ([FakeRequest("image", [1] * 300, mm_features=[object()])], ({"image": 0}, 0, 1024)),
+        # A short prompt is computed in one step, and streams keep their drafts beside it.
+        ([FakeRequest("short", [1] * 15)], ({"short": -1}, 32, 2 * 13 + 15)),
+    ],
+)
+def test_what_is_not_cut(waiting: list[FakeRequest], told: Any) -> None:
     rig = Rig()
+    rig.chunks.waiting = waiting
     rig.step(0.01, a=1024)
-    assert rig.chunks.told == ["release"]
+    assert rig.chunks.told == [told]
 
 
 def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
-    """What a step takes more than one without them."""
+    """What a step takes more than one without them. Streams take none."""
     rig = Rig()
     for _ in range(1000):
         rig.step(0.01, a=1)
     assert rig.meter.prompts.share() == 0
-    for _ in range(1500):
-        rig.step(0.03, a=1, job=300)
-        rig.step(0.01, a=1)
+    for number in range(750):
+        rig.local(own := f"own{number}", 300)
+        for name in (own, "job"):
+            rig.step(0.03, a=1, **{name: 300})
+            rig.step(0.01, a=1)
+        rig.meter.finished(own)
     assert rig.meter.prompts.share() == pytest.approx(0.5, rel=0.1)
     rig.clock.advance(SHARE_S)
     assert rig.meter.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
@@ -202,13 +198,6 @@ def test_what_vllm_could_not_begin_keeps_no_other_from_beginning() -> None:
     assert rig.meter.deferred == {}, "all seats of its adapter are taken, for example"
 
 
-def test_an_image_that_may_not_be_cut_is_computed_beside_streams() -> None:
-    rig = Rig()
-    rig.chunks.waiting = [FakeRequest("image", list(range(300)), mm_features=[object()])]
-    rig.step(0.01, a=1)
-    assert rig.chunks.told == [({"image": 0}, 0, FakeChunks.step_tokens)]
-
-
 def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
     rig = Rig()
     rig.chunks.waiting = [FakeRequest("job", list(range(3000)), client_index=OWN_CLIENT)]
@@ -219,14 +208,6 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
         costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)
         took.append(costs.options[Choice.LOCAL].ttft_s)
     assert took[1] < took[0] / 4
-
-
-def test_a_short_prompt_is_computed_in_one_step() -> None:
-    """And streams keep their drafts beside it."""
-    rig = Rig()
-    rig.chunks.waiting = [FakeRequest("short", list(range(15)))]
-    rig.step(0.01, a=1)
-    assert rig.chunks.told == [({"short": -1}, 32, 2 * 13 + 15)]
 
 
 def test_a_step_is_planned_beside_targets_that_are_none() -> None:

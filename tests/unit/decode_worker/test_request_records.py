@@ -1,4 +1,4 @@
-"""A decode worker keeps the records of requests that no frontend of ours has sent."""
+"""What the record of a request tells. Those that no frontend of ours has sent stay here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,42 @@ from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler, JobBlocks
 from pullfill.errors import Outcome
 from pullfill.snapshot import MAX_PARTS, Explained
-from tests.support.fakes import situation, unmeasured
+from pullfill.wire import StageTimings, Timings
+from tests.support.fakes import FakeClock, situation, unmeasured
 from tests.support.loopback import LoopbackFences
+
+
+def test_the_first_decision_and_the_outage_of_its_fallback_are_told() -> None:
+    """vLLM asks again after the fallback. That says nothing new."""
+    said = ""
+    traces = RequestTraces("d", outage=lambda: said)
+    traces.decided("r", Situation(100, 0), Decision(True, "long_prompt"))
+    said = "NATS is away"
+    traces.settled("r", Outcome.CLAIM_TIMEOUT)
+    said = ""
+    traces.decided("r", Situation(100, 0), Decision(False, "fallback"))
+    told = traces.finish("r")
+    assert told is not None
+    assert (told.path, told.reason) == ("local", "long_prompt")
+    assert (told.fallback, told.outage) == ("claim_timeout", "NATS is away")
+
+
+def test_what_a_prefill_worker_says_at_its_commit_counts_only_if_vllm_loads_the_kv() -> None:
+    traces = RequestTraces("d", FakeClock())
+    traces.decided("r", Situation(100, 16), Decision(True, "long_prompt"))
+    traces.claimed("r", 1, "p", 0.5)
+    traces.committed("r", StageTimings(prefill_ms=7.0), 4096, "shm", ("nccl: no GPU",))
+    traces.settled("r", Outcome.REJECTED)
+    told = traces.finish("r")
+    assert told is not None
+    assert (told.path, told.kv_bytes, told.transport) == ("local", 0, None)
+    assert (told.remote_tokens, told.why_not_better) == (0, ())
+    assert told.timings_ms == Timings(queue=500.0)
+    assert (told.attempts, told.prefill_instance) == (1, "p")
+    assert traces.finish("r") is None
+
+
+# ------------------------------------------------------------------ requests of no frontend
 
 
 class Rig:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
+from pullfill import wire
 from pullfill.decode_worker import request_server
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
@@ -106,11 +108,25 @@ def test_an_unreadable_message_ends_its_connection_alone(
     assert rig.core.added == ["before", "after"]
 
 
-def test_an_unreadable_greeting_is_refused_with_the_reason(rig: Rig) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (None, ["unreadable"]),
+        ({"vllm_version": "0.31.0"}, ["vllm_version", "0.31.0", "0.32.0"]),
+        ({"model": "x"}, ["model differs"]),
+        ({"vllm_version": "0.32.0+cpu"}, []),
+    ],
+)
+def test_a_greeting_that_does_not_fit_is_refused_with_the_reason(
+    rig: Rig, changes: dict[str, str] | None, words: list[str]
+) -> None:
     rig.tell(front_wire.BYE)
-    kind, reason = rig.ask(front_wire.HELO, b"x")
-    assert kind == front_wire.NOPE
-    assert b"unreadable" in reason
+    base = front_wire.FrontendHello(frontend_instance="f", vllm_version="0.32.0", model="m")
+    hello = b"x" if changes is None else wire.encode(msgspec.structs.replace(base, **changes))
+    kind, reason = rig.ask(front_wire.HELO, hello)
+    assert kind == (front_wire.NOPE if words else front_wire.HELO)
+    assert all(word in front_wire.text_of(reason) for word in words)
+    assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
 
 
 def test_draining_hands_requests_back(rig: Rig) -> None:

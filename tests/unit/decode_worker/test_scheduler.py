@@ -64,27 +64,6 @@ def test_a_prompt_that_stays_for_the_depth_of_the_queue_asks_for_a_new_count() -
     assert told
 
 
-@pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK, 3 * BLOCK + 1])
-@pytest.mark.parametrize("hit_blocks", [0, 1])
-def test_all_tokens_but_the_last_and_exactly_their_blocks(tokens: int, hit_blocks: int) -> None:
-    """On a boundary the block of the last token alone is not the writer's business."""
-    rig = Rig()
-    hit = hit_blocks * BLOCK
-    if hit >= tokens - 1:
-        request = FakeRequest("r", list(range(tokens)))
-        assert rig.side.decide(request, hit) == (0, False)
-        return
-    request = rig.send(tokens, hit)
-    rig.side.step_done()
-    (job,) = rig.published
-    assert job.token_ids == request.prompt_token_ids[: tokens - 1]  # type: ignore[index]
-    assert len(job.blocks) == -(-(tokens - 1) // BLOCK)
-    assert job.hit_tokens == hit
-    entry = rig.ledger.find(job.job_id)
-    assert entry is not None
-    assert (entry.first_target, entry.blocks) == (hit_blocks, job.blocks)
-
-
 @pytest.mark.parametrize("tokens", [2, BLOCK + 1, BLOCK + 2, BLOCK + 3])
 def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> None:
     """With one token left vLLM would add drafts that are always rejected."""
@@ -239,21 +218,6 @@ def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
 # ------------------------------------------------------------------ two KV cache groups
 
 
-def test_a_job_names_no_block_that_a_window_has_left_behind() -> None:
-    """Two groups: one keeps all blocks, the other the last two that are full, and what follows."""
-    rig = Rig()
-    rig.blocks.kept_from = lambda tokens: (0, max(0, tokens // BLOCK - 2))
-    request = FakeRequest("r", list(range(6 * BLOCK + 2)))
-    external, _ = rig.side.decide(request, 0)
-    rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
-    (job,) = rig.published
-    assert (job.read_from, job.kept_from) == ((0, 0), (0, 4))
-    assert job.blocks == (11, 12, 13, 14, 15, 25, 16, 26, 17, 27)
-    assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
-    assert rig.blocks.targets(request.num_prompt_tokens, 0) == len(job.blocks)
-    assert rig.ledger.sums().uncomputed == 6 * BLOCK + 1, "however many blocks each token has"
-
-
 @pytest.mark.parametrize("hashes", [1, 2], ids=["one hash", "--prefix-match-unit"])
 @pytest.mark.parametrize("cached", [True, False])
 def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
@@ -280,6 +244,8 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     assert entry is not None
     assert job.kept_from == (0, 4)
     assert rig.blocks.targets(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
+    assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
+    assert rig.ledger.sums().uncomputed == 3 * BLOCK + 1, "however many blocks each token has"
     if not cached:
         assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
         assert entry.first_target == 3

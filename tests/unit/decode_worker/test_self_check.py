@@ -159,13 +159,6 @@ async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
         assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
 
 
-async def test_without_a_model_there_is_nothing_to_compare() -> None:
-    async with a_rig() as rig:
-        rig.meet(computes="")
-        assert rig.checks.reason == ""
-        assert rig.results() == []
-
-
 async def test_kv_that_cannot_be_read_harms_no_step(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,15 +55,11 @@ def body(job_id: str, decode_instance: str = "me") -> bytes:
     )  # fmt: skip
 
 
-def test_a_job_of_another_decode_worker_is_not_taken_back() -> None:
+def test_a_job_of_or_with_another_worker_is_not_taken_back() -> None:
+    """It is granted, and then it waits for the proof that its writer is quiet."""
     model = HandoffModel()
     assert not take_back(body("j", "other"), "me", model.ledger)
     assert not take_back(b"junk", "me", model.ledger)
-
-
-def test_a_job_that_another_worker_has_is_not_taken_back() -> None:
-    """It is granted, and then it waits for the proof that its writer is quiet."""
-    model = HandoffModel()
     job = model.open(2)
     assert job is not None
     model.publish(job)

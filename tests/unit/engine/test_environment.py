@@ -1,12 +1,10 @@
-"""The process of an engine: what it settles before it imports vLLM, its heap, its ranks."""
+"""The process of an engine: what it settles before it imports vLLM, and its heap."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from pullfill.engine.environment import Heap
 from tests.support.fakes import FakeClock
 
 REPO = Path(__file__).resolve().parents[3]
-PATIENCE_S = 20.0
 
 
 @pytest.mark.parametrize(
@@ -83,68 +80,3 @@ def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
     clock.advance(30.0)
     kept.after_step()
     assert len(trims) == 2
-
-
-# --------------------------------------------------------------------------- ranks
-
-MAIN = """
-import multiprocessing, signal, sys, time
-from pullfill.engine.environment import bind_to_parent
-
-def rank(pipe):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-    bind_to_parent()
-    pipe.send(1)
-    time.sleep(600)
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    there, here = context.Pipe()
-    child = context.Process(target=rank, args=(here,), daemon=True)
-    child.start()
-    there.recv()
-    print(child.pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def gone(pid: int) -> bool:
-    """Dead, if perhaps not yet buried."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-@pytest.fixture
-def main_process(tmp_path: Path) -> subprocess.Popen[str]:
-    script = tmp_path / "main.py"
-    script.write_text(MAIN)
-    env = os.environ | {"PYTHONPATH": str(REPO)}
-    return subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env
-    )
-
-
-def test_a_rank_ignores_signals_of_the_group_and_dies_with_the_main_process(
-    main_process: subprocess.Popen[str],
-) -> None:
-    with main_process:
-        assert main_process.stdout is not None
-        pid = int(main_process.stdout.readline())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(pid, number)
-        # Still there once it has certainly been delivered: the kernel lists nothing as pending.
-        pending = [line for line in _status(pid) if line.startswith(("SigPnd", "ShdPnd"))]
-        assert all(int(line.split()[1], 16) == 0 for line in pending)
-        assert not gone(pid)
-        main_process.kill()
-        main_process.wait()
-        end = time.monotonic() + PATIENCE_S
-        while not gone(pid):
-            assert time.monotonic() < end, "it outlived the main process"
-            time.sleep(0.005)
-
-
-def _status(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/status").read_text().splitlines()

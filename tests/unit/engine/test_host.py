@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pullfill.engine import host as hosts
-from pullfill.engine.host import EngineHost
+from pullfill.engine.host import EngineHost, untouched
 from tests.support.engine_host import HostOf, looping
 from tests.support.waiting import eventually
 
@@ -149,3 +152,69 @@ def test_the_levels_of_a_step_without_other_outputs_are_not_lost() -> None:
     silent: dict[int, Any] = {-2: Outputs()}
     hosts.taken(silent, -2)
     assert silent == {}
+
+
+# ------------------------------------------------------------------ a step that fails
+# Requests that it did not touch are found. They migrate: tests/chaos/test_failed_step.py
+
+
+class RequestStatus(Enum):
+    """Some of vLLM's, whose import takes five seconds."""
+
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    PREEMPTED = auto()
+
+
+@pytest.fixture
+def own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = SimpleNamespace(RequestStatus=RequestStatus)
+    monkeypatch.setitem(sys.modules, "vllm.v1.request", own)
+
+
+class Queue(deque[Any]):
+    def peek_request(self) -> Any:
+        return self[0]
+
+
+class Failing:
+    """A scheduler with a queue as vLLM's. fails: while it schedules; else `run` fails."""
+
+    def __init__(self, *names: str, fails: bool) -> None:
+        self.waiting = Queue(waiting(name) for name in names)
+        self._fails = fails
+
+    def schedule(self) -> None:
+        if self._fails:
+            raise ValueError("while scheduling")
+
+    def run(self) -> None:
+        self.schedule()
+        raise ValueError("while the model ran")
+
+    def fail(self) -> Exception:
+        try:
+            self.run()
+        except ValueError as exc:
+            return exc
+        raise AssertionError
+
+
+def waiting(name: str, status: Any = RequestStatus.WAITING, computed: int = 0) -> Any:
+    return SimpleNamespace(request_id=name, status=status, num_computed_tokens=computed)
+
+
+@pytest.mark.usefixtures("own_status")
+@pytest.mark.parametrize(("fails", "found"), [(True, {"b", "c"}), (False, {"a", "b", "c"})])
+def test_all_of_the_queue_but_what_was_being_scheduled(fails: bool, found: set[str]) -> None:
+    scheduler = Failing("a", "b", "c", fails=fails)
+    assert untouched(scheduler, scheduler.fail()) == found
+
+
+@pytest.mark.usefixtures("own_status")
+def test_a_request_that_had_a_part_in_a_step_before_was_touched() -> None:
+    scheduler = Failing("a", fails=False)
+    scheduler.waiting.append(waiting("b", RequestStatus.PREEMPTED))
+    scheduler.waiting.append(waiting("c", RequestStatus.WAITING_FOR_REMOTE_KVS))
+    scheduler.waiting.append(waiting("d", computed=16))
+    assert untouched(scheduler, scheduler.fail()) == {"a"}

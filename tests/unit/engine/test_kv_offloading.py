@@ -44,11 +44,6 @@ def test_refused(given: dict[str, Any], says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_our_connector_is_told_of_it() -> None:
-    both = kv_offloading.beside({"kv_role": "kv_both"}, {})["kv_connector_extra_config"]
-    assert both["connectors"][0]["kv_connector_extra_config"] == {"beside_tier": True}
-
-
 def test_refused_where_vllm_has_no_prefix_cache() -> None:
     for caches in (True, False):
         config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caches))

@@ -208,15 +208,6 @@ def back(worker: Worker) -> GiveUp:
 # ------------------------------------------------------------------ what ends an attempt
 
 
-def differs(worker: Worker, delivery: Delivered) -> None:
-    """The job is not what was granted."""
-    worker.grant = msgspec.structs.replace(worker.grant, job_digest=b"another")
-
-
-def no_memory(worker: Worker, delivery: Delivered) -> None:
-    worker.reach = raising(OutOfReach("its KV port does not answer"))
-
-
 def broken(worker: Worker, delivery: Delivered) -> None:
     worker.reach = raising(ValueError("unexpected"))
 
@@ -235,10 +226,7 @@ def unknown(worker: Worker, delivery: Delivered) -> None:
 @pytest.mark.parametrize(
     ("fault", "number", "verb", "later", "retry"),
     [
-        (differs, 1, "term", False, False),
         (broken, 1, "nak", False, True),
-        (no_memory, 1, "nak", True, True),
-        (no_memory, 2, "ack", False, False),
         (no_adapter, 1, "nak", True, True),
         (no_adapter, 2, "ack", False, False),
         (unknown, 1, "nak", True, None),
@@ -386,9 +374,6 @@ async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
     task.end(None)
     await worker.over()
     assert (delivery.verbs, worker.sent) == (["ack"], [])
-
-
-# ------------------------------------------------------------------ a commit that is refused
 
 
 # ------------------------------------------------------------------ its message in the queue
