@@ -139,7 +139,7 @@ async def test_a_bad_value_is_refused_before_the_stream_begins(served: Served, p
 @pytest.mark.parametrize(
     ("path", "more"),
     [*((path, {}) for path in STREAMS), ("/v1/completions", {"n": 3}),
-     ("/v1/responses", {"seed": 1})],
+     ("/v1/responses", {"seed": 1}), ("/v1/responses", {"background": True})],
 )  # fmt: skip
 async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
     served: Served, path: str, more: dict[str, Any]
@@ -169,6 +169,23 @@ async def test_a_worker_lost_mid_stream_ends_the_stream_with_its_name(
             assert last["sequence_number"] == len(events) - 1
         else:
             assert error["code"] == 503
+
+
+async def test_a_response_in_the_background_fails_and_says_why(served: Served) -> None:
+    """vLLM leaves it queued for ever."""
+    fake = FakeDecode("decode-1", model="m", max_model_len=512, hold=True)
+    async with workers(served, fake) as http:
+        body = {"model": "m", "background": True, **STREAMS["/v1/responses"]}
+        asked = (await http.post("/v1/responses", json=body)).json()
+        assert asked["status"] == "queued"
+        await soon(lambda: bool(fake.added))
+        await asyncio.to_thread(fake.die)
+
+        async def stored() -> dict[str, Any]:
+            return (await http.get(f"/v1/responses/{asked['id']}")).json()  # type: ignore[no-any-return]
+
+        told = await soon(stored, good=lambda found: found["status"] == "failed")
+        assert "decode-1 was lost" in told["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -330,10 +330,11 @@ def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
             stream=True,
             extra_body={"ignore_eos": True},
         )
-        next(iter(stream))
+        first = next(iter(stream))
         until(lambda: running() == 1, 10.0, "its worker has told of it")
         stream.close()
         until(lambda: running() == 0, 10.0, "the request is aborted")
+        until(lambda: cluster.explain(first.id)["state"] == "cancelled", 10.0, "it is told")
     finally:
         decode.arm("")
 

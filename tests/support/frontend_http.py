@@ -69,7 +69,8 @@ def frontend(cluster: Cluster, *flags: str) -> Iterator[Served]:
     """A frontend process without NATS; ends with SIGTERM and must exit 0, unless the test has
     killed it."""
     names = ("--served-model-name=m", "--max-model-len=1024", "--drain-timeout=20")
-    worker = cluster.launch("frontend", *names, *flags, nats="nats://127.0.0.1:1")
+    stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # responses in the background
+    worker = cluster.launch("frontend", *names, *flags, nats="nats://127.0.0.1:1", env=stores)
 
     def registered() -> list[WorkerRecord]:
         """What it says of itself in the registry, once it is about to serve."""

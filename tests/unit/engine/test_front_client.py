@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,17 +13,6 @@ from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
 
 front_client: Any = Late("pullfill.engine.front_client")
-front_patches: Any = Late("pullfill.engine.front_patches")
-
-
-class Port:
-    """Notes what is aborted."""
-
-    def __init__(self) -> None:
-        self.aborted: list[tuple[list[str], bool]] = []
-
-    def abort(self, request_ids: Sequence[str], *, answered: bool = False) -> None:
-        self.aborted.append((list(request_ids), answered))
 
 
 def config() -> Any:
@@ -33,9 +21,8 @@ def config() -> Any:
     )
 
 
-def client_of(
-    port: Any, configured: Any = None, processor: Any = None, renderer: Any = None
-) -> Any:
+def client_of(configured: Any = None, processor: Any = None, renderer: Any = None) -> Any:
+    port: Any = SimpleNamespace(abort=lambda *_, **__: None)
     return front_client.DecodeClient(
         configured or config(), processor, renderer, lambda _: port, cast("Any", None)
     )
@@ -49,9 +36,9 @@ def welcome(name: str, max_model_len: int) -> DecodeWelcome:
 
 
 def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
-    configured, port = config(), cast("Any", Port())
+    configured = config()
     renderer, cached = SimpleNamespace(), "default_chat_tok_params"
-    client = client_of(port, configured, renderer=renderer)
+    client = client_of(configured, renderer=renderer)
     seen = []
     for change in (
         lambda: client.joined(welcome("a", 4096)),
@@ -67,24 +54,6 @@ def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:
         seen.append(configured.model_config.max_model_len)
         assert hasattr(renderer, cached) is (seen[-1] == before)
     assert seen == [4096, 512, 512, 4096, 4096, 4096]
-
-
-async def test_an_abort_by_the_reader_of_outputs_is_a_stop_string() -> None:
-    port: Any = Port()
-    client = client_of(port)
-
-    async def read() -> None:
-        """As `AsyncLLM._run_output_handler` does."""
-        await client.get_output_async()
-        await client.abort_requests_async(["stopped"])
-
-    reader = asyncio.create_task(read())
-    await asyncio.sleep(0)
-    await client.abort_requests_async(["cancelled"])
-    outputs: Any = SimpleNamespace(scheduler_stats=None)
-    client.outputs("decode-1", outputs)
-    await reader
-    assert port.aborted == [(["cancelled"], False), (["stopped"], True)]
 
 
 async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_submitted(
@@ -110,7 +79,7 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
     processor = SimpleNamespace(
         request_states=states, abort_requests=lambda ids, internal: [ids.pop(), states.clear()][:1]
     )
-    client = client_of(Port(), processor=processor)
+    client = client_of(processor=processor)
     request = SimpleNamespace(
         request_id="r", abort_immediately=False, sampling_params=None,
         lora_request=SimpleNamespace(lora_name="x"),
@@ -122,8 +91,7 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
 
 async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
     """They kept the load of a worker that had left, until another one told something."""
-    port: Any = Port()
-    client = client_of(port, renderer=SimpleNamespace())
+    client = client_of(renderer=SimpleNamespace())
     seen = []
 
     async def tell(name: str, **levels: Any) -> None:

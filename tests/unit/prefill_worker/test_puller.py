@@ -25,19 +25,17 @@ from tests.unit.prefill_worker.test_handoff import JOB, Delivered
 class Worker(test_handoff.Worker):
     """Its jobs wait for their decode workers until the test ends them.
 
-    A decode worker has the name of its job. waits: how long each pull waited, at most."""
+    A decode worker has the name of its job."""
 
     def __init__(self, budget: Budget | None = None, **more: Any) -> None:
         self.queue = asyncio.Queue[Any]()
         self.started: list[str] = []
         self.pulls: list[int] = []
-        self.waits: list[float] = []
         self._ends: dict[str, asyncio.Event] = {}
         super().__init__(budget=budget or Budget(30, claim_s=60.0), **more)
 
     async def _pull(self, wait_s: float) -> Any:
         self.pulls.append(self.puller.in_flight)
-        self.waits.append(wait_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 return await self.queue.get()
@@ -110,20 +108,6 @@ async def test_deliveries_that_wait_are_bounded_by_their_number() -> None:
     await soon(lambda: worker.budget.waiting == MAX_WAITING)
     await asyncio.sleep(0.05)
     assert (worker.budget.waiting, worker.budget.tokens) == (MAX_WAITING, 0)
-    await worker.puller.close()
-
-
-async def test_jobs_are_left_to_workers_that_wait_and_taken_if_none_does() -> None:
-    """Else a job that only another worker can serve comes back here until it is a dead letter."""
-    worker = Worker()
-    worker.puller.start()
-    await soon(lambda: bool(worker.waits))
-    worker.puller.leave_to_others(60.0)
-    await soon(lambda: len(worker.waits) > 2)
-    worker.publish("j")
-    await worker.runs("j")
-    assert worker.waits[0] > 0
-    assert not any(worker.waits[1:])
     await worker.puller.close()
 
 

@@ -212,25 +212,6 @@ def used(credits: Credits) -> int:
     return credits.used.get("decode-1", 0) // LAYOUT.block_bytes
 
 
-def test_a_write_is_charged_until_it_ends_or_the_connection_does_and_a_read_never(
-    transfer_worker: TransferWorker, session: Session, credits: Credits
-) -> None:
-    calls = Calls(transfer_worker)
-    session.gate.clear()
-    transfer_worker.read(calls.task, [5, 6], [1, 2], calls.done)
-    assert session.entered.wait(10)
-    assert used(credits) == 0
-    transfer_worker.write(calls.task, [1, 2], [5, 6], False, calls.done)
-    assert used(credits) == 2
-    session.gate.set()
-    assert transfer_worker.flush(calls.task)
-    assert used(credits) == 0
-    held_in_the_first_of_two(transfer_worker, session)
-    assert used(credits) == 2
-    transfer_worker.close()
-    assert credits.used == {}
-
-
 def test_there_is_room_once_nobody_is_at_the_limit() -> None:
     rooms: list[int] = []
     credits = Credits(100, on_room=lambda: rooms.append(1))
