@@ -126,19 +126,6 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
             assert told.states == ((("bfloat16", 48), ("float32", 64)), ())
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9), st.integers(0, 9))
-def test_parts_of_a_prompt_name_the_blocks_of_the_whole(kept: list[int], a: int, b: int) -> None:
-    order, (first, second) = BlockOrder(tuple(kept)), sorted((a, b))
-    tables = [[100 * group + at for at in range(10)] for group in range(len(kept))]
-    whole = order.ids(tables, 0, 10)
-    parts = [order.ids(tables, *ends) for ends in ((0, first), (first, second), (second, 10))]
-    assert [block for part in parts for block in part] == whole
-    assert whole == [
-        100 * group + at for at in range(10) for group in range(len(kept)) if at >= kept[group]
-    ]
-    assert order.before(second) - order.before(first) == len(parts[1])
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 9))
 def test_tables_are_the_inverse_of_ids(kept: list[int], start: int) -> None:
     order = BlockOrder(tuple(kept))

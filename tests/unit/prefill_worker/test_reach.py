@@ -1,5 +1,5 @@
-"""One attempt for all who wait for a decode worker's transfer worker, and its failure
-remembered."""
+"""A failed attempt to reach a decode worker's memory is remembered. That all of its jobs share one:
+tests/contract/test_handoff_lost.py"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.errors import BadMessage, PeerUnavailable
+from pullfill.errors import PeerUnavailable
 from pullfill.prefill_worker.reach import OutOfReach, SharedTransferWorker
 from tests.support.fakes import FakeClock
 
@@ -38,36 +38,10 @@ class Port:
     def _close(self) -> None:
         self.closed += 1
 
-    async def ask(self, times: int) -> list[asyncio.Task[Any]]:
-        asked = [asyncio.create_task(self.shared.get()) for _ in range(times)]
-        await asyncio.sleep(0)
-        return asked
-
 
 @pytest.fixture
 def port() -> Port:
     return Port()
-
-
-@pytest.mark.parametrize(
-    "failure", [PeerUnavailable("no answer"), BadMessage("x"), ValueError("y")]
-)
-async def test_all_who_wait_and_who_come_soon_after_get_its_failure(
-    port: Port, failure: Exception
-) -> None:
-    """Each with an attempt of its own, eight jobs would take eight times as long to give up. And
-    whatever it was, it says nothing about a job."""
-    port.failure = failure
-    port.go.clear()
-    asked = await port.ask(8)
-    port.go.set()
-    for result in await asyncio.gather(*asked, return_exceptions=True):
-        assert isinstance(result, OutOfReach)
-        assert str(failure) in str(result)
-        assert "decode-1" in str(result)
-    with pytest.raises(OutOfReach, match=str(failure)):
-        await port.shared.get()
-    assert port.attempts == 1
 
 
 async def test_each_failure_is_remembered_longer_until_something_changes(
@@ -92,7 +66,8 @@ async def test_each_failure_is_remembered_longer_until_something_changes(
 
 async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port) -> None:
     port.go.clear()
-    (asked,) = await port.ask(1)
+    asked = asyncio.create_task(port.shared.get())
+    await asyncio.sleep(0)
     port.shared.close()
     port.go.set()
     with pytest.raises(OutOfReach, match="gone"):
