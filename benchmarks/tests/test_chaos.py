@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import chaos_report, report
-from benchmarks.chaos_cluster import logged_at
 from benchmarks.chaos_load import Ask, Work
 from benchmarks.chaos_scenarios import (
     FRONTEND_GONE,
@@ -113,13 +110,3 @@ class TestWork:
     ) -> None:
         one = Ask(0, "u", 0.0, "id", tokens, [], error, cut, 1.0)
         assert (self.work.wrong([one]) == []) is right
-
-
-def test_the_first_matching_log_line_after_a_moment(tmp_path: Path) -> None:
-    log = tmp_path / "w.log"
-    lines = [f"2026-01-01 00:00:0{i},500 W frontend pullfill.x: lost d{i % 2}" for i in range(4)]
-    log.write_text("\n".join(["noise", *lines, ""]))
-    first = logged_at(log, "lost d0", 0.0)
-    assert logged_at(log, "lost d1", first) == first + 1
-    assert logged_at(log, "lost d0", first + 1) == first + 2
-    assert logged_at(log, "lost d9", 0.0) is None

@@ -18,7 +18,6 @@ from benchmarks.serving.contract import Answer, Ask, Kind, Name, System
 from benchmarks.serving.load import Result
 from benchmarks.serving.meter import Use
 from benchmarks.serving.parts import CONTROL, LONGS
-from benchmarks.serving.systems import SYSTEMS
 from benchmarks.serving.systems_pairs import Skipped
 from benchmarks.serving.verdict import BUSY, Verdict, chat_shares
 from benchmarks.serving.window import Window
@@ -79,11 +78,6 @@ class TestRates:
 
 # --------------------------------------------------------------------------
 # What the serving benchmark's systems are made of, without starting one.
-
-
-def test_every_system_that_the_verdicts_know_can_be_started() -> None:
-    assert set(SYSTEMS) == set(Name)
-    assert all(name == one.name and one.note for name, one in SYSTEMS.items())
 
 
 def came(rate: float, good: float, share: float, failed: int = 0) -> bench_rates.Rate:

@@ -30,6 +30,7 @@ from tests.support.command_line import (
     start,
     wait_for,
 )
+from tests.support.workers import record
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +111,9 @@ def test_down_after_up_was_killed(state: Path) -> None:
 
 
 async def _register(etcd_url: str, pid: int) -> None:
-    record = wire.WorkerRecord(
-        instance_id="prefill-hand",
-        incarnation="i",
-        role="prefill",
-        state=wire.WorkerState.READY,
-        model="m",
-        host="127.0.0.1",
-        host_id=host_id(),
-        pid=pid,
-        started_at=0.0,
-    )
+    made = record("prefill-hand", host_id=host_id(), pid=pid)
     client = await EtcdClient.connect(etcd_url)
-    await client.put(keys.worker("default", "prefill", "prefill-hand"), wire.encode(record))
+    await client.put(keys.worker("default", "prefill", "prefill-hand"), wire.encode(made))
     await client.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ import pytest
 from pullfill.engine import speculation
 from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
-from tests.support.drafts import FEW, NGRAM, SPECULATE, small_model, terse_model
+from tests.support.drafts import FEW, NGRAM, SPECULATE
 from tests.support.oracle import Oracle
 from tests.support.prompts import forget_decode_prefixes, random_prompt, truth
 
@@ -145,23 +144,3 @@ def test_what_vllm_would_answer_wrong_is_refused(cluster: Cluster) -> None:
         assert heard.done.wait(60)
         assert heard.status == 400, refused
         assert "speculative decoding" in heard.error
-
-
-@pytest.mark.long
-def test_with_a_drafter_that_has_kv_prompts_stay_local(tmp_path: Path) -> None:
-    model = terse_model(tmp_path / "model")
-    small = str(small_model(tmp_path / "small", model))
-    drafter = {"num_speculative_tokens": 3, "method": "draft_model", "model": small}
-    flags = ("--speculative-config", json.dumps(drafter))
-    plain = Oracle(model, speculative_config=drafter, disable_log_stats=False, block_size=BLOCK)
-    with plain as oracle, Cluster(tmp_path / "cluster", model, lease_ttl_s=10) as cluster:
-        processes = ((role, *flags) for role in ("decode", "prefill", "frontend"))
-        cluster.start(*processes, policy="always_remote")
-        for prompt in [random_prompt(length, seed=6) for length in (3, 66, 300)]:
-            heard = ask(cluster, prompt)
-            check(oracle, prompt, heard)
-            told = cluster.explain(heard.request_id)
-            assert (told["path"], told["reason"]) == ("local", "speculation")
-        check_drafts(cluster, oracle, dict.fromkeys(COUNTERS, 0.0))
-        cluster.assert_clean()
-        assert not cluster.log_errors()

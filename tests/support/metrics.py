@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -16,13 +17,22 @@ EVERYWHERE = {"pullfill_namespace"}
 
 
 @cache
-def labels_of_metrics() -> dict[str, set[str]]:
-    """Labels by name, as a frontend's page has them."""
+def families(*modules: ModuleType) -> dict[str, tuple[str, ...]]:
+    """Labels by name of the metrics that these modules make. Those of all, if none is given."""
     found = {}
-    for module, more in ((frontend_metrics, set[str]()), (metrics, MERGED)):
+    for module in modules or (frontend_metrics, metrics):
         for metric in vars(module).values():
             if isinstance(metric, MetricWrapperBase):
                 (family,) = metric.describe()
                 name = family.name + ("_total" if family.type == "counter" else "")
-                found[name] = set(metric._labelnames) | more | EVERYWHERE
+                found[name] = tuple(metric._labelnames)
     return found
+
+
+def labels_of_metrics() -> dict[str, set[str]]:
+    """Labels by name, as a frontend's page has them."""
+    merged = families(metrics)
+    return {
+        name: {*labels, *EVERYWHERE, *(MERGED if name in merged else ())}
+        for name, labels in families().items()
+    }

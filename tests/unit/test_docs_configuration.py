@@ -6,13 +6,10 @@ import itertools
 import re
 
 import msgspec
-import prometheus_client
 
 from pullfill import wire
-from pullfill.frontend import counters as frontend_metrics
 from pullfill.options import USUAL, FrontendOptions, UpOptions, WorkerOptions, declared
 from pullfill.queue.streams import DEFAULTS
-from pullfill.runtime import metrics
 from tests.support.docs import (
     COMMANDS,
     NAMES,
@@ -22,7 +19,7 @@ from tests.support.docs import (
     python_files,
     text_of,
 )
-from tests.support.metrics import EVERYWHERE
+from tests.support.metrics import EVERYWHERE, families
 
 # ------------------------------------------------------------------ the command line
 
@@ -115,19 +112,8 @@ def metric_rows() -> dict[str, str]:
     return {m: row for row in rows for m in re.findall(r"pullfill_\w+", row.split(": ")[0])}
 
 
-def real_metrics() -> set[str]:
-    found = set()
-    for module in (metrics, frontend_metrics):
-        for metric in vars(module).values():
-            if isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
-                (family,) = metric.describe()
-                total = "_total" if family.type == "counter" else ""
-                found.add(family.name + total)
-    return found
-
-
 def test_metrics_are_documented_and_the_documented_exist() -> None:
-    real = real_metrics()
+    real = families().keys()
     assert len(real) > 15
     assert metric_rows().keys() == real
     for name in NAMES:
@@ -136,16 +122,11 @@ def test_metrics_are_documented_and_the_documented_exist() -> None:
 
 
 def test_metric_labels() -> None:
-    for module in (metrics, frontend_metrics):
-        for metric in vars(module).values():
-            labels = getattr(metric, "_labelnames", ())
-            if labels:
-                (family,) = metric.describe()
-                shown = re.search(
-                    rf"`{family.name}(?:_total)?\{{([\w,]+)\}}`", COMMANDS.read_text()
-                )
-                assert shown is not None, family.name
-                assert tuple(shown[1].split(",")) == tuple(labels), family.name
+    for name, labels in families().items():
+        if labels:
+            shown = re.search(rf"`{name}\{{([\w,]+)\}}`", COMMANDS.read_text())
+            assert shown is not None, name
+            assert tuple(shown[1].split(",")) == labels, name
 
 
 # ------------------------------------------------------------------ routes and alerts

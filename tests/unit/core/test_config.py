@@ -51,10 +51,6 @@ class TestClusterRef:
         ref = ClusterRef.resolve(state_dir=directory, **same)
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
 
-    def test_nothing_there_says_what_to_do(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"pullfill up.*--state-dir"):
-            ClusterRef.resolve(state_dir=tmp_path)
-
     @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"namespace": 1}', b"\xff"])
     def test_a_damaged_file_says_what_to_do(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / CLUSTER_FILE).write_bytes(content)

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from prometheus_client.metrics import MetricWrapperBase
 
 from pullfill.errors import ConfigError
 from pullfill.runtime import metrics
 from pullfill.runtime.probe import ProbeServer
+from tests.support.metrics import families
 
 PROMISED = {
     "pullfill_decision_total": ("path", "reason"),
@@ -68,11 +68,6 @@ async def test_routes(probe: tuple[dict[str, bool], ProbeServer]) -> None:
 
 @pytest.mark.essential
 def test_promised_metrics_and_labels() -> None:
-    families = {}
-    for metric in vars(metrics).values():
-        if isinstance(metric, MetricWrapperBase):
-            (family,) = metric.describe()
-            total = "_total" if family.type == "counter" else ""
-            families[family.name + total] = tuple(metric._labelnames)
+    found = families(metrics)
     for name, labels in PROMISED.items():
-        assert families.get(name) == labels, name
+        assert found.get(name) == labels, name

@@ -61,15 +61,6 @@ def test_a_fast_outlier_before_a_pause_is_no_change() -> None:
     assert rate.of(1.0, 0.5) < 2.0
 
 
-@given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 400), st.floats(0, 100)), max_size=30))
-def test_it_never_goes_below_zero(seen: list[tuple[float, float, float]]) -> None:
-    rate = Rate()
-    for number, (x1, x2, y) in enumerate(seen):
-        rate.observe(x1, x2, y, float(number))
-        assert rate.a >= 0
-        assert rate.b >= 0
-
-
 def test_a_share_is_right_from_the_beginning_and_fades() -> None:
     clock = FakeClock()
     share = Share(clock)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.decode_worker import scheduler
 from pullfill.engine import speculation
 from pullfill.errors import BadMessage, ConfigError
 
@@ -59,6 +60,18 @@ def test_prompts_stay_local_unless_the_drafter_is_known_to_have_no_kv(method: st
     assert why in speculation.why_local(made)
     assert bool(speculation.why_local(made)) == bool(why)
     assert speculation.why_local(PLAIN) == ""
+
+
+def test_a_decode_worker_whose_drafts_have_kv_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it decides then: tests/unit/decode_worker/test_rules.py."""
+    monkeypatch.setattr(scheduler.groups, "why_local", lambda *_: "")
+    made = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="draft_model"),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+    half = scheduler.DecodeHalf()
+    half.constructed(made, None)
+    assert half.blocks.never == "speculation"
 
 
 def test_one_more_token_is_computed_here_with_speculation() -> None:

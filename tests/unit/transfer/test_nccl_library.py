@@ -11,7 +11,6 @@ import pytest
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.nccl import library
-from pullfill.transfer.nccl.library import nonblocking
 
 
 class Found:
@@ -90,15 +89,3 @@ def test_they_are_refused_too_where_a_file_of_nccl_forces_them(
     assert f"NCCL_COMM_BLOCKING=1 in {places / place}" in str(library.blocking_forced())
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     assert library.blocking_forced() is None, "the environment comes first"
-
-
-def test_the_config_is_one_that_nccl_takes() -> None:
-    """Offsets of nccl.h; NCCL reads `size` bytes and refuses another magic."""
-    config = nonblocking()
-    offsets = {name: getattr(type(config), name).offset for name, *_ in config._fields_}
-    assert offsets == {
-        "size": 0, "magic": 8, "version": 12, "blocking": 16, "cga_cluster_size": 20,
-        "min_ctas": 24, "max_ctas": 28, "net_name": 32,
-    }  # fmt: skip
-    said = (config.size, config.magic, config.version, config.blocking)
-    assert said == (40, 0xCAFEBEEF, 21700, 0)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
 from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
-from pullfill.transfer.copying import read_pages
 from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
 from pullfill.transfer.runs import (
     Copies,
@@ -25,10 +24,7 @@ from pullfill.transfer.runs import (
 )
 from tests.support.transfer_rigs import (
     PAGE,
-    Local,
     extent,
-    memory_over,
-    random_bytes,
 )
 
 
@@ -221,23 +217,3 @@ def test_pieces_are_cut_at_the_same_places_whatever_the_runs(
     assert all(total == step for total in totals[:-1])
     assert 0 < totals[-1] <= step
     assert all(int(piece.iovec[:, 1].min()) > 0 for piece in made)
-
-
-# --------------------------------------------------------------------------- copies
-
-
-def test_the_bytes_do_not_depend_on_strides() -> None:
-    wide = KvLayout(5, 2, 8, 2, 64, layer_stride=2000, block_stride=200, head_stride=80)
-    a, b = random_bytes(2 * 8 * 2 * 64, 1), np.zeros(4100, np.uint8)
-    mine, theirs = (
-        Local(a, memory_over(a, dense_layout(2, 8, 2, 64))),
-        Local(b, memory_over(b, wide)),
-    )
-    theirs.pages[:] = mine.pages
-    read = read_pages([mine.memory], [3, 1])
-    assert (read == read_pages([theirs.memory], [3, 1])).all()
-    theirs.pages[1, 3, 1, 63] ^= 1
-    assert np.argwhere(read != read_pages([theirs.memory], [3, 1])).tolist() == [[0, 255]]
-    assert read_pages([mine.memory], []).shape == (0, 256)
-    with pytest.raises(BadMessage):
-        read_pages([mine.memory], [8])

@@ -53,23 +53,6 @@ def gather(data: np.ndarray, sizes: list[int]) -> bytes:
     return b"".join(data[s : s + n].tobytes() for s, n in zip(starts, sizes, strict=True))
 
 
-def test_thousands_of_runs_cut_differently_on_both_sides(links: Pair) -> None:
-    here, there = backends(links)
-    rng = np.random.default_rng(3)
-    total = 3 << 20
-    cuts = [np.sort(rng.choice(total - 1, n, replace=False) + 1) for n in (3000, 2500)]
-    sizes = [np.diff([0, *cut, total]).tolist() for cut in cuts]
-    source = random_bytes(total + len(sizes[0]), 1)
-    target = np.full(total + len(sizes[1]), 0x55, np.uint8)
-    sender = threading.Thread(target=there.send, args=(runs_over(source, sizes[0]),))
-    sender.start()
-    here.receive(runs_over(target, sizes[1]))
-    sender.join(20)
-    assert gather(target, sizes[1]) == gather(source, sizes[0])
-    gaps = np.cumsum([n + 1 for n in sizes[1]]) - 1
-    assert (target[gaps] == 0x55).all()
-
-
 def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> None:
     """The kernel may move less than asked for: after a signal, or its timeout."""
     here, there = backends(links)
