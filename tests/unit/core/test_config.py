@@ -4,38 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pullfill.config import (
     CLUSTER_FILE,
-    ClusterFile,
     ClusterRef,
     ranks_of,
     read_cluster_file,
 )
 from pullfill.errors import ConfigError
-
-
-def _write(directory: Path, **changes: str) -> ClusterFile:
-    fields = {
-        "namespace": "blue",
-        "nats_url": "nats://127.0.0.1:1",
-        "etcd_url": "http://127.0.0.1:2",
-        "frontend_url": "http://127.0.0.1:3",
-    }
-    cluster = ClusterFile(**{**fields, **changes})
-    directory.mkdir(exist_ok=True)
-    (directory / CLUSTER_FILE).write_bytes(msgspec.json.encode(cluster))
-    return cluster
+from tests.support.state_dir import recorded
 
 
 class TestClusterRef:
     def test_urls_win_over_the_file(self, tmp_path: Path) -> None:
-        _write(tmp_path)
+        recorded(tmp_path)
         ref = ClusterRef.resolve(state_dir=tmp_path, etcd="http://h:9", namespace="green")
         assert (ref.namespace, ref.etcd_url, ref.nats_url) == (
-            "green", "http://h:9", "nats://127.0.0.1:1",
+            "green", "http://h:9", "nats://h:1",
         )  # fmt: skip
 
     @pytest.mark.parametrize(("given", "missing"), [("etcd", "--nats"), ("nats", "--etcd")])
@@ -43,13 +29,13 @@ class TestClusterRef:
     def test_a_url_of_another_cluster_is_not_mixed_with_the_file(
         self, state_dir: Path, given: str, missing: str, named: bool
     ) -> None:
-        own = _write(state_dir)
+        own = recorded(state_dir)
         directory = str(state_dir) if named else None
         with pytest.raises(ConfigError, match=rf"--{given} x is not .* give {missing} URL, too"):
             ClusterRef.resolve(state_dir=directory, **{given: "x"})
         same = {given: getattr(own, f"{given}_url")}
         ref = ClusterRef.resolve(state_dir=directory, **same)
-        assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("blue", own.etcd_url, own.nats_url)
+        assert (ref.namespace, ref.etcd_url, ref.nats_url) == ("n", own.etcd_url, own.nats_url)
 
     @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"namespace": 1}', b"\xff"])
     def test_a_damaged_file_says_what_to_do(self, tmp_path: Path, content: bytes) -> None:

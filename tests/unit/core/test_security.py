@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pullfill.config import ClusterFile, ClusterRef
+from pullfill.config import ClusterRef
 from pullfill.deploy import plan, run_role
 from pullfill.errors import ConfigError, NotNow
 from pullfill.net.security import OPEN, Security, load
 from tests.support.certificates import make_certificates
+from tests.support.state_dir import recorded
 
 KEY = "0123456789abcdef" * 2
 PASSWORD = "correct horse battery"
@@ -138,10 +139,7 @@ def test_what_a_renewal_leaves_for_a_moment_passes(tmp_path: Path, file: Path) -
 
 
 def test_a_state_directory_remembers_it(tmp_path: Path, file: Path) -> None:
-    cluster = ClusterFile(
-        namespace="n", nats_url="q", etcd_url="e", frontend_url="", security=str(file)
-    )
-    (tmp_path / "cluster.json").write_bytes(msgspec.json.encode(cluster))
+    recorded(tmp_path, security=str(file))
     assert ClusterRef.resolve(state_dir=tmp_path).security == load(file)
     own = tmp_path / "other.toml"
     own.write_text("")

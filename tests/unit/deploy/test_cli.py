@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pullfill.config import ClusterFile
 from pullfill.deploy import cli
-from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.options import WorkerOptions
 from pullfill.runtime.log import DEBUG_ENV
+from tests.support.state_dir import recorded
 
 
 @pytest.fixture
@@ -121,20 +120,13 @@ class TestRoles:
         return calls
 
     def _cluster(self, directory: Path, model: Path) -> None:
-        state = StateDir(directory)
-        directory.mkdir()
         model.mkdir()
         (model / "config.json").write_text("{}")
-        state.write_cluster(
-            ClusterFile(
-                namespace="n",
-                nats_url="a",
-                etcd_url="b",
-                frontend_url="c",
-                model=str(model),
-                engine_args=["--dtype=float32", "--api-key", "k"],
-                role_args={"decode": ["-tp", "2"]},
-            )
+        recorded(
+            directory,
+            model=str(model),
+            engine_args=["--dtype=float32", "--api-key", "k"],
+            role_args={"decode": ["-tp", "2"]},
         )
 
     def test_a_worker_by_hand_gets_the_clusters_model_and_flags(
@@ -146,7 +138,7 @@ class TestRoles:
         assert result.exit_code == 7, result.output
         ((role, ref, options, arguments),) = ran
         assert role == "prefill"
-        assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "a", "b")
+        assert (ref.namespace, ref.nats_url, ref.etcd_url) == ("n", "nats://h:1", "http://h:2")
         assert isinstance(options, WorkerOptions)
         assert (options.model, options.cores) == (str(tmp_path / "m"), (0,))
         assert arguments == ["--max-num-batched-tokens=1024", "--dtype=float32", "--seed", "1"]

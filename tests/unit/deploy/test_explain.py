@@ -19,6 +19,7 @@ from pullfill.deploy.local_servers import free_port
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.snapshot import Explained
 from tests.support.http_stub import serving
+from tests.support.state_dir import entry, recorded
 from tests.support.workers import record
 
 REMOTE = Explained(
@@ -157,11 +158,6 @@ class TestAsking:
 def _cluster(directory: Path, *urls: str) -> ClusterRef:
     """A cluster with these frontends, whose etcd is away."""
     etcd = f"http://127.0.0.1:{free_port()}"
-    file = {"namespace": "n", "nats_url": "nats://h", "etcd_url": etcd, "frontend_url": urls[0]}
-    entries = [
-        {"name": "f", "role": "frontend", "instance_id": "f", "pid": 1, "log": "l", "url": url}
-        for url in urls
-    ]
-    path = directory / "cluster.json"
-    path.write_bytes(msgspec.json.encode(file | {"processes": entries}))
+    entries = [entry("frontend-0", url=url) for url in urls]
+    recorded(directory, *entries, etcd_url=etcd, frontend_url=urls[0])
     return ClusterRef("n", etcd, "nats://h", directory)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.config import ClusterFile, ProcessEntry
 from pullfill.deploy import logs
 from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
+from tests.support.state_dir import entry, recorded
 
 
 @pytest.fixture
@@ -57,13 +57,7 @@ def test_the_log_of_another_up_is_followed(state: StateDir) -> None:
 def test_a_role_or_an_instance_id_names_processes(state: StateDir) -> None:
     assert names(state, "decode") == ["decode-0", "decode-1"]
     assert names(state, "nats") == ["nats"]
-    entry = ProcessEntry(
-        name="prefill-0", role="prefill", pid=1, instance_id="prefill-ab12", log="l", started=1
-    )
-    cluster = ClusterFile(
-        namespace="n", nats_url="", etcd_url="", frontend_url="", processes=[entry]
-    )
-    state.write_cluster(cluster)
+    recorded(state.path, entry("prefill-0", instance_id="prefill-ab12"))
     assert names(state, "prefill-ab12") == ["prefill-0"]
 
 

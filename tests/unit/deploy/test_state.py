@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pullfill.config import CLUSTER_FILE, ClusterFile, ClusterRef, ProcessEntry, ProcessId
+from pullfill.config import CLUSTER_FILE, ClusterRef, ProcessId
 from pullfill.deploy import down
 from pullfill.deploy.state import (
     CLUSTER_ENV,
@@ -28,19 +28,8 @@ from pullfill.deploy.state import (
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError
 from pullfill.net.this_host import SHM_DIR_ENV, pid_space
+from tests.support.state_dir import entry, recorded
 from tests.support.waiting import eventually
-
-
-def _entry(pid: int, started: int, name: str = "decode-0") -> ProcessEntry:
-    return ProcessEntry(
-        name=name, role="decode", instance_id="decode-1", pid=pid, log="/l", started=started
-    )
-
-
-def _cluster(*entries: ProcessEntry) -> ClusterFile:
-    return ClusterFile(
-        namespace="n", nats_url="a", etcd_url="b", frontend_url="c", processes=list(entries)
-    )
 
 
 def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
@@ -48,8 +37,9 @@ def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
     own = os.getpid()
     started = start_time(own)
     assert started is not None
-    state.write_cluster(_cluster(_entry(own, started), _entry(own, started + 1, "ghost")))
-    assert [entry.name for entry in state.live()] == ["decode-0"]
+    ghost = entry("ghost", pid=own, started=started + 1)
+    recorded(tmp_path, entry(pid=own, started=started), ghost)
+    assert [each.name for each in state.live()] == ["decode-0"]
     with pytest.raises(ConfigError, match=rf"decode-0 \(pid {own}\)") as caught:
         state.refuse_if_live()
     assert "ghost" not in str(caught.value)
@@ -66,11 +56,9 @@ def test_processes_of_another_host_or_container_are_left_alone(
     space = where or pid_space().rpartition("/")[0] + "/pid:[1]"
     state = StateDir(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
-        entry = _entry(child.pid, start_time(child.pid) or 0)
-        entry.space = space
-        cluster = _cluster(entry)
-        cluster.supervisor = ProcessId(child.pid, entry.started, space)
-        state.write_cluster(cluster)
+        started = start_time(child.pid) or 0
+        found = entry(pid=child.pid, started=started, space=space)
+        recorded(tmp_path, found, supervisor=ProcessId(child.pid, started, space))
         (tmp_path / "lock").touch()
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
         for command in (state.refuse_if_live, lambda: asyncio.run(down.down(state, timeout_s=0))):
@@ -79,7 +67,7 @@ def test_processes_of_another_host_or_container_are_left_alone(
             assert space.partition("/")[0] in str(told.value)
             assert "\n" not in str(told.value)
         assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
-        assert not send(entry, signal.SIGKILL)
+        assert not send(found, signal.SIGKILL)
         assert child.poll() is None
         child.kill()
 
@@ -159,9 +147,7 @@ def test_a_straggler_that_dies_slowly_is_waited_for(
     monkeypatch.setattr(down, "send", slow)
     view = ProcessView(Console(quiet=True))
     with subprocess.Popen(["sleep", "60"], env={CLUSTER_ENV: cluster_id}), state.locked():
-        cluster = _cluster()
-        cluster.cluster_id, cluster.supervisor = cluster_id, ProcessId(os.getpid(), 0)
-        state.write_cluster(cluster)
+        recorded(state.path, cluster_id=cluster_id, supervisor=ProcessId(os.getpid(), 0))
         stop = down.take_down(state, [], view, drain_s=1.0, force=lambda: False)
         assert asyncio.run(stop) == []
         assert tagged(cluster_id) == []
@@ -196,10 +182,8 @@ def test_frontends_have_as_long_as_workers_and_servers_have_not(
         assert slow.stdout is not None
         slow.stdout.readline()  # it has set its trap
         threading.Thread(target=slow.wait).start()  # or its pid would stay
-        entry = ProcessEntry(
-            name=role, role=role, instance_id=None, pid=slow.pid, log="",
-            started=start_time(slow.pid) or 0, drain_s=started_with,
-        )  # fmt: skip
-        stop = down.stop_in_order([entry], view, given, lambda: False, 0.2)
+        started = start_time(slow.pid) or 0
+        found = entry(role, pid=slow.pid, started=started, drain_s=started_with)
+        stop = down.stop_in_order([found], view, given, lambda: False, 0.2)
         assert asyncio.run(stop) == []
         assert slow.wait() == code

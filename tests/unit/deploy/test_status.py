@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pullfill.config import ClusterFile, ClusterRef, ProcessEntry
+from pullfill.config import ClusterRef
 from pullfill.deploy import doctor, members
 from pullfill.deploy.local_servers import free_port
 from pullfill.deploy.machine import FAIL, WARN
@@ -34,6 +34,7 @@ from pullfill.options import ClusterOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.snapshot import Cluster, WorkerRow
 from tests.support.http_stub import serving
+from tests.support.state_dir import entry, recorded
 from tests.support.workers import compat, record
 
 
@@ -114,14 +115,8 @@ def test_status_fits_80_columns_and_shortens_no_instance_id() -> None:
 
 def test_status_and_doctor_name_what_was_drained(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    entry = ProcessEntry(
-        name="prefill-0", role="prefill", instance_id="prefill", pid=1, log="l", started=0
-    )
-    file = ClusterFile(
-        namespace="n", nats_url="q", etcd_url="e", frontend_url="", processes=[entry]
-    )
-    state.write_cluster(file)
-    state.leaving_of(str(entry.instance_id)).touch()
+    recorded(tmp_path, entry("prefill-0"), nats_url="q", etcd_url="e")
+    state.leaving_of("prefill-1").touch()
     ref = ClusterRef("n", "e", "q", tmp_path)
     told, *_ = process_lines(processes(ref))
     assert told.startswith("prefill-0 was drained. To start another: docs/operations.md")
@@ -182,8 +177,7 @@ def test_the_frontend_of_the_state_directory_is_asked_before_etcd(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With etcd away it knows more than etcd."""
-    cluster = {"namespace": "n", "nats_url": "nats://h", "etcd_url": "http://h", "processes": []}
-    (tmp_path / "cluster.json").write_bytes(msgspec.json.encode(cluster | {"frontend_url": "f"}))
+    recorded(tmp_path, etcd_url="http://h", frontend_url="f")
     asked: list[object] = []
 
     async def connect(url: str, **_: object) -> None:

@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pullfill.config import ClusterFile, ClusterRef
+from pullfill.config import ClusterRef
 from pullfill.deploy import cli
 from pullfill.deploy import top as command
-from pullfill.deploy.state import StateDir
 from pullfill.deploy.top import screen
 from pullfill.errors import ConfigError
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.snapshot import Flow, LiveSnapshot, Stage, WorkerRow
 from pullfill.wire import QueueStatus, ServerStatus
 from tests.support.live_script import DECODE, PREFILL, ScriptedLive, serving
+from tests.support.state_dir import recorded
 
 ADMIN = "admin-key-0123456789"
 NOWHERE = "http://127.0.0.1:1"
@@ -27,8 +27,7 @@ NOWHERE = "http://127.0.0.1:1"
 
 def ref(tmp_path: Path, url: str = "", admin: str = "") -> ClusterRef:
     """A cluster whose state directory names this frontend."""
-    cluster = ClusterFile(namespace="n", nats_url="q", etcd_url=NOWHERE, frontend_url=url)
-    StateDir(tmp_path).write_cluster(cluster)
+    recorded(tmp_path, nats_url="q", etcd_url=NOWHERE, frontend_url=url)
     key = tmp_path / "admin.key"
     key.write_text(admin + "\n")
     key.chmod(0o600)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,12 @@ from pullfill.net.channel import split_address
 from pullfill.transfer.contract import Direction
 from pullfill.transfer.stream.kv_protocol import BATCH, Operation, StreamHello
 from pullfill.wire import AuthHello, FenceToken, encode
+from tests.support.framing import frame
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.transfer_rigs import DENSE, Region, tcp_rig
+from tests.support.waiting import eventually
 
 GRANTED = [1, 2, 3]
-
-
-def framed(body: bytes) -> bytes:
-    return struct.pack("<I", len(body)) + body
 
 
 def valid_hello(region: Region) -> bytes:
@@ -57,10 +54,7 @@ def pour(region: Region, data: bytes) -> None:
 
 def check_alive(region: Region, before: bytes, threads: int) -> None:
     """All connections are over, and no block that was not granted has changed."""
-    give_up = time.monotonic() + 20
-    while threading.active_count() > threads:
-        assert time.monotonic() < give_up, "a connection's thread did not end"
-        time.sleep(0.001)
+    eventually(lambda: threading.active_count() <= threads, "a connection's thread did not end")
     now = region.pages.copy()
     now[:, GRANTED] = 0
     assert now.tobytes() == before
@@ -87,12 +81,12 @@ def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
         encode(AuthHello(nonce=bytes(32))),
     ]
     raw = st.one_of(st.just(BATCH), st.binary(max_size=40), st.just(bytes(9216)))
-    part = st.one_of(mutated(valid).map(framed), st.sampled_from(valid).map(framed), raw)
+    part = st.one_of(mutated(valid).map(frame), st.sampled_from(valid).map(frame), raw)
     rest = st.lists(part, max_size=5).map(b"".join)
     said = st.one_of(
         rest,
-        rest.map(lambda tail: framed(hello) + tail),
-        rest.map(lambda tail: framed(hello) + framed(write) + BATCH + tail),
+        rest.map(lambda tail: frame(hello) + tail),
+        rest.map(lambda tail: frame(hello) + frame(write) + BATCH + tail),
     )
     try:
         explore(examples, lambda data: pour(region, data), data=said)
