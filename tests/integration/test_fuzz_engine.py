@@ -25,6 +25,7 @@ from pullfill.engine.requests import own_request
 from pullfill.errors import BadMessage
 from tests.support.fuzz import EXAMPLES, explore, little_memory, mutated
 from tests.support.request_server_rig import FakeCore, engine_loop
+from tests.support.said import blank
 
 KINDS = [value for value in vars(front_wire).values() if isinstance(value, bytes)]
 HELLO = wire.encode(
@@ -121,10 +122,9 @@ def request_server(
     codecs: tuple[front_wire.WorkerCodec, front_wire.FrontendCodec],
 ) -> RequestServer:
     loop = engine_loop(_Core(), lambda work, **_: work())
-    welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", vllm_version=check.require_version(),
-        max_model_len=100, num_gpu_blocks=1, block_size=1, supported_tasks=[],
-    )  # fmt: skip
+    welcome = blank(
+        front_wire.DecodeWelcome, vllm_version=check.require_version(), max_model_len=100
+    )
     request_server = RequestServer(
         loop, RequestTraces("decode-1"), welcome=lambda _: welcome, models=["m"]
     )

@@ -18,6 +18,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, KvMode, PrefillJob, RouterConfig, u32
+from tests.support.said import blank
 
 
 class FakeClock:
@@ -281,12 +282,9 @@ def prefill_task(
     """A task that was granted. blocks: the decode worker's. None: 0, 1, ..."""
     if blocks is None:
         blocks = range(-(-len(tokens) // block))
-    job = PrefillJob(
-        job_id=job_id, incarnation="i", decode_instance="d", request_id="r", compat="c",
+    job = blank(
+        PrefillJob, job_id=job_id, incarnation="i", decode_instance="d", request_id="r",
         token_ids=u32.pack(tokens), hit_tokens=hit, block_ids=u32.pack(blocks), timeout_s=60.0,
     )  # fmt: skip
-    grant = Grant(
-        rid=1, job_id=job_id, attempt=1, incarnation="i", deadline_s=60.0, job_digest=b"",
-        fence=fence, mode=mode,
-    )  # fmt: skip
+    grant = blank(Grant, job_id=job_id, attempt=1, incarnation="i", fence=fence, mode=mode)
     return PrefillTask(job, grant, list(tokens), block, transfer_worker, on_done, on_computed)

@@ -58,8 +58,9 @@ from tests.support.fake_vllm import (
     next_token,
 )
 from tests.support.listening import serving
+from tests.support.said import blank
 from tests.support.waiting import soon
-from tests.support.workers import FakeDirectory, blank, record
+from tests.support.workers import FakeDirectory, record
 
 PATIENCE_S = 20.0
 # Of what was sent where. A frontend has 13 MB for each role: to touch them takes longer than most

@@ -22,7 +22,7 @@ from pullfill.engine.adapters import Adapters
 from pullfill.errors import BadMessage
 from pullfill.worker.engine_loop import EngineLoop
 from tests.support.fakes import FakeClock
-from tests.support.workers import blank
+from tests.support.said import blank
 
 LIMIT = 100
 

@@ -1,24 +1,25 @@
-"""What a prefill worker says to a ledger: its messages in few words."""
+"""Messages in few words, and what a prefill worker says to a ledger."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
 
 from pullfill.decode_worker.ledger import Entry, Ledger
-from pullfill.wire import (
-    Claim,
-    Commit,
-    FenceToken,
-    GiveUp,
-    Grant,
-    Progress,
-    Ready,
-    Refused,
-    RefuseReason,
-    StageTimings,
-)
+from pullfill.wire import Claim, Commit, GiveUp, Grant, Progress, Ready, Refused, RefuseReason
 
-NO_FENCE = FenceToken(slot=0, epoch=0)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def blank(kind: type[S], **fields: Any) -> S:
+    """A message with these fields. What else it must have is empty, or 0."""
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in fields:
+            made = getattr(field.type, "__origin__", field.type)
+            fields[field.name] = blank(made) if issubclass(made, msgspec.Struct) else made()
+    return kind(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Claimed:
 
 
 def grant(ledger: Ledger, job_id: str, incarnation: str, writer: str, ack: str = "") -> Claimed:
-    claim = Claim(rid=1, job_id=job_id, incarnation=incarnation, ack_subject=ack)
+    claim = blank(Claim, job_id=job_id, incarnation=incarnation, ack_subject=ack)
     match ledger.grant(claim, writer):
         case Refused() as refused:
             return Claimed(None, refused.reason, refused.retry_after_s)
@@ -42,20 +43,15 @@ def grant(ledger: Ledger, job_id: str, incarnation: str, writer: str, ack: str =
 def commit(
     ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
 ) -> str | None:
-    said = Commit(
-        rid=1, job_id=job_id, attempt=attempt, incarnation=incarnation, blocks=blocks, kv_bytes=0,
-        timings=StageTimings(),
-    )  # fmt: skip
+    said = blank(Commit, job_id=job_id, attempt=attempt, incarnation=incarnation, blocks=blocks)
     return ledger.commit(said, writer)
 
 
 def ready(
     ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
 ) -> Entry | str:
-    said = Ready(
-        rid=1, job_id=job_id, attempt=attempt, incarnation=incarnation, block_ids=bytes(4 * blocks),
-        fence=NO_FENCE, timings=StageTimings(),
-    )  # fmt: skip
+    ids = bytes(4 * blocks)
+    said = blank(Ready, job_id=job_id, attempt=attempt, incarnation=incarnation, block_ids=ids)
     return ledger.ready(said, writer)
 
 

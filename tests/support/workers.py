@@ -1,9 +1,9 @@
-"""Messages, worker records, memberships and directories."""
+"""Worker records, memberships and directories."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -11,15 +11,6 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.membership import Membership
 from pullfill.wire import Compat, WorkerRecord, WorkerState
 from tests.support.transfer_rigs import COMPAT
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def blank(kind: type[S], **fields: Any) -> S:
-    """A message with these fields. What else it must have is empty or 0."""
-    missing = [f for f in msgspec.structs.fields(kind) if f.required and f.name not in fields]
-    empty = {field.name: getattr(field.type, "__origin__", field.type)() for field in missing}
-    return kind(**empty, **fields)
 
 
 def compat(**changes: Any) -> Compat:

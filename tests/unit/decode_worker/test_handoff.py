@@ -157,13 +157,8 @@ async def test_a_job_that_has_ended_is_not_read() -> None:
     rig.send("j")
     await soon(lambda: rig.stored)
     assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
-    rig.handoff.ready(
-        peer,
-        Ready(
-            rid=1, job_id="j", attempt=1, incarnation="i0", block_ids=bytes(4),
-            fence=said.NO_FENCE, timings=StageTimings(),
-        ),
-    )  # fmt: skip
+    told = said.blank(Ready, job_id="j", attempt=1, incarnation="i0", block_ids=bytes(4))
+    rig.handoff.ready(peer, told)
     await soon(lambda: rig.answers)
     assert (wanted, rig.answers[0].ok, rig.commits) == ([True, False], False, [])
     assert rig.ledger.open_jobs == 0

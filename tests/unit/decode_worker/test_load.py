@@ -18,10 +18,9 @@ from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.worker.step_cost import StepCost
 from tests.support import said
 from tests.support.handoff_model import HandoffModel
+from tests.support.said import blank
 
-IDLE = LoadReport(
-    running=0, waiting=0, uncached_tokens_queued=0, active_blocks=0, free_blocks=100
-)  # fmt: skip
+IDLE = blank(LoadReport, free_blocks=100)
 
 
 class Rig:

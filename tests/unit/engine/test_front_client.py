@@ -11,6 +11,7 @@ import pytest
 from pullfill.engine import request_limits
 from pullfill.engine.front_wire import DecodeWelcome
 from tests.support.late import Late
+from tests.support.said import blank
 
 front_client: Any = Late("pullfill.engine.front_client")
 
@@ -29,10 +30,7 @@ def client_of(configured: Any = None, processor: Any = None, renderer: Any = Non
 
 
 def welcome(name: str, max_model_len: int) -> DecodeWelcome:
-    return DecodeWelcome(
-        decode_instance=name, vllm_version="", max_model_len=max_model_len, num_gpu_blocks=9,
-        block_size=16, supported_tasks=[],
-    )  # fmt: skip
+    return blank(DecodeWelcome, decode_instance=name, max_model_len=max_model_len, num_gpu_blocks=9)
 
 
 def test_prompts_are_limited_by_the_smallest_worker_that_is_there() -> None:

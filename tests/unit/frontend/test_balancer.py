@@ -21,7 +21,7 @@ from pullfill.prefix.events import Original
 from pullfill.wire import DecodeChoice, DecodePolicy, PrefixHolder, RouterConfig
 from pullfill.wire.prefix import Op, PrefixFollow
 from tests.support.fake_vllm import request
-from tests.support.workers import blank
+from tests.support.said import blank
 
 BLOCK = 16
 BLOCKS = range(1, 6)

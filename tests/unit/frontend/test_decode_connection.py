@@ -20,8 +20,9 @@ from pullfill.frontend.decode_connection import ConnectionState, DecodeConnectio
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.fuzz import EXAMPLES, explore, mutated
 from tests.support.proxy import Proxy
+from tests.support.said import blank
 from tests.support.waiting import soon
-from tests.support.workers import blank, record
+from tests.support.workers import record
 
 LATE = blank(front_wire.LoadReport, running=9)
 

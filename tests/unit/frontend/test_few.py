@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.routing.few import Told, few
-from tests.support.workers import blank
+from tests.support.said import blank
 
 # A step of a CPU core: 6 ms, 0.3 ms for each stream, 0.1 ms for 1000 tokens of their KV.
 STEP_S = (0.006, 0.0003, 1e-7)

@@ -14,7 +14,8 @@ from pullfill.frontend.live.page import LiveView
 from pullfill.frontend.request_log import RequestLog, RequestRecord
 from pullfill.snapshot import FAILED, RECENT, Cluster, Explained, LiveSnapshot, Report, cluster_of
 from pullfill.wire import ExplainRecord, ServerStatus
-from tests.support.workers import FakeDirectory, blank, record
+from tests.support.said import blank
+from tests.support.workers import FakeDirectory, record
 
 
 class View:

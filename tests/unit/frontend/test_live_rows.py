@@ -11,7 +11,7 @@ from pullfill.frontend.live.rows import ended_of, flows_of, minute_of, predicted
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.snapshot import FAILED, Explained, Flow, HeldJob, Now, OpenJob, Report, Stage
 from pullfill.wire import ExplainRecord, PredictedMs
-from tests.support.workers import blank
+from tests.support.said import blank
 from tests.support.workers import record as worker_record
 
 RECORD = blank(ExplainRecord, request_id="w", path="remote")

@@ -21,8 +21,8 @@ from tests.support.asgi import Client
 from tests.support.fake_vllm import request
 from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.otlp import Receiver
+from tests.support.said import blank
 from tests.support.waiting import soon
-from tests.support.workers import blank
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
