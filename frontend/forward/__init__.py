@@ -5,5 +5,5 @@ stock        `staged` and `parallel`: prefill at one stock server, decode at ano
 protocols    what each KV connector needs: bodies of both stages, whether both can start at once
 exchange     one HTTP request to a stock server, passed on to the client
 servers      the known stock servers, their health, and which of them gets a stage
-sources      what names them: `--servers`, a watched file, heartbeats
+sources      what names them: `--servers`, heartbeats
 """

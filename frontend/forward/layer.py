@@ -97,12 +97,13 @@ async def forwarding(
                 counters.STOCK_SERVERS.labels(role, state).set_function(
                     partial(servers.count, role, state)
                 )
-        servers.set("--servers", parse_list(options.servers or ""))
+        named = parse_list(options.servers or "")
+        servers.set(named)
         if options.heartbeats is not None:
             heartbeats = Heartbeats(
                 bind_heartbeats(options.heartbeats, options.heartbeats_from),
                 options.heartbeats_from,
-                lambda entries: servers.set("heartbeats", entries),
+                lambda heard: servers.set((*named, *heard)),
             )
             stack.callback(heartbeats.close)
             stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)

@@ -1,6 +1,6 @@
 """The stock vLLM servers that are known, their health, and which of them gets a stage.
 
-A server stays as long as one source names it. One task for each looks every second:
+A server stays as long as it is named. One task for each looks every second:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import random
 import re
@@ -223,33 +222,25 @@ class Servers:
         # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
         self._placers = {role: Placer(random.Random(), predicted_s=600.0) for role in ROLES}
         self.look_s, self._answer_s = look_s, answer_s
-        self._sources: dict[str, tuple[StockEntry, ...]] = {}
         self.known: dict[StockEntry, Server] = {}
         self._tasks: dict[asyncio.Task[None], Server] = {}
 
-    # ---------------------------------------------------------------- sources
-
-    def set(self, source: str, entries: Iterable[StockEntry]) -> None:
-        """A source knows exactly these servers now."""
-        self._sources[source] = tuple(entries)
-        # A server has one place here. Of two sources, the one that knows its KV address counts.
-        places: dict[tuple[str, str], StockEntry] = {}
-        for entry in itertools.chain.from_iterable(self._sources.values()):
-            if entry.kv or entry[:2] not in places:
-                places[entry[:2]] = entry
-        wanted = places.values()
+    def set(self, entries: Iterable[StockEntry]) -> None:
+        """These are the servers from now on."""
+        # A server that is named twice has one place, with its KV address.
+        wanted = {entry[:2]: entry for entry in sorted(entries, key=lambda e: bool(e.kv))}.values()
         for entry in self.known.keys() - set(wanted):
             # Its requests go on, and `_watch` until they have ended.
             server = self.known.pop(entry)
             server.state, server.why = "gone", "it is registered no more"
             self._placers[server.role].drop(server.url)
-            _log.info("stock %s server %s is gone (%s)", entry.role, entry.url, source)
+            _log.info("stock %s server %s is gone", entry.role, entry.url)
         for entry in (one for one in wanted if one not in self.known):
             server = self.known[entry] = Server(*entry)
             task = asyncio.create_task(self._watch(server), name=f"stock-{entry.url}")
             self._tasks[task] = server
             task.add_done_callback(self._tasks.pop)
-            _log.info("stock %s server %s is known (%s)", entry.role, entry.url, source)
+            _log.info("stock %s server %s is known", entry.role, entry.url)
 
     async def close(self) -> None:
         """Forget all servers. Requests that wait for them end."""

@@ -1,8 +1,7 @@
 """What names stock servers: `--servers` and heartbeats.
 
-A source publishes all servers that it knows now (`StockEntry`), at its start and after each
-change: `Servers.set(SOURCE, entries)` takes them. `layer.forwarding` starts the sources, and is the
-place to add one. Single event loop.
+`Servers.set` takes what they name (`StockEntry`). `layer.forwarding` starts them, and is the place
+to add another. Single event loop.
 """
 
 from __future__ import annotations

@@ -82,13 +82,13 @@ async def test_a_server_that_does_not_fit_is_refused_until_it_does(
         changed = {name: value for name, value in wrong.items() if name != "kv"}
         good = {name: getattr(fake, name) for name in changed}
         vars(fake).update(changed)
-        rig.servers.set("test", [sources.make(role, fake.url, kv)])
+        rig.servers.set([sources.make(role, fake.url, kv)])
         await rig.states(refused=1)
         (line,) = rig.servers.troubles()
         assert told in line
         assert (await rig.ask()).status == 503
         vars(fake).update(good)
-        rig.servers.set("test", [sources.make(role, fake.url, fake.kv)])
+        rig.servers.set([sources.make(role, fake.url, fake.kv)])
         await rig.states(ready=1)
 
 
@@ -98,7 +98,7 @@ async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -
         first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
         asked = [rig.begin(prompt=f"p{n}") for n in range(2)]
         await soon(lambda: first.open and second.open)
-        rig.servers.set("test", list(rig.servers.known)[:-1])
+        rig.servers.set(list(rig.servers.known)[:-1])
         await rig.states(ready=2)
         first.stalls.set()
         second.stalls.set()
@@ -325,7 +325,7 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def heartbeats(rig: ForwardRig, socket: Any, silence_s: float) -> Heartbeats:
-    return Heartbeats(socket, (), lambda found: rig.servers.set("heartbeats", found), silence_s)
+    return Heartbeats(socket, (), rig.servers.set, silence_s)
 
 
 @pytest.mark.essential
