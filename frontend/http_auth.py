@@ -119,8 +119,8 @@ class HttpAuth:
             if self._root_path:
                 scope["root_path"] = self._root_path
             page = _is_page(scope)
-            _use_bearer(scope, page)
-            status, why = self._judge(scope, page)
+            shown = _use_bearer(scope, page)
+            status, why = self._judge(scope, page, shown)
             path = route_of(scope)
             # Not before the key is right: without it nobody learns which routes there are.
             if status != 401 and scope["type"] == "http" and path not in self._present:
@@ -137,12 +137,13 @@ class HttpAuth:
             challenge = _CHALLENGE if status == 401 and page else ()
             await respond(send, status, why, challenge)
 
-    def _judge(self, scope: Scope, page: bool) -> tuple[int, str]:
-        """Return (0, "") if the request may pass, else the HTTP status and the message."""
+    def _judge(self, scope: Scope, page: bool, shown: bytes | None) -> tuple[int, str]:
+        """Return (0, "") if the request may pass, else the HTTP status and the message.
+
+        shown: the digest of its key."""
         path, method = route_of(scope), scope.get("method", "GET")
         if path in OPEN_PATHS or method == "OPTIONS":
             return 0, ""
-        shown = _bearer(scope)
         if _any(shown, self._admin):
             return 0, ""
         if self._api and not _any(shown, self._api) and not self._proven(scope, path):
@@ -186,15 +187,6 @@ def _any(shown: bytes | None, keys: list[bytes]) -> bool:
     return found
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """Return the digest of the key in the Authorization header."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(values) != 1:
-        return None
-    scheme, _, token = values[0].partition(b" ")
-    return http_proof.digest(token.strip()) if scheme.lower() == b"bearer" else None
-
-
 def _is_page(scope: Scope) -> bool:
     """Whether the request is for the live page."""
     if scope["type"] != "http" or scope.get("method") not in ("GET", "HEAD"):
@@ -203,8 +195,8 @@ def _is_page(scope: Scope) -> bool:
     return path == PAGE or path.startswith(_PAGE_PREFIX)
 
 
-def _use_bearer(scope: Scope, page: bool) -> None:
-    """Rewrite the request's keys as `Authorization: Bearer KEY`.
+def _use_bearer(scope: Scope, page: bool) -> bytes | None:
+    """Rewrite the request's keys as `Authorization: Bearer KEY`. Return the digest of its only key.
 
     A key in `x-api-key` counts if the request has no other. At the live page the password of HTTP
     Basic is a key, too. The user's name may be any."""
@@ -217,7 +209,10 @@ def _use_bearer(scope: Scope, page: bool) -> None:
             api.append(b"Bearer " + value)
         else:
             headers.append((name, value))
-    scope["headers"] = headers + [(b"authorization", value) for value in bearer or api]
+    keys = bearer or api
+    scope["headers"] = headers + [(b"authorization", value) for value in keys]
+    scheme, _, key = keys[0].partition(b" ") if len(keys) == 1 else (b"", b"", b"")
+    return http_proof.digest(key.strip()) if scheme.lower() == b"bearer" else None
 
 
 def _of_password(value: bytes) -> bytes | None:
