@@ -71,7 +71,7 @@ class Suspects:
         if not self._unanswered:
             return  # a fingerprint costs one pass over the prompt
         deaths, at = self._unanswered.get(name_of(flight), ({}, 0.0))
-        if at + self._board.refuse_s > self._loop.time():
+        if at + self._board.refuse_s() > self._loop.time():
             flight.deaths = dict(deaths)
         if guilty(flight):
             self._convict(flight)

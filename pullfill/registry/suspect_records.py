@@ -37,7 +37,7 @@ class SuspectBoard(Follower):
     ) -> None:
         prefix = keys.record(namespace, "suspects")
         super().__init__(client, prefix, "the suspects", self._on_change)
-        self._refuse_s = refuse_s
+        self.refuse_s = refuse_s
         self._entries: dict[str, SuspectRecord] = {}
         # Those that etcd holds: its word counts, and not the time.
         self._stored: set[str] = set()
@@ -59,15 +59,11 @@ class SuspectBoard(Follower):
             return 0.0
         return max(1.0, left_s)
 
-    @property
-    def refuse_s(self) -> float:
-        return self._refuse_s()
-
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int) -> None:
         """Refuse the fingerprint: here at once, and at every frontend, for `refuse_s`.
 
         While etcd does not answer, the write is tried again."""
-        ttl_s = self.refuse_s
+        ttl_s = self.refuse_s()
         record = SuspectRecord(
             fingerprint=fingerprint, deaths=deaths, prompt_tokens=prompt_tokens,
             until=time.time() + ttl_s,

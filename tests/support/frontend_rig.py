@@ -326,7 +326,8 @@ class Alone:
     def left_s(self, fingerprint: str) -> float:
         return 600.0 if fingerprint in self.refused else 0.0
 
-    refuse_s = 600.0
+    def refuse_s(self) -> float:
+        return 600.0
 
     def post(self, fingerprint: str, deaths: int, prompt_tokens: int) -> None:
         self.refused[fingerprint] = deaths
@@ -717,7 +718,7 @@ async def forwarding(
         made = ForwardRig(fakes[:prefill], fakes[prefill:], servers, stock, FakeApp(), RequestLog())
         if known:
             found = [sources.make("prefill", f.url, f.kv) for f in made.prefill]
-            servers.set("test", found + [sources.make("decode", f.url, f.kv) for f in made.decode])
+            servers.set(found + [sources.make("decode", f.url, f.kv) for f in made.decode])
         if known and wait:
             await made.states(ready=len(fakes))
         yield made
