@@ -260,7 +260,7 @@ class _Frontend:
         names = (*prepared.names, options.model)
         refuse_other_models(directory, names, model, cluster.namespace)
         board = SuspectBoard(etcd, cluster.namespace, lambda: settings.current.refuse_s)
-        board.begin()
+        await board.start(options.connect_timeout_s)
         stack.push_async_callback(board.close)
         prefixes = Prefixes(options.prefix_index_blocks)
         balancer = Balancer(

@@ -3,8 +3,7 @@
 The key `suspects/{fingerprint}` exists while requests with this fingerprint are refused. It has a
 lease of its own, so it ends by itself. `clear` ends it earlier.
 
-Life of a board: `begin`, until whose first events nobody is refused → `left_s` is always current →
-`close`. No call waits for etcd.
+Life of a board: `start` → `left_s` is always current → `close`. No call between waits for etcd.
 While etcd is away the last known entries stay. An entry of this frontend is refused at once, and
 written again and again until it would have ended.
 """

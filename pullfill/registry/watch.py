@@ -202,10 +202,6 @@ class Follower:
         self._tasks = Tasks()
         self._callbacks: list[Callable[..., object]] = []
 
-    def begin(self) -> None:
-        """Begin to watch. What is in etcd arrives soon."""
-        self._tasks.begin(self._run(), self._what)
-
     async def start(self, timeout_s: float = 30.0) -> Self:
         """Begin to watch. Returns itself once all that is in etcd now was told.
 

@@ -30,7 +30,7 @@ async def frontend(
 ) -> AsyncIterator[tuple[Rig, SuspectBoard]]:
     client = await EtcdClient.connect(etcd.url, wait_s=10, timeout_s=0.5)
     board = SuspectBoard(client, ns, lambda: 90.0)
-    board.begin()
+    await board.start()
     try:
         async with rig(*fakes, board=board) as r:
             yield r, board
@@ -122,7 +122,7 @@ async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> 
 async def test_a_refusal_of_the_shortest_time_reaches_the_others(etcd: EtcdServer, ns: str) -> None:
     client = await EtcdClient.connect(etcd.url)
     one, two = (SuspectBoard(client, ns, lambda: 1.0) for _ in range(2))
-    two.begin()
+    await two.start()
     one.post("beef", 2, 9)
     await soon(lambda: two.left_s("beef") > 0)
     for board in (one, two):
