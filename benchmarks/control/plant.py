@@ -140,7 +140,7 @@ class Plant:
 
     def registered(self, namespace: str) -> int:
         """Return how many workers and frontends of a namespace are registered in etcd."""
-        prefix = keys.workers_prefix(namespace).encode()
+        prefix = keys.record(namespace, "workers").encode()
         end = prefix[:-1] + bytes([prefix[-1] + 1])
         asked = {"key": _text(prefix), "range_end": _text(end), "count_only": True}
         request = urllib.request.Request(f"{self.etcd}/v3/kv/range", json.dumps(asked).encode())

@@ -50,7 +50,7 @@ def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerReco
 async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
     """All registered workers, oldest first. Unreadable ones are left out."""
     workers = []
-    found, _ = await client.get_prefix(keys.workers_prefix(namespace))
+    found, _ = await client.get_prefix(keys.record(namespace, "workers"))
     for kv in sorted(found, key=lambda kv: kv.create_revision):
         with suppress(BadMessage):
             record = decode_worker_record(namespace, kv.key, kv.value)
@@ -82,7 +82,7 @@ async def refuse_if_incompatible(
     A namespace has one wire version, and one model, which is one of the fields.
 
     registered: our key is in etcd. Only workers whose key is older than ours count."""
-    found, _ = await client.get_prefix(keys.workers_prefix(namespace))
+    found, _ = await client.get_prefix(keys.record(namespace, "workers"))
     for kv in sorted(found, key=lambda kv: kv.create_revision):
         try:
             theirs = decode_worker_record(namespace, kv.key, kv.value)
@@ -138,7 +138,7 @@ class Directory(Follower):
         ttl_s: float = 5.0,
         beat_s: float = 0.7,
     ) -> None:
-        prefix = keys.workers_prefix(namespace)
+        prefix = keys.record(namespace, "workers")
         super().__init__(client, prefix, "the list of workers", self._on_change)
         self._namespace = namespace
         self._roles = frozenset(roles)

@@ -21,18 +21,14 @@ def namespace_prefix(namespace: str) -> str:
     return f"{ROOT}/{_checked(namespace, 'namespace')}/"
 
 
-def workers_prefix(namespace: str) -> str:
-    return f"{namespace_prefix(namespace)}workers/"
-
-
 def worker(namespace: str, role: str, instance_id: str) -> str:
     _checked(instance_id, "instance id")
-    return f"{workers_prefix(namespace)}{_checked(role, 'role')}/{instance_id}"
+    return record(namespace, "workers", f"{_checked(role, 'role')}/{instance_id}")
 
 
 def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
     """(role, instance_id) of a worker key. None for any other key."""
-    prefix = workers_prefix(namespace).encode()
+    prefix = record(namespace, "workers").encode()
     if not key.startswith(prefix):
         return None
     try:
@@ -42,12 +38,7 @@ def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
     return (role, instance_id) if slash and is_name(role) and is_name(instance_id) else None
 
 
-def config(namespace: str, root: str) -> str:
-    """Key of the settings `root`: "router" or "queue"."""
-    return f"{namespace_prefix(namespace)}config/{root}"
-
-
 def record(namespace: str, kind: str, name: str = "") -> str:
-    """Key of a record of the kind `adapters`, `self_checks` or `suspects`. Its name may hold
-    anything. Without one: what all keys of the kind begin with."""
+    """Key of a record of the kind `workers`, `config`, `adapters`, `self_checks` or `suspects`. Its
+    name may hold anything. Without one: what all keys of the kind begin with."""
     return f"{namespace_prefix(namespace)}{kind}/{name}"

@@ -94,7 +94,7 @@ class Settings(Follower, Generic[T]):
     def __init__(self, client: EtcdClient, namespace: str, kind: type[T]) -> None:
         self._kind = kind
         self._root = _ROOT[kind]
-        self._key = keys.config(namespace, self._root)
+        self._key = keys.record(namespace, "config", self._root)
         super().__init__(client, self._key, f"the {self._root} settings", self._on_change)
         self.current: T = kind()
 

@@ -95,7 +95,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     with pytest.raises(ConfigError, match="conditional, always_local, always_remote"):
         await config.set("policy", "whatever")
     with caplog.at_level(logging.ERROR, "pullfill"):
-        await client.put(keys.config(ns, "router"), b'{"remote_timeout_s": -4}')
+        await client.put(keys.record(ns, "config", "router"), b'{"remote_timeout_s": -4}')
         await soon(lambda: "remote_timeout_s" in caplog.text)
     assert config.current == good
     with pytest.raises(ConfigError, match="remote_timeout_s"):
@@ -111,7 +111,7 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     await soon(lambda: config.current == RouterConfig())
     await config.set("remote_timeout_s", "5")
     await soon(lambda: config.current == RouterConfig(remote_timeout_s=5.0))
-    await client.delete(keys.config(ns, "router"))
+    await client.delete(keys.record(ns, "config", "router"))
     await soon(lambda: config.current == RouterConfig())
     await config.close()
 

@@ -264,14 +264,14 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         lease, _, _ = await client.grant_lease(5)
         worker = keys.worker("demo", "decode", "decode-1")
         await client.put(worker, b"one", lease)
-        assert await client.put_if(keys.config("demo", "router"), b"two", mod_revision=0)
+        assert await client.put_if(keys.record("demo", "config", "router"), b"two", mod_revision=0)
         assert (await client.keep_alive(lease)).ttl > 0
         await soon(lambda: seen == [b"one", b"two"], HANG_S)
         await client.revoke_lease(lease)
         assert await client.get(worker) is None
-        await client.delete(keys.config("demo", "router"))
+        await client.delete(keys.record("demo", "config", "router"))
         for refused in (
-            client.put(keys.config("other", "router"), b"mine"),
+            client.put(keys.record("other", "config", "router"), b"mine"),
             client.get_prefix(keys.namespace_prefix("other")),
             client.get_prefix("/pullfill/"),
         ):

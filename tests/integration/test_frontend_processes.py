@@ -270,7 +270,7 @@ async def test_stock_servers_behind_a_frontend_and_back(model_path: Path, tmp_pa
                 fake = FakeDecode("decode-1")
                 async with workers(served, fake):
                     put = '{"decode_policy":"round_robin","stock_share":0.0}'
-                    served.etcd.ctl("put", keys.config(NAMESPACE, "router"), put)
+                    served.etcd.ctl("put", keys.record(NAMESPACE, "config", "router"), put)
                     before = len(decode.requests)
 
                     async def pulled() -> bool:

@@ -384,9 +384,9 @@ class Cluster:
     def start_servers(self) -> None:
         self.etcd.start()
         self.nats.start()
-        self.etcd.ctl("put", keys.config(self.namespace, "queue"), PATIENT)
+        self.etcd.ctl("put", keys.record(self.namespace, "config", "queue"), PATIENT)
         router = msgspec.json.encode(self._router).decode()
-        self.etcd.ctl("put", keys.config(self.namespace, "router"), router)
+        self.etcd.ctl("put", keys.record(self.namespace, "config", "router"), router)
 
     def launch(
         self,
@@ -584,7 +584,7 @@ class Cluster:
 
     def records(self, role: str) -> dict[str, WorkerRecord]:
         """What etcd holds now, by instance id."""
-        prefix = f"{keys.workers_prefix(self.namespace)}{role}/"
+        prefix = keys.record(self.namespace, "workers", f"{role}/")
         answer = msgspec.json.decode(self.etcd.ctl("get", "--prefix", prefix, "-w", "json"))
         found = [decode(b64decode(kv["value"]), WorkerRecord) for kv in answer.get("kvs", [])]
         return {record.instance_id: record for record in found}
@@ -663,7 +663,7 @@ class Cluster:
         and frontend says that they act."""
         self._router |= settings
         wanted = msgspec.convert(self._router, RouterConfig)
-        key = keys.config(self.namespace, "router")
+        key = keys.record(self.namespace, "config", "router")
         value = msgspec.json.encode(self._router).decode()
         if self.etcd.ctl("get", key, "--print-value-only").strip() != value:
             self.etcd.ctl("put", key, value)

@@ -39,7 +39,7 @@ TEXT = st.one_of(
 @EXAMPLES
 def test_registry_keys_and_values(examples: int) -> None:
     record = example(WorkerRecord)
-    prefix = keys.workers_prefix("ns").encode()
+    prefix = keys.record("ns", "workers").encode()
     good = [
         encode(record),
         b'{"policy":"always_local"}',
