@@ -159,7 +159,6 @@ async def stop_in_order(
     view: ProcessView,
     drain_s: float | None,
     force: Callable[[], bool],
-    servers_s: float = 10.0,
 ) -> list[str]:
     """Stop the processes: workers, then frontends, then servers.
 
@@ -167,9 +166,8 @@ async def stop_in_order(
     killed: list[str] = []
     for roles in PHASES:
         phase = [e for e in entries if e.role in roles and is_alive(e)]
-        deadline_s = _drain_s(phase, drain_s)
-        if roles is SERVERS:
-            deadline_s = min(deadline_s, servers_s)  # they have nothing to drain
+        # Servers have nothing to drain.
+        deadline_s = _drain_s(phase, None if roles is SERVERS else drain_s)
         killed += await stop_phase(phase, view, deadline_s, force)
     return killed
 

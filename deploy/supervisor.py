@@ -580,7 +580,8 @@ class Supervisor:
             url = f"{scheme}://127.0.0.1:{port}"
             setattr(self._cluster, f"{name}_url", url)
             argv = command(self._state.path / name, port)
-            self._children.launch(ProcessSpec(name=name, role=name, argv=argv), note=url)
+            spec = ProcessSpec(name=name, role=name, argv=argv, drain_s=10.0)
+            self._children.launch(spec, note=url)
             try:
                 return await self._server_ready(name, url, problem)
             except StartFailed:

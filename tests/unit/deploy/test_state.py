@@ -166,7 +166,7 @@ that time, its exit code is 9."""
     ("role", "given", "started_with", "code"),
     [
         ("frontend", 20.0, 0.2, 7),
-        ("nats", 20.0, 20.0, 9),
+        ("nats", 20.0, 0.2, 9),
         ("frontend", None, 20.0, 7),
         ("frontend", None, 0.2, 9),
     ],
@@ -184,6 +184,6 @@ def test_frontends_have_as_long_as_workers_and_servers_have_not(
         threading.Thread(target=slow.wait).start()  # or its pid would stay
         started = start_time(slow.pid) or 0
         found = entry(role, pid=slow.pid, started=started, drain_s=started_with)
-        stop = down.stop_in_order([found], view, given, lambda: False, 0.2)
+        stop = down.stop_in_order([found], view, given, lambda: False)
         assert asyncio.run(stop) == []
         assert slow.wait() == code
