@@ -61,10 +61,6 @@ def build_tokenizer(vocab: int) -> Tokenizer:
 
     Special tokens come first, from id 0. Then come all bytes, common pairs of letters, and markup.
     Raises ValueError if vocab is too small for the bytes, or larger than the pairs at hand."""
-    markup = len(MARKUP_TOKENS)
-    least = 256 + len(SPECIAL_TOKENS) + markup
-    if vocab < least:
-        raise ValueError(f"vocab {vocab} is too small: bytes and special tokens need {least}")
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     # 'Ġ' is a space in the byte alphabet: " t", then "th", "er", and so on.
     pairs = itertools.chain(
@@ -73,7 +69,8 @@ def build_tokenizer(vocab: int) -> Tokenizer:
         itertools.product("eaiou", "nrstlmdcg"),
         itertools.product("tscn", "htkdg"),
     )
-    merges = list(dict.fromkeys(pairs))[: vocab - markup - len(tokens)]
+    room = vocab - len(MARKUP_TOKENS) - len(tokens)
+    merges = list(dict.fromkeys(pairs))[: max(0, room)]
     tokens += [a + b for a, b in merges]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,7 +78,7 @@ def build_tokenizer(vocab: int) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKUP_TOKENS])
     if tokenizer.get_vocab_size() != vocab:
-        raise ValueError(f"vocab {vocab} is too large: there are {tokenizer.get_vocab_size()}")
+        raise ValueError(f"vocab {vocab} cannot be had: there are {tokenizer.get_vocab_size()}")
     return tokenizer
 
 
