@@ -106,7 +106,7 @@ def cluster(ref: ClusterRef) -> Iterator[Finding]:
 def _served_by_stock(ref: ClusterRef) -> bool:
     """Whether stock vLLM servers decode, as a frontend tells."""
     with suppress(UnavailableError):
-        rows = status.ask(ref).get("stock", ())
+        rows = status.ask(ref).stock or ()
         return any(row["role"] == "decode" and row["state"] == "ready" for row in rows)
     return False
 

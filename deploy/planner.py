@@ -7,7 +7,6 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,6 @@ from pullfill.errors import PullfillError, UnavailableError
 from pullfill.needs import Plan, PlanSettings, observe, plan
 from pullfill.options import Flag
 from pullfill.runtime.log import complain
-from pullfill.snapshot import Cluster
 
 
 def show(
@@ -53,7 +51,7 @@ def show(
 
 def look(ref: ClusterRef, settings: PlanSettings) -> Plan:
     """Ask the cluster, and plan."""
-    seen = observe(msgspec.convert(ask(ref), Cluster))
+    seen = observe(ask(ref))
     if not seen.demands:
         raise UnavailableError(
             "no decode worker says how much it has to do: see `pullfill status`, or start one with "

@@ -43,15 +43,14 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     url: of the only frontend to ask. It may be of another cluster than the state directory. None:
     ask all, then etcd."""
     told = _from(ref, url) if url else _from_frontends(ref)
-    state = told or from_registry(ref)
+    cluster = told or from_registry(ref)
     here: dict[str, Any] = {}
     with suppress(ConfigError):
         here = {} if url else processes(ref)
     if as_json:
-        print(json.dumps(state | here))
+        print(json.dumps(msgspec.to_builtins(cluster) | here))
         return 0
     console = Console()
-    cluster = msgspec.convert(state, Cluster)
     if models := {row.model for row in cluster.workers}:
         console.print(Text(f"model {', '.join(sorted(models))}"))
     console.print(workers_table(cluster.workers))
@@ -70,30 +69,31 @@ def status(ref: ClusterRef, url: OneUrl = None, as_json: AsJson = False) -> int:
     return 0
 
 
-def ask(ref: ClusterRef) -> dict[str, Any]:
-    """Return the object of `GET /pullfill/status`. Raises UnavailableError if nobody can tell."""
+def ask(ref: ClusterRef) -> Cluster:
+    """Return what `GET /pullfill/status` tells. Raises UnavailableError if nobody can tell."""
     return _from_frontends(ref) or from_registry(ref)
 
 
-def _from_frontends(ref: ClusterRef) -> dict[str, Any] | None:
+def _from_frontends(ref: ClusterRef) -> Cluster | None:
     for url in frontend_urls(ref):
         with suppress(UnavailableError):
             return _from(ref, url)
     return None
 
 
-def _from(ref: ClusterRef, url: str) -> dict[str, Any]:
+def _from(ref: ClusterRef, url: str) -> Cluster:
     """Return what one frontend tells. Raises UnavailableError if it tells nothing."""
     code, body = ask_frontend(ref, url, "/pullfill/status")
     if code == 200 and isinstance(body, dict) and "workers" in body:
-        return body
+        with suppress(msgspec.ValidationError):
+            return msgspec.convert(body, Cluster)
     then = "give the URL of a frontend"
     if code == 401:
         then = "name the --security file that has its key as [frontend] api_key_file"
     raise UnavailableError(f"{url.rstrip('/')}/pullfill/status answers {code}: {then}")
 
 
-def from_registry(ref: ClusterRef) -> dict[str, Any]:
+def from_registry(ref: ClusterRef) -> Cluster:
     """Return what etcd and the workers tell. Raises UnavailableError if etcd tells nothing."""
     try:
         records = [r for r in ask_etcd(ref, workers, wait_s=1.0) if r.role != "frontend"]
@@ -104,8 +104,7 @@ def from_registry(ref: ClusterRef) -> dict[str, Any]:
         ) from exc
     reports = [(record, ask_worker(record)) for record in records]
     cluster = cluster_of(reports, ServerStatus(up=True, since_s=0.0))
-    told: dict[str, Any] = msgspec.to_builtins(cluster)
-    return told | {"suspects": ask_etcd(ref, suspect_records.posted)}
+    return msgspec.structs.replace(cluster, suspects=ask_etcd(ref, suspect_records.posted))
 
 
 def workers_table(rows: Sequence[WorkerRow]) -> Table:

@@ -143,7 +143,7 @@ def test_why_workers_with_both_sides_are_needed(observation: Observation, why: s
 
 
 def test_without_a_decode_worker_nobody_tells_a_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"instance_id": "p", "role": "prefill", "state": "ready", "load": {}}
-    monkeypatch.setattr(planner, "ask", lambda _: {"workers": [row]})
+    row = WorkerRow(instance_id="p", role="prefill", state="ready")
+    monkeypatch.setattr(planner, "ask", lambda _: Cluster(workers=(row,)))
     with pytest.raises(UnavailableError, match="pullfill status"):
         planner.look(ClusterRef("default", "http://h:1", "nats://h:1"), USUAL)

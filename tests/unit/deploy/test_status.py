@@ -74,7 +74,7 @@ def test_status_asks_only_the_frontend_that_is_named(capsys: pytest.CaptureFixtu
     ref = ClusterOptions(state_dir=None).find_to_ask("http://h")
     with serving(lambda path, _: (codes[path], told)) as url:
         assert status(ref, f"{url}/", as_json=True) == 0
-        assert json.loads(capsys.readouterr().out) == told
+        assert json.loads(capsys.readouterr().out).items() >= told.items()
         for code, advice in ((401, "api_key_file"), (404, "the URL of a frontend")):
             codes["/pullfill/status"] = code
             with pytest.raises(UnavailableError, match=f"{url}/pullfill/status answers.*{advice}"):
