@@ -4,7 +4,7 @@ Both sides cut a batch into messages of `MESSAGE_BYTES`, at the same places. A m
 contiguous in a side's memory goes straight from or into its KV blocks. The others go through memory
 of that side's turn (gpu_turns.py): one kernel gathers or scatters them there.
 
-The peer decides when a communicator is made and given up (`NcclUse`).
+The peer decides when the communicator is made (`NcclUse`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
-from pullfill.errors import ConfigError, PullfillError, TransferFailed
+from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.copies import visible
@@ -48,14 +48,14 @@ SHARING = "NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1 on both, older 
 class NcclUse(Message, tag="nccl_use", frozen=True, kw_only=True):
     """Announces the next batch.
 
-    generation: the number of the peer's communicator that the batch goes through.
-    fresh: make this communicator now. The earlier one is over. When the new one is there, the peer
-        announces the batch again.
+    generation: of no use. Older builds compare it with that of the batch before.
+    fresh: make the communicator of this connection now. When it is there, the peer announces the
+        batch again.
     message_bytes: of each message. The last one has what is left.
     """
 
     v: Version = WIRE_VERSION
-    generation: Count
+    generation: Count = 1
     fresh: bool = False
     message_bytes: Annotated[int, Meta(ge=4 << 10, le=64 << 20)]
 
@@ -82,8 +82,8 @@ def nccl() -> library.Nccl:
     return library.Nccl(library.load())
 
 
-# A communicator takes time to make and some 50 MB. It is made with the first batch, and given up at
-# the end of the session or after any fault.
+# A communicator takes time to make and some 50 MB. It is made with the first batch of a connection,
+# and given up with it.
 class _NcclBackend(LazyBackend[Communicator]):
     """What both sides share."""
 
@@ -95,7 +95,6 @@ class _NcclBackend(LazyBackend[Communicator]):
         self._device = device
         self._turns = device.turns[self.rank]
         self._kind = kind
-        self._generation = 0
         self._step = kind.message_bytes
 
     def start(self, connection: SocketConnection, theirs: bytes) -> None:
@@ -156,18 +155,15 @@ class NcclOwner(_NcclBackend):
     rank = OWNER
 
     def _agree(self) -> Communicator:
-        said = self._announced()
-        if said.fresh:
+        if self._announced().fresh:
             self._drop()
-            self._generation = said.generation
             unique_id = self._device.unique_id(self._watch())
             self._link.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
-            said = self._announced()
-        comm = self.resource
-        if comm is None or said.generation != self._generation or not comm.usable:
-            raise TransferFailed("the communicator was given up here; it is made anew")
-        return comm
+            self._announced()
+        if self.resource is None:
+            raise BadMessage("a batch before its communicator")
+        return self.resource
 
     def _announced(self) -> NcclUse:
         said = decode(self._link.receive(), NcclUse)
@@ -179,24 +175,19 @@ class NcclOwner(_NcclBackend):
 
 
 class NcclPeer(_NcclBackend):
-    """The prefill worker's side: says which communicator, and when there must be a new one."""
+    """The prefill worker's side: says when the communicator must be made."""
 
     rank = PEER
 
     def _agree(self) -> Communicator:
-        if self.resource is not None and self.resource.usable:
-            return self.resource
-        self._drop()
-        self._generation += 1
-        return self._make(self._ask(NcclStart, fresh=True).unique_id)
+        return self.resource or self._make(self._ask(NcclStart, fresh=True).unique_id)
 
     def _meet(self) -> None:
         self._ask(NcclReady, fresh=False)
         failpoints.hit("nccl.ready")
 
     def _ask(self, wanted: type[T], *, fresh: bool) -> T:
-        use = NcclUse(generation=self._generation, fresh=fresh, message_bytes=self._step)
-        self._link.send(encode(use))
+        self._link.send(encode(NcclUse(fresh=fresh, message_bytes=self._step)))
         return self._hear(wanted)
 
 

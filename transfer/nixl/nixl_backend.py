@@ -4,7 +4,7 @@ write operation, and writes into it for a read. So the owner knows when nothing 
 For each batch the peer says where its bytes are (`NixlRuns`). Then it lets UCX make progress
 until the owner says that the bytes have moved. Nothing runs between batches.
 
-An agent is made at the first batch, dropped after any fault, and made again when needed.
+An agent is made at the first batch of a connection, and closed with it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LOOK_EVERY = 64
 class NixlRuns(Message, tag="nixl_runs", frozen=True, kw_only=True):
     """Where the peer's bytes of a batch are.
 
-    generation: the number of the peer's agent.
-    metadata: of that agent, with its first batch on this connection.
+    generation: of no use. Older builds compare it with that of the batch before.
+    metadata: of the peer's agent, with the first batch of a connection.
     device: that holds the peer's memory. -1: the CPU.
     iovec: pairs of little-endian u64, address and bytes.
     """
 
     v: Version = WIRE_VERSION
-    generation: Count
+    generation: Count = 1
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)] = b""
     device: Annotated[int, Meta(ge=-1, le=1023)] = -1
     iovec: Annotated[bytes, Meta(max_length=MAX_RUNS)]
@@ -59,8 +59,6 @@ class NixlOwner(LazyBackend[Agent]):
     def __init__(self, memory: LocalMemory) -> None:
         super().__init__()
         self._memory = memory
-        self._generation: int | None = None
-        self._metadata = b""
 
     def send(self, runs: Runs) -> None:
         self._move("WRITE", runs)
@@ -73,25 +71,17 @@ class NixlOwner(LazyBackend[Agent]):
         said = decode(self._link.receive(MAX_FRAME), NixlRuns)
         theirs = _checked(said, runs.total)
         try:
-            self._meet(said)
             if self.resource is None:
+                if not said.metadata:
+                    raise BadMessage("a new NIXL agent without its metadata")
                 self.resource = Agent(self._memory)
-                self.resource.connect(self._metadata)
+                self.resource.connect(said.metadata)
             ours, there = pairs(runs.iovec, theirs)
             self.resource.move(verb, ours, there, said.device, self._watch(_LOOK_EVERY))
         except BaseException:
             self._drop()
             raise
         self._link.send(encode(NixlMoved()))
-
-    def _meet(self, said: NixlRuns) -> None:
-        if said.generation == self._generation:
-            return
-        if not said.metadata:
-            raise BadMessage("a new NIXL agent without its metadata")
-        # So no NIXL connection outlives the agent at its other end.
-        self._drop()
-        self._generation, self._metadata = said.generation, said.metadata
 
 
 class NixlPeer(LazyBackend[Agent]):
@@ -100,7 +90,6 @@ class NixlPeer(LazyBackend[Agent]):
     def __init__(self, memory: LocalMemory) -> None:
         super().__init__()
         self._memory = memory
-        self._generation = 0
 
     def send(self, runs: Runs) -> None:
         """Name the bytes of a batch, and wait until the owner has moved them."""
@@ -108,10 +97,8 @@ class NixlPeer(LazyBackend[Agent]):
             metadata = b""
             if self.resource is None:
                 self.resource = Agent(self._memory)
-                self._generation += 1
                 metadata = self.resource.metadata
             said = NixlRuns(
-                generation=self._generation,
                 metadata=metadata,
                 device=-1 if self._memory.device is None else self._memory.device,
                 iovec=runs.iovec.astype("<u8").tobytes(),
