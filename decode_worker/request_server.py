@@ -77,7 +77,6 @@ class RequestServer:
         self._gate: CurveAuth | None = None
         self.intake = Intake(loop.submit)
         self._follow = follow
-        self._stats: Any = None  # of the last step, until all frontends have its levels
         self._first = self.draining = False
         self.address = ""
 
@@ -317,11 +316,9 @@ class RequestServer:
         for index, batch in outputs.items():
             records = [r for r in map(self._look, batch.outputs) if r is not None]
             frontend = next((f for f in self._frontends.values() if f.index == index), None)
-            if batch.scheduler_stats is not None:
-                self._stats = batch.scheduler_stats
-                if frontend is None and not batch.outputs:
-                    # Without outputs vLLM gives a step's statistics to client 0, which may be gone.
-                    frontend = next(iter(self._frontends.values()), None)
+            if frontend is None and batch.scheduler_stats is not None and not batch.outputs:
+                # Without outputs vLLM gives a step's statistics to client 0, which may be gone.
+                frontend = next(iter(self._frontends.values()), None)
             if frontend is None:
                 continue
             last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
@@ -354,23 +351,17 @@ class RequestServer:
         self._loop.submit(send)
 
     def check_silent(self) -> None:
-        """Drop frontends that said nothing for too long. Cheap: it looks once a second.
-
-        The others get the levels of the last step, such as the number of running requests. vLLM
-        gives the statistics of a step to one of them."""
+        """Drop frontends that said nothing for too long. Cheap: it looks once a second."""
         if (now := self._clock.monotonic()) < self._next_check:
             return
         self._next_check = now + 1.0
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
-        stats, self._stats = self._stats, None
         for frontend in list(self._frontends.values()):
             if frontend.clogged:
                 self._drop(frontend, "does not read what it is sent")
             elif frontend.silent(self._clock.monotonic()):
                 self._drop(frontend, f"silent for {front_wire.SILENCE_S:.0f} s")
-            elif stats is not None:
-                self._send_out(frontend, requests.stats_outputs(requests.levels_of(stats)))
 
     def _drop(self, frontend: Frontend, why: str) -> None:
         lost = list(frontend.requests)

@@ -184,6 +184,8 @@ class Dispatcher:
 
     def on_load(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load. One stream may move to another worker."""
+        if worker.load is not None:
+            self._sink.loaded(worker.instance_id, worker.load)
         now = self._loop.time()
         if (uneven := self.balancer.report(worker, self._workers, now)) is None:
             return

@@ -10,8 +10,7 @@ Everything runs on the event loop of the AsyncLLM that owns the client.
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from pullfill.engine import release, request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_adapters import Board, FrontAdapters
 from pullfill.engine.front_patches import failure
-from pullfill.engine.front_wire import DecodeWelcome
+from pullfill.engine.front_wire import DecodeWelcome, LoadReport
 from pullfill.engine.request_limits import strip_transfer_params
 from pullfill.errors import BadMessage, PeerUnavailable, PullfillError
 from pullfill.runtime import failpoints, log
@@ -47,9 +46,8 @@ UTILITY_TIMEOUT_S = 10.0
 _SLOW = 12
 # Cached properties of vLLM's renderer that hold `max_model_len`.
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
-# Fields of vLLM's SchedulerStats of which the newest value of each worker counts.
-_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
-_BY_STAGE = "num_kv_fetch_reqs_by_stage"
+# So often vLLM's gauges hear of changed loads, at most.
+LEVELS_S = 1.0
 
 
 class DecodePort(Protocol):
@@ -192,12 +190,15 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._queue: deque[EngineCoreOutputs] = deque()
         self._wake = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
-        self._levels: dict[str, Any] = {}
+        self._loads: dict[str, LoadReport] = {}
+        self._telling: asyncio.TimerHandle | None = None
         self._own_len = vllm_config.model_config.max_model_len
         self._lens: dict[str, int] = {}
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The pool that feeds us is closed by its owner."""
+        if self._telling is not None:
+            self._telling.cancel()
 
     # ---------------------------------------------------------------- requests
 
@@ -238,25 +239,38 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     def outputs(self, instance_id: str, outputs: EngineCoreOutputs) -> None:
         """Take outputs of one worker, only of requests that are still at it."""
         outputs.engine_index = 0
-        stats = outputs.scheduler_stats
-        if stats is not None:
-            self._levels[instance_id] = copy.copy(stats)
-            self._add_workers(stats)
+        if outputs.scheduler_stats is not None:
+            self._set_levels(outputs.scheduler_stats)
         self._queue.append(outputs)
         self._wake.set()
 
-    def _add_workers(self, stats: Any) -> None:
+    def loaded(self, instance_id: str, load: LoadReport) -> None:
+        """A worker has said what it has to do. Every frontend hears it, and only one of them what a
+        step has counted."""
+        self._loads[instance_id] = load
+        self._tell_levels_soon()
+
+    def _tell_levels_soon(self) -> None:
+        """Not with the next outputs: an idle worker sends none."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(LEVELS_S, self._tell_levels)
+
+    def _tell_levels(self) -> None:
+        self._telling, stats = None, SchedulerStats()
+        self._set_levels(stats)
+        self._queue.append(EngineCoreOutputs(scheduler_stats=stats))
+        self._wake.set()
+
+    def _set_levels(self, stats: Any) -> None:
         """Set the levels in SchedulerStats to those of all workers: vLLM's gauges show one
         engine."""
-        rows = self._levels.values()
-        for name in _SUMS:
-            setattr(stats, name, sum(getattr(row, name) for row in rows))
-        stats.kv_cache_usage = sum(row.kv_cache_usage for row in rows) / max(1, len(rows))
-        if hasattr(stats, _BY_STAGE):  # since vLLM 0.32
-            by_stage = Counter[str]()
-            for row in rows:
-                by_stage.update(getattr(row, _BY_STAGE))
-            setattr(stats, _BY_STAGE, dict(by_stage))
+        loads = self._loads.values()
+        stats.num_running_reqs = sum(load.running for load in loads)
+        stats.num_waiting_reqs = sum(load.waiting for load in loads)
+        stats.num_skipped_waiting_reqs, stats.num_kv_fetch_reqs_by_stage = 0, {}
+        blocks = ((load.active_blocks, load.free_blocks) for load in loads)
+        used = [active / max(1, active + free) for active, free in blocks]
+        stats.kv_cache_usage = sum(used) / max(1, len(used))
 
     def failed(self, request_id: str, message: str, fault: Fault = Fault.WORKERS) -> None:
         """End a request that cannot be finished. message: for the user."""
@@ -285,13 +299,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         """A worker is gone."""
         self._lens.pop(instance_id, None)
         self._set_max_model_len()
-        if self._levels.pop(instance_id, None) is not None:
-            # Now, not with the next worker's statistics: an idle worker sends none, and the last
-            # worker may be gone.
-            stats = SchedulerStats()
-            self._add_workers(stats)
-            self._queue.append(EngineCoreOutputs(scheduler_stats=stats))
-            self._wake.set()
+        if self._loads.pop(instance_id, None) is not None:
+            self._tell_levels_soon()
 
     def _set_max_model_len(self) -> None:
         """Check prompts against the smallest worker: it may have fitted the limit to its memory."""

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import zmq
 
 from pullfill.engine import environment, speculation
-from pullfill.engine.requests import levels_of
 from pullfill.engine.view import tier_of
 from pullfill.runtime import failpoints, log
 
@@ -86,14 +85,10 @@ def taken(outputs: dict[int, Any], client: int) -> Any:
     """Take the outputs of one client out of those of a step. None: it has none.
 
     vLLM sends a step's statistics with one of its outputs. Frontends need them, so they are moved
-    to the outputs of another client."""
+    to the outputs of another client, if there is one: else what the step counts is not theirs."""
     batch = outputs.pop(client, None)
-    if batch is not None and (stats := batch.scheduler_stats) is not None:
-        if not outputs:
-            # As vLLM does it. Else frontends would go on to show what ran before this step. What
-            # it counts is not theirs.
-            outputs[0], stats = type(batch)(), levels_of(stats)
-        next(iter(outputs.values())).scheduler_stats = stats
+    if outputs and batch is not None and batch.scheduler_stats is not None:
+        next(iter(outputs.values())).scheduler_stats = batch.scheduler_stats
     return batch
 
 

@@ -93,14 +93,6 @@ def prepare(core: Any, request: Any, tokens: memoryview) -> Any:
     return made
 
 
-# Fields of vLLM's SchedulerStats of which the newest value alone counts.
-_LEVELS = frozenset({
-    "num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
-    "num_kv_fetch_reqs_by_stage", "kv_cache_usage", "waiting_lora_adapters",
-    "running_lora_adapters",
-})  # fmt: skip
-
-
 def count_as_computed(request: Any, tokens: int) -> None:
     """Count external tokens of a request as computed here, not as found in a cache.
 
@@ -193,15 +185,3 @@ def utility_outputs(call_id: int, result: Any, failure: str | None) -> Any:
     if failure is None:
         answer.result = UtilityResult(result)
     return EngineCoreOutputs(utility_output=answer)
-
-
-def stats_outputs(stats: Any) -> Any:
-    """EngineCoreOutputs that tell these statistics and nothing else."""
-    from vllm.v1.engine import EngineCoreOutputs
-
-    return EngineCoreOutputs(scheduler_stats=stats)
-
-
-def levels_of(stats: Any) -> Any:
-    """SchedulerStats that have the levels of others, and no counts."""
-    return type(stats)(**{name: v for name, v in vars(stats).items() if name in _LEVELS})

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pullfill.engine.host import EngineHost
-from pullfill.engine.requests import FRONTENDS, OWN_CLIENT, levels_of
+from pullfill.engine.requests import FRONTENDS, OWN_CLIENT
 
 
 def core_above() -> Any | None:
@@ -106,13 +106,11 @@ class StockHost(EngineHost):
 
     def _give(self, outputs: dict[int, Any]) -> None:
         ours = {client: outputs.pop(client) for client in list(outputs) if _is_ours(client)}
-        batches = (*ours.values(), *outputs.values())
-        told = next((batch for batch in batches if batch.scheduler_stats is not None), None)
-        if ours and told is not None:
-            # vLLM tells them once. Its own servers count them, and ours only show the levels.
-            stats, told.scheduler_stats = told.scheduler_stats, None
-            outputs.setdefault(next(iter(outputs), 0), type(told)()).scheduler_stats = stats
-            next(iter(ours.values())).scheduler_stats = levels_of(stats)
+        for batch in ours.values():
+            if (stats := batch.scheduler_stats) is not None:
+                # vLLM tells them once, and its own servers count them.
+                batch.scheduler_stats = None
+                outputs.setdefault(next(iter(outputs), 0), type(batch)()).scheduler_stats = stats
         super()._give(ours)
         for output in outputs.items():
             self.core.output_queue.put_nowait(output)

@@ -365,6 +365,8 @@ class Sink:
 
     def joined(self, welcome: front_wire.DecodeWelcome) -> None: ...
 
+    def loaded(self, instance_id: str, load: front_wire.LoadReport) -> None: ...
+
     def left(self, instance_id: str) -> None:
         self.gone.append(instance_id)
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pullfill.engine import request_limits
-from pullfill.engine.front_wire import DecodeWelcome
+from pullfill.engine.front_wire import DecodeWelcome, LoadReport
 from tests.support.late import Late
 from tests.support.said import blank
 
@@ -87,34 +87,33 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
     assert (refused.status_code, str(refused)) == (400, "LoRA adapter x was unloaded")
 
 
-async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there() -> None:
-    """They kept the load of a worker that had left, until another one told something."""
+async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_client, "LEVELS_S", 0.001)
     client = client_of(renderer=SimpleNamespace())
-    seen = []
 
-    async def tell(name: str, **levels: Any) -> None:
-        stats = front_client.SchedulerStats(**levels)
-        client.outputs(name, SimpleNamespace(scheduler_stats=stats))
-        await look()
-
-    async def look() -> None:
+    async def told() -> tuple[int, int, float]:
         stats = (await asyncio.wait_for(client.get_output_async(), 5)).scheduler_stats
-        seen.append((
-            stats.num_running_reqs, stats.num_waiting_reqs, stats.num_skipped_waiting_reqs,
-            stats.kv_cache_usage, dict(getattr(stats, "num_kv_fetch_reqs_by_stage", {})),
-        ))  # fmt: skip
+        return stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
 
-    by_stage = hasattr(front_client.SchedulerStats(), "num_kv_fetch_reqs_by_stage")
-    fetching: dict[str, Any] = {"num_kv_fetch_reqs_by_stage": {"s": 1}} if by_stage else {}
-    stages = fetching.get("num_kv_fetch_reqs_by_stage", {})
-    await tell("a", num_running_reqs=4, num_skipped_waiting_reqs=3, kv_cache_usage=0.5, **fetching)
-    await tell("b", num_running_reqs=1, num_waiting_reqs=2, kv_cache_usage=0.1)
+    def load(running: int, waiting: int, active: int) -> LoadReport:
+        return LoadReport(
+            running=running, waiting=waiting, uncached_tokens_queued=0, active_blocks=active,
+            free_blocks=10 - active,
+        )  # fmt: skip
+
+    client.loaded("a", load(4, 3, 5))
+    assert await told() == (4, 3, 0.5)
+    stats: Any = front_client.SchedulerStats(num_running_reqs=9)
+    client.loaded("b", load(1, 2, 1))
+    client.outputs("b", SimpleNamespace(scheduler_stats=stats))
+    assert await told() == (5, 5, 0.3), "also with what a step has counted"
+    assert await told() == (5, 5, 0.3)
     client.left("a")
-    await look()
+    assert await told() == (1, 2, 0.1)
     client.left("b")
-    await look()
+    assert await told() == (0, 0, 0.0)
     client.left("never said anything")
+    await asyncio.sleep(0.01)
     assert not client._queue
-    assert seen == [
-        (4, 0, 3, 0.5, stages), (5, 2, 3, 0.3, stages), (1, 2, 0, 0.1, {}), (0, 0, 0, 0.0, {}),
-    ]  # fmt: skip

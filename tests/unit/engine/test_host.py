@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any
@@ -131,27 +130,7 @@ def test_the_statistics_of_a_step_stay_with_the_outputs_of_other_clients() -> No
     assert outputs == {0: client}
     assert client.scheduler_stats == "stats"
     assert hosts.taken(outputs, -2) is None
-
-
-@dataclass
-class Stats:
-    num_running_reqs: int = 0
-    prefix_cache_stats: str = ""
-
-
-@dataclass
-class Outputs:
-    scheduler_stats: Stats | None = None
-
-
-def test_the_levels_of_a_step_without_other_outputs_are_not_lost() -> None:
-    """They may be the ones that say that no request of a frontend is left."""
-    outputs: dict[int, Any] = {-2: Outputs(Stats(1, "of jobs"))}
-    assert hosts.taken(outputs, -2).scheduler_stats == Stats(1, "of jobs")
-    assert outputs == {0: Outputs(Stats(1))}
-    silent: dict[int, Any] = {-2: Outputs()}
-    hosts.taken(silent, -2)
-    assert silent == {}
+    assert hosts.taken({-2: jobs}, -2) is jobs, "nobody else is there"
 
 
 # ------------------------------------------------------------------ a step that fails
