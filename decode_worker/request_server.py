@@ -1,8 +1,9 @@
 """Serves frontends: the ROUTER end of engine/front_wire.py, on the engine thread.
 
 The engine thread itself receives messages between steps and sends the outputs of each step, so no
-token waits for another thread. The intake thread (intake.py) prepares requests that are not small,
-and takes utility calls too, which keeps their order.
+token waits for another thread. The intake thread prepares requests that are not small: decoding,
+our checks and vLLM's block hashes of a prompt of 128k tokens take 50 ms. It takes utility calls
+too, which keeps their order. Nobody waits for a preparation under way when the process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import zmq
 
 from pullfill import wire
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.decode_worker.intake import Intake, Work
 from pullfill.decode_worker.prefix.block_events import Send
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire, request_limits, requests, speculation
@@ -27,6 +27,7 @@ from pullfill.errors import BadMessage, NotNow
 from pullfill.net.curve import CurveAuth
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.wire.prefix import PrefixFollow
 
 if TYPE_CHECKING:
@@ -40,6 +41,15 @@ UTILITIES = frozenset({
     "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
     "get_weight_version", "add_lora",
 })  # fmt: skip
+# Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
+# about 0.2 ms of work.
+SMALL_BYTES = 4 << 10
+# Most bytes of messages that wait: 2,000 prompts of 128k tokens.
+MAX_BYTES = 1 << 30
+
+# What the engine thread must run once a message is prepared.
+Work = Callable[[], None]
+Preparation = Callable[[], Work | None]
 
 
 class RequestServer:
@@ -390,6 +400,52 @@ class RequestServer:
         except zmq.ZMQError as exc:
             return not isinstance(exc, zmq.Again)
         return True
+
+
+class Intake:
+    """Runs preparations one after another. Call it on the engine thread.
+
+    submit: `EngineThread.submit` (worker/ports.py)."""
+
+    def __init__(self, submit: Callable[..., None]) -> None:
+        self._submit = submit
+        self.thread = SerialExecutor()
+        # Bytes so far. Two sums, because each is changed by another thread.
+        self._put = self._done = 0
+
+    def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
+        """Queue a preparation. Returns whether it was queued.
+
+        It is not, and is dropped, if too much waits already or the intake thread cannot start.
+
+        size: bytes of the message.
+        here: a small message may be prepared at once, on the caller's thread."""
+        # A small message that nothing waits before: two wake-ups of threads cost more than it does.
+        if here and size <= SMALL_BYTES and not self.thread.busy:
+            self._prepare(preparation, wake=False)
+            return True
+        if self._put - self._done + size > MAX_BYTES:
+            return False
+
+        def run() -> None:
+            self._prepare(preparation, wake=True)
+            self._done += size
+
+        self._put += size
+        try:
+            self.thread.put(run)
+        except RuntimeError as exc:  # no thread can be started, or this worker ends
+            logger.warning("a message is not prepared: %s", exc)
+            self._put -= size
+            return False
+        return True
+
+    def _prepare(self, preparation: Preparation, wake: bool) -> None:
+        try:
+            if (work := preparation()) is not None:
+                self._submit(work, wake=wake)
+        except Exception:
+            logger.exception("a frontend's message failed; it is ignored")
 
 
 @dataclass(slots=True, eq=False)

@@ -115,7 +115,7 @@ class PrefillTask:
         self.submitted = 0  # copies that are submitted, and whose callback has not returned
         self.cancelled = self.ended = False
         self.failure: BaseException | None = None  # what ended it, if it ended badly
-        self._quiet = threading.Condition(self.lock)
+        self.quiet = threading.Condition(self.lock)
         # Pull mode: our block for each target block. The decode worker may read them until
         # `TransferWorker.let_go`, which calls `on_let_go`.
         self.kept: dict[int, int] = {}
@@ -208,15 +208,9 @@ class PrefillTask:
 
     def submitted_over(self) -> None:
         """Count an operation, and its callback, as over."""
-        with self._quiet:
+        with self.quiet:
             self.submitted -= 1
-            self._quiet.notify_all()
-
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Block until no submitted operation of this task touches its blocks. False: not in
-        time."""
-        with self._quiet:
-            return self._quiet.wait_for(lambda: not self.submitted, timeout_s)
+            self.quiet.notify_all()
 
     def end(self, failure: BaseException | None) -> None:
         """End the task, and call `on_done` with the failure. Later calls do nothing."""

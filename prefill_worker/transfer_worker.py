@@ -136,7 +136,8 @@ class TransferWorker:
 
         Call it before the task's blocks are reused. Returns False after `timeout_s`: a copy may
         still run."""
-        return task.wait_quiet(timeout_s)
+        with task.quiet:
+            return task.quiet.wait_for(lambda: not task.submitted, timeout_s)
 
     def close(self) -> None:
         """Stop after the running operation, which is interrupted if it waits for the peer.

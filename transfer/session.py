@@ -13,11 +13,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
 from pullfill.errors import Fenced, TransferFailed
 from pullfill.runtime import failpoints
+from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.contract import (
     Direction,
     KvLayout,
@@ -149,26 +150,17 @@ class GroupSession(PeerSession):
 
 
 def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
-    """Run all parts at the same time, the first on this thread, and wait for all of them. Raises
-    the error of a part that failed."""
-    ends: list[Future[MoveResult]] = [Future() for _ in parts]
-
-    def run(number: int) -> None:
-        try:
-            ends[number].set_result(parts[number]())
-        except BaseException as exc:
-            ends[number].set_exception(exc)
-
-    for number in range(1, len(parts)):
-        try:
-            threading.Thread(target=run, args=(number,), name="kv-copy", daemon=True).start()
-        except RuntimeError:  # no thread can be started
-            run(number)
-    if parts:
-        run(0)
-    # After a failure the other parts go on, each for its own time limit: a session cannot be used
-    # after an interrupt, and the next job needs it.
-    failures = [exc for end in ends if (exc := end.exception()) is not None]  # waits
+    """Run all parts at the same time, each on a thread, and wait for all of them. Raises the error
+    of a part that failed, or RuntimeError if a thread cannot be started."""
+    ends: list[Future[MoveResult]] = []
+    try:
+        for part in parts:
+            ends.append(SerialExecutor(linger_s=0.0).submit(part))
+    finally:
+        # After a failure the other parts go on, each for its own time limit: a session cannot be
+        # used after an interrupt, and the next job needs it.
+        wait(ends)
+    failures = [exc for end in ends if (exc := end.exception()) is not None]
     if failures:
         # Only Fenced tells that the grant is gone.
         raise next((exc for exc in failures if isinstance(exc, Fenced)), failures[0])

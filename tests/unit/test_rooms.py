@@ -266,6 +266,10 @@ READ_WHOLE = {
 }
 
 
+# They must be there as long as the wire has this version.
+READ_BY_OLDER_BUILDS = {"NcclUse.generation", "NixlRuns.generation"}
+
+
 def unread(sources: list[str]) -> set[str]:
     """Return each field of a struct of `sources` that no expression or pattern there reads.
 
@@ -292,7 +296,7 @@ def unread(sources: list[str]) -> set[str]:
 def test_every_field_of_the_wire_is_read_outside_of_tests() -> None:
     with many_trees():
         found = unread([file.read_text() for room in ROOMS for file in files_of(ROOT, room)])
-    assert {field for field in found if field.split(".")[0] not in READ_WHOLE} == set()
+    assert {f for f in found if f.split(".")[0] not in READ_WHOLE} == READ_BY_OLDER_BUILDS
 
 
 def test_a_field_that_nobody_reads_is_found() -> None:

@@ -135,7 +135,7 @@ def test_draining_hands_requests_back(rig: Rig) -> None:
 
 
 def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullfill.decode_worker.intake.MAX_BYTES", 100)
+    monkeypatch.setattr("pullfill.decode_worker.request_server.MAX_BYTES", 100)
     go = rig.hold_intake()
     for name in (b"a", b"b"):
         rig.tell(front_wire.ADD, name, bytes(80), b"", settle=False)
