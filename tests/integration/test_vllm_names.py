@@ -23,7 +23,6 @@ from pullfill.deploy import vllm_flags
 from pullfill.engine import features, front_wire
 from pullfill.engine.args import build_config, flag_parser
 from pullfill.engine.kv import attention_of_rank
-from pullfill.engine.request_limits import targets_of
 from pullfill.engine.requests import UNTRACKED, own_request, prepare
 from pullfill.errors import BadMessage, ConfigError
 from tests.support.features import feature
@@ -107,7 +106,8 @@ def test_kv_scales_are_where_vllm_keeps_them() -> None:
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"l": layer})
     )
-    assert attention_of_rank(config, ["l"]).scales == {("l", (1.0,), (1.0,))}
+    found = attention_of_rank(config, ["l", "shared with another"])
+    assert found.scales == {("l", (1.0,), (1.0,))}
 
 
 @pytest.mark.essential
@@ -176,15 +176,6 @@ def test_a_prepared_request_has_the_block_hashes_of_vllm(length: int, salt: str 
     for request in (made, plain):
         request.append_output_token_ids(list(range(20)))
     assert made.block_hashes == plain.block_hashes, "the answer's blocks are hashed as well"
-
-
-def test_the_target_of_a_job_is_read_from_its_request() -> None:
-    own, usual = (
-        own_request("r", [1, 2], cache_salt=None, arrival_time=0.0, ttft_ms=ttft_ms)
-        for ttft_ms in (750.0, None)
-    )
-    assert targets_of(own.sampling_params) == (750.0, None)
-    assert targets_of(usual.sampling_params) == (None, None), "its parameters are another object"
 
 
 def test_a_prompt_of_embeddings_is_taken() -> None:

@@ -97,16 +97,6 @@ def test_fallbacks_are_missed() -> None:
     assert rig.figures().missed == 1
 
 
-def test_the_pressure_of_streams_is_their_gap_over_the_target_all_the_time() -> None:
-    rig = Rig()
-    for _ in range(int(WINDOW_S / 0.04)):
-        rig.meter.stepped(0.04, 0.04, 0.05)
-        rig.clock.advance(0.04)
-    assert rig.figures().pressure == pytest.approx(0.8, rel=0.06)
-    rig.clock.advance(WINDOW_S / 2)
-    assert rig.figures().pressure == pytest.approx(0.4, rel=0.1), "half of the time idle"
-
-
 def test_a_long_prompt_among_the_streams_is_no_reason_for_more_decode_workers() -> None:
     rig = Rig()
     rig.meter.stepped(1.0, 0.01, 0.05)

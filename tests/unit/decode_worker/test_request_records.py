@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from pullfill.decode_worker import request_trace
-from pullfill.decode_worker.ledger import Ledger
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
-from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler, JobBlocks
+from pullfill.decode_worker.scheduler import DecodeHalf
 from pullfill.errors import Outcome
 from pullfill.snapshot import MAX_PARTS, Explained
 from pullfill.wire import StageTimings, Timings
-from tests.support.fakes import FakeClock, situation, unmeasured
-from tests.support.loopback import LoopbackFences
+from tests.support.fakes import FakeClock
+from tests.unit.decode_worker.test_scheduler import Rig as SchedulerRig
 
 
 def test_the_first_decision_and_the_outage_of_its_fallback_are_told() -> None:
@@ -56,17 +55,11 @@ class Rig:
     """A decode worker, and the clients of the server beside it. theirs: requests of frontends."""
 
     def __init__(self) -> None:
-        self.traces = RequestTraces("decode-1")
         self.inside: dict[str, Any] = {}
         self.theirs: set[str] = set()
-        self.half = DecodeHalf()
-        self.half.begin(
-            DecodeScheduler(
-                JobBlocks(16), Ledger(LoopbackFences(8), incarnation="i"),
-                situation=situation, publish=lambda _: None, traces=self.traces,
-                meter=unmeasured(), of_frontend=self.theirs.__contains__,
-            )
-        )  # fmt: skip
+        scheduler = SchedulerRig(of_frontend=self.theirs.__contains__)
+        self.traces, self.half = scheduler.traces, DecodeHalf()
+        self.half.begin(scheduler.side)
         self.now = 0.0
 
     def send(self, request_id: str, *, remote: bool = False, stop: tuple[str, ...] = ()) -> None:

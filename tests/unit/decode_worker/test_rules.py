@@ -32,10 +32,6 @@ LOCAL, REMOTE, GOOD = (
 )
 
 
-def where(now: Situation, request: Any = REQUEST) -> str:
-    return decide(request, now).reason
-
-
 def test_each_reason_has_one_rule() -> None:
     names = [rule.__name__ for rule in rules.RULES]
     assert len(set(names)) == len(names)
@@ -63,7 +59,7 @@ def test_each_reason_has_one_rule() -> None:
 )
 def test_what_a_request_needs(fields: dict[str, Any], reason: str) -> None:
     request = FakeRequest("r", **({"prompt_token_ids": [1]} | fields))
-    assert where(replace(GOOD, takes_features=True), request) == reason
+    assert decide(request, replace(GOOD, takes_features=True)).reason == reason
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,14 @@ from tests.support import said as says
 from tests.support.handoff_model import HandoffModel
 
 
-def decode_side(part: Any, frontends: Any) -> DecodeSide:
-    """A side whose parts do nothing."""
-    unused: Any = None
-    return DecodeSide(
-        part, part, frontends, part, part, part, unused, threading.Event(), None, unused,
-        WorkerOptions(model="m"), unused, "ns",
-    )  # fmt: skip
-
-
 async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     ledger = SimpleNamespace(give_up_all=lambda *_, **__: None)
     part: Any = SimpleNamespace(start_drain=bool, ledger=ledger)
-    side = decode_side(part, part)
+    unused: Any = None
+    side = DecodeSide(
+        part, part, part, part, part, part, unused, threading.Event(), None, unused,
+        WorkerOptions(model="m"), unused, "ns",
+    )  # fmt: skip
     said = []
     for stuck in (True, False):
         side.engine_stuck(stuck)

@@ -11,11 +11,10 @@ from pullfill.engine.kv import (
     NO_ATTENTION,
     UNSCALED,
     Attention,
-    attention_of_rank,
+    RankAttention,
     executor_without_model,
     join_attention,
 )
-from tests.support.late import Late
 
 
 class Invents:
@@ -49,34 +48,20 @@ def test_an_executor_without_a_model_says_what_its_kv_is(named: Any, kind: str |
     assert getattr(found, "KV_KIND", None) == kind
 
 
-torch: Any = Late("torch")
+Scale = tuple[float, ...]
 
 
-def layer(k: Any, v: Any, backend: str = "FLASH_ATTN") -> SimpleNamespace:
-    """An attention layer of vLLM, as it is once the weights are loaded."""
-    kind = SimpleNamespace(get_name=lambda: backend)
-    return SimpleNamespace(
-        _k_scale=torch.tensor(k), _v_scale=torch.tensor(v), get_attn_backend=lambda: kind
-    )
+def told(k: Scale, v: Scale) -> Attention:
+    """What is told of two layers, one of them without scales."""
+    layers = {("l.0", (1.0,), (1.0,)), ("l.1", k, v)}
+    return join_attention([RankAttention(frozenset({"FLASH_ATTN"}), frozenset(layers))])
 
 
-def joined(*ranks: dict[str, Any]) -> Attention:
-    """What is told of ranks that have these layers."""
-    told = []
-    for layers in ranks:
-        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-        told.append(attention_of_rank(config, [*layers, "shared.with.another"]))
-    return join_attention(told)
-
-
-def test_an_unscaled_cache_says_so_whatever_the_shape() -> None:
-    assert joined({}) == Attention(NO_ATTENTION, UNSCALED)
-    for ones in (1.0, [1.0] * 4):
-        assert joined({"l": layer(ones, 1.0)}) == Attention("FLASH_ATTN", UNSCALED)
-
-
-def test_other_scales_are_told_apart() -> None:
-    scales = (0.25, 0.25), (0.5, 0.25), (0.25, 0.5), ([0.25, 0.5, 0.5, 0.5], 0.25)
-    told = {joined({"l.0": layer(1.0, 1.0), "l.1": layer(*pair)}).scales for pair in scales}
-    assert len(told - {UNSCALED}) == len(scales)
-    assert all(len(digest) == 16 for digest in told)
+def test_scales_are_told_apart_and_ones_are_none_whatever_the_shape() -> None:
+    assert join_attention([RankAttention()]) == Attention(NO_ATTENTION, UNSCALED)
+    for ones in ((1.0,), (1.0,) * 4):
+        assert told(ones, (1.0,)) == Attention("FLASH_ATTN", UNSCALED)
+    low, high = (0.25,), (0.5,)
+    found = {told(*pair).scales for pair in ((low, low), (high, low), (low, high), (low * 4, low))}
+    assert len(found - {UNSCALED}) == 4
+    assert all(len(digest) == 16 for digest in found)

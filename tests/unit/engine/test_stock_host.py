@@ -85,10 +85,6 @@ def hooks(host: StockHost) -> Hooks:
     return made
 
 
-def batch(stats: Any = None) -> Any:
-    return SimpleNamespace(scheduler_stats=stats)
-
-
 def test_frontends_wait_until_the_engine_is_made(core: Any, host: StockHost) -> None:
     """Their requests would find a core without its last parts."""
     reader, writer = os.pipe()
@@ -106,7 +102,7 @@ def test_frontends_wait_until_the_engine_is_made(core: Any, host: StockHost) -> 
 
 
 def test_requests_of_clients_count_before_they_take_a_step(core: Any, host: StockHost) -> None:
-    core.input_queue.put_nowait(("ADD", {0: batch()}))
+    core.input_queue.put_nowait(("ADD", {0: SimpleNamespace(scheduler_stats=None)}))
     host.turn(core)
     assert core.done == ["counts", "step"]
 

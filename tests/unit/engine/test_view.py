@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,30 +13,23 @@ from pullfill.engine import view
 from pullfill.engine.kv_events import Places
 from pullfill.engine.view import PrefillChunks, Seats, View
 from pullfill.errors import Outcome
-from tests.support.fakes import FakeRequest
+from tests.support.fakes import FakePool, FakeRequest
 from tests.unit.decode_worker.test_scheduler import Rig
 
 BLOCK, HASH_BLOCK = 8, 4
 STEP, SEATS = 1024, 3
 
 
-class Pool:
-    """cached: hashes that are cached."""
+class Pool(FakePool):
+    """left: how many of its blocks are free."""
 
-    num_gpu_blocks = 101
-    hash_block_size = HASH_BLOCK
-    enable_caching = True
-
-    def __init__(self) -> None:
-        self.free = 100
-        self.cached: set[str] = set()
+    num_gpu_blocks, enable_caching, left = 101, True, 100
 
     def get_num_free_blocks(self) -> int:
-        return self.free
+        return self.left
 
-    def get_cached_block(self, block_hash: str, groups: list[int]) -> list[int] | None:
-        assert groups == [2]
-        return [1] if block_hash in self.cached else None
+    def cache(self, hashes: Iterable[str]) -> None:
+        self.cached |= {(one, 2): 1 for one in hashes}
 
 
 class Scheduler:
@@ -45,7 +39,7 @@ class Scheduler:
 
     def __init__(self, threshold: int = 0, able: bool = True) -> None:
         self.scheduler = self
-        self.pool = Pool()
+        self.pool = Pool(2, hash_block_size=HASH_BLOCK)
         self.kv_cache_manager = SimpleNamespace(block_pool=self.pool)
         self.requests: dict[str, Any] = {}
         self.counts = (0, 0)
@@ -92,16 +86,16 @@ def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
     seen = View(scheduler)
     idle = seen.load(draining=True)
     assert (idle.uncached_tokens_queued, idle.active_blocks, idle.draining) == (0, 0, True)
-    scheduler.counts, scheduler.pool.free = (2, 2), 70
+    scheduler.counts, scheduler.pool.left = (2, 2), 70
     scheduler.add("generates", 50, computed=49)
     scheduler.add("half", 50, computed=20)
     scheduler.add("remote", 50, computed=49)  # vLLM says so before its KV has come
     scheduler.add("new", 41)
     hit = scheduler.add("hit", 41)
-    scheduler.pool.cached = set(hit.block_hashes[:6])  # 3 blocks of 2 hashes each
+    scheduler.pool.cache(hit.block_hashes[:6])  # 3 blocks of 2 hashes each
     skips = scheduler.add("skips", 41)
     skips.skip_reading_prefix_cache = True
-    scheduler.pool.cached |= set(skips.block_hashes)
+    scheduler.pool.cache(skips.block_hashes)
     report = seen.load(draining=False)
     assert (report.running, report.waiting) == (2, 2)
     assert report.uncached_tokens_queued == (50 - 20) + 41 + (41 - 3 * BLOCK) + 41
@@ -111,7 +105,7 @@ def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
 def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
     request = scheduler.add("hit", 6 * BLOCK)
     for cached in range(7):
-        scheduler.pool.cached = set(request.block_hashes[: 2 * cached])
+        scheduler.pool.cache(request.block_hashes[: 2 * cached])
         # The last token is always computed, so the last block is never a hit.
         assert View(scheduler).hit(request) == min(cached, 5) * BLOCK
 

@@ -188,13 +188,6 @@ async def some_transfer_worker() -> Any:
     )
 
 
-def raising(error: Exception) -> Reach:
-    async def raises() -> Any:
-        raise error
-
-    return raises
-
-
 async def never() -> Any:
     await asyncio.Event().wait()
 
@@ -209,7 +202,10 @@ def back(worker: Worker) -> GiveUp:
 
 
 def broken(worker: Worker, delivery: Delivered) -> None:
-    worker.reach = raising(ValueError("unexpected"))
+    async def fails() -> Any:
+        raise ValueError("unexpected")
+
+    worker.reach = fails
 
 
 def no_adapter(worker: Worker, delivery: Delivered) -> None:
