@@ -153,6 +153,14 @@ def test_pack_leaves_workers_without_streams() -> None:
     assert [rig.told()[0] for _ in range(3)] == ["a", "b", "c"]
 
 
+def test_pack_spreads_over_servers_that_tell_no_load() -> None:
+    """Stock servers tell none."""
+    rig = Packed()
+    for name in rig.names:
+        rig.view(name).told = None
+    assert [rig.told()[0] for _ in range(3)] == ["a", "b", "c"]
+
+
 def test_pack_looks_again_when_workers_have_told_more() -> None:
     rig = Packed(streams=0)
     assert rig.told()[0] == "a"
