@@ -24,7 +24,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -90,31 +89,24 @@ class Child:
 
 
 class Reporter:
-    """In a child: collects what its plugins are told, for the parent."""
+    """In a child: collects the reports of its tests, for the parent. Warnings are errors here, so
+    that they are in these."""
 
     def __init__(self, config: pytest.Config, sender: Connection) -> None:
         self._config, self._sender = config, sender
         self._reports: list[dict[str, Any]] = []
-        self._warnings: list[tuple[str, str, int, str, str]] = []
 
     def say(self, kind: str, told: object) -> None:
         self._sender.send_bytes(marshal.dumps((kind, told)))
 
     def ran(self, index: int) -> None:
-        self.say("ran", (index, self._reports, self._warnings))
-        self._reports, self._warnings = [], []
+        self.say("ran", (index, self._reports))
+        self._reports = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self._config.hook
         told = hook.pytest_report_to_serializable(config=self._config, report=report)
         self._reports.append(told)
-
-    def pytest_warning_recorded(
-        self, warning_message: warnings.WarningMessage, when: str, nodeid: str
-    ) -> None:
-        w = warning_message
-        text = f"{w.category.__name__}: {w.message}"
-        self._warnings.append((text, w.filename, w.lineno, when, nodeid))
 
 
 class Forks:
@@ -165,17 +157,11 @@ class Forks:
             return
         if kind == "broken":
             raise RuntimeError(f"a test process cannot go on:\n{told}")
-        index, reports, warned = told
+        index, reports = told
         child.rest.remove(index)
         for data in reports:
             report = hook.pytest_report_from_serializable(config=config, data=data)
             hook.pytest_runtest_logreport(report=report)
-        for text, file, line, when, nodeid in warned:
-            of_test = {"when": when, "nodeid": nodeid, "location": None}
-            message = warnings.WarningMessage(text, Warning, file, line)
-            hook.pytest_warning_recorded.call_historic(
-                kwargs={"warning_message": message, **of_test}
-            )
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
