@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from nats.js import JetStreamContext
 
-from pullfill.net.channel import split_address
+from pullfill.net.channel import Channel, split_address
 from pullfill.queue.streams import EXPECTED_STREAM, MSG_ID, Names
 from pullfill.wire import (
     Claim,
@@ -27,7 +27,6 @@ from pullfill.wire import (
     encode,
     u32,
 )
-from tests.support import framing
 from tests.support.checked import checked
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.oracle import Oracle
@@ -200,10 +199,11 @@ async def mallory(target: Target, job_id: str) -> list[str]:
     """A control client made by hand; how the decode worker answers its forgeries."""
     host, port = split_address(target.record.control)
     reader, writer = await asyncio.open_connection(host, port)
+    channel = Channel(reader, writer)
 
     async def ask(message: msgspec.Struct) -> Any:
-        framing.write(writer, message)
-        while isinstance(answer := await framing.read(reader, ToPrefill), Revoke):
+        channel.write(message)
+        while isinstance(answer := await channel.read(ToPrefill), Revoke):
             pass
         return answer
 

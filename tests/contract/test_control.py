@@ -27,8 +27,8 @@ from pullfill.wire import (
     Welcome,
     encode,
 )
-from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw, hello
+from tests.support.framing import frame
 from tests.support.waiting import soon
 
 
@@ -100,7 +100,7 @@ async def test_nonsense_closes_the_connection_and_is_counted(
     decode.open()
     if greeted:
         await raw.hello()
-    framing.write_body(raw.writer, said)
+    raw.writer.write(frame(said))
     assert await raw.ended()
     assert counter._value.get() == before + 1
     await soon(lambda: len(decode.server.peers.pulling) == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,8 +16,8 @@ from pullfill.errors import PeerUnavailable
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from pullfill.wire import AuthChallenge, AuthHello, AuthProof, DrainAck, Goodbye, encode
-from tests.support import framing
 from tests.support.control_rig import Decode, Prefill, Raw
+from tests.support.framing import frame
 from tests.support.listening import listening
 from tests.support.waiting import soon
 
@@ -58,7 +59,7 @@ async def test_a_worker_with_a_key_does_not_talk_to_one_without(
 
 async def test_a_proof_made_without_the_key_is_refused_with_a_reason(raw: Raw) -> None:
     raw.say(AuthHello(nonce=b"n" * 32))
-    challenge = await asyncio.wait_for(framing.read(raw.reader, AuthChallenge), 10)
+    challenge = await raw.hear(AuthChallenge)
     raw.say(AuthProof(proof=challenge.proof))  # reflecting theirs proves nothing
     answer = await raw.hear()
     assert isinstance(answer, Goodbye)
@@ -80,6 +81,12 @@ async def test_another_decode_worker_at_the_address_is_not_believed(
         await prefill.link.close()
 
 
+async def body_of(reader: asyncio.StreamReader) -> bytes:
+    """The next frame."""
+    (length,) = struct.unpack("<I", await reader.readexactly(4))
+    return await reader.readexactly(length)
+
+
 @asynccontextmanager
 async def on_the_path(target: Decode, change: Callable[[bytes], list[bytes]]) -> AsyncIterator[str]:
     """The address of somebody between a prefill worker and its decode worker.
@@ -91,12 +98,12 @@ async def on_the_path(target: Decode, change: Callable[[bytes], list[bytes]]) ->
 
         async def up() -> None:
             while True:
-                for changed in change(await framing.read_body(reader)):
-                    framing.write_body(there.writer, changed)
+                for changed in change(await body_of(reader)):
+                    there.writer.write(frame(changed))
 
         async def down() -> None:
             while True:
-                framing.write_body(writer, await framing.read_body(there.reader))
+                writer.write(frame(await body_of(there.reader)))
 
         tasks = [asyncio.create_task(up()), asyncio.create_task(down())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

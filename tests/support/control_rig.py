@@ -14,7 +14,7 @@ from pullfill.decode_worker.ledger import Entry, Ledger
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
-from pullfill.net.channel import split_address
+from pullfill.net.channel import Channel, split_address
 from pullfill.net.security import ClusterKey
 from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.wire import (
@@ -29,7 +29,7 @@ from pullfill.wire import (
     Welcome,
     WorkerRecord,
 )
-from tests.support import framing, workers
+from tests.support import workers
 from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import COMPAT
 from tests.support.workers import FakeDirectory
@@ -192,12 +192,13 @@ class Raw:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
+        self.channel = Channel(reader, writer)
 
     def say(self, message: msgspec.Struct) -> None:
-        framing.write(self.writer, message)
+        self.channel.write(message)
 
-    async def hear(self) -> Any:
-        return await asyncio.wait_for(framing.read(self.reader, ToPrefill), 10)  # type: ignore[arg-type]
+    async def hear(self, kind: Any = ToPrefill) -> Any:
+        return await asyncio.wait_for(self.channel.read(kind), 10)
 
     async def hello(self, compat: str | None = None) -> None:
         self.say(hello(f"raw-{id(self)}", compat))

@@ -1,48 +1,15 @@
-"""Plain messages over a stream, as a peer without a cluster key sends and reads them."""
+"""Frames of the control channel as bytes, and channels without a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TypeVar
 
-import msgspec
-
-from pullfill.errors import BadMessage
-from pullfill.net.channel import MAX_FRAME, Channel
-from pullfill.wire import decode, encode
-
-T = TypeVar("T")
-
-
-async def read_body(reader: asyncio.StreamReader) -> bytes:
-    """The next frame. Raises EOFError, BadMessage."""
-    try:
-        (length,) = struct.unpack("<I", await reader.readexactly(4))
-        if length > MAX_FRAME:
-            raise BadMessage(f"a frame of {length} bytes")
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, OSError) as exc:
-        raise EOFError(str(exc)) from exc
-
-
-async def read(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """The next message. Raises EOFError, BadMessage."""
-    return decode(await read_body(reader), kind)
+from pullfill.net.channel import Channel
 
 
 def frame(body: bytes) -> bytes:
     return struct.pack("<I", len(body)) + body
-
-
-def write_body(writer: asyncio.StreamWriter, body: bytes) -> None:
-    """Queue one frame."""
-    writer.write(frame(body))
-
-
-def write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Queue one message."""
-    write_body(writer, encode(message))
 
 
 class Wire:
