@@ -17,13 +17,7 @@ from tests.support.checked import checked
 from tests.support.cluster import BLOCK, until
 from tests.support.gpu_pairs import STEPS, GpuPair, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
-from tests.support.prompts import (
-    Answer,
-    ask,
-    ask_all,
-    random_prompt,
-    truth,
-)
+from tests.support.prompts import ask, ask_all, assert_right, random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
@@ -63,10 +57,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 def shared(
     transport: str, model_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GpuPair]:
-    # Development routes: a test empties the decode worker's prefix cache through them.
-    env = {"frontend": {"VLLM_SERVER_DEV_MODE": "1"}}
-    if transport == "nccl":
-        env |= placed()
+    env = placed() if transport == "nccl" else {}
     directory = tmp_path_factory.mktemp(transport)
     with gpu_pair(directory, model_path, "--transports", transport, env=env) as pair:
         yield pair
@@ -84,12 +75,6 @@ def plain(model_path: Path) -> Iterator[Oracle]:
         yield engine
 
 
-def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> None:
-    expected = truth(oracle, prompts, STEPS)
-    for prompt, answer, (tokens, _) in zip(prompts, answers, expected, strict=True):
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-
-
 def test_equal_tokens(pair: GpuPair, plain: Oracle, transport: str) -> None:
     """One after the other, then many at once: a step has 512 tokens, so a prompt comes in several
     writes, between those of others."""
@@ -100,7 +85,8 @@ def test_equal_tokens(pair: GpuPair, plain: Oracle, transport: str) -> None:
     written = pair.counter("pullfill_kv_write_bytes_total", transport=transport)
     assert written >= sum(t["kv_bytes"] for t in told) > 0
     more = [random_prompt(n, seed=7) for n in (5, 90, 600, 1100, 250, 1700, 32, 801)] * 2
-    check(answers + ask_all(pair, more, STEPS, at_once=16), prompts + more, plain)
+    answers += ask_all(pair, more, STEPS, at_once=16)
+    assert_right(plain, prompts + more, answers, STEPS)
     pair.assert_clean()
 
 
@@ -109,12 +95,12 @@ def test_a_prefix_that_only_the_decode_worker_has_is_read(
 ) -> None:
     pair.set_router(policy="always_local")
     heads = [random_prompt(n, seed=2) for n in (32, 72, 256, 600)]
-    check(ask_all(pair, heads, STEPS), heads, plain)
+    assert_right(plain, heads, ask_all(pair, heads, STEPS), STEPS)
     pair.set_router(policy="always_remote")
     before = pair.counter("pullfill_kv_read_bytes_total", transport=transport)
     prompts = [head + random_prompt(n, seed=3) for head in heads for n in (1, 17, 300)]
     answers = [ask(pair, prompt, STEPS) for prompt in prompts]
-    check(answers, prompts, plain)
+    assert_right(plain, prompts, answers, STEPS)
     for answer in answers:
         assert pair.explain(answer.request_id)["prefix_hit_tokens"] >= BLOCK
     assert pair.counter("pullfill_kv_read_bytes_total", transport=transport) > before

@@ -78,10 +78,13 @@ class GpuPair(Cluster):
 
 @contextmanager
 def gpu_pair(
-    directory: Path, model_path: Path, *flags: str, env: Mapping[str, Mapping[str, str]]
+    directory: Path,
+    model_path: Path,
+    *flags: str,
+    env: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Iterator[GpuPair]:
     """Started, and stopped at the end."""
-    pair = GpuPair(directory, model_path, kv_mib=256, forked=False, flags=flags, env=env)
+    pair = GpuPair(directory, model_path, kv_mib=256, forked=False, flags=flags, env=env or {})
     try:
         pair.begin()
         yield pair

@@ -22,14 +22,11 @@ def patience(seconds: float) -> float:
 def eventually(
     holds: Callable[[], object], otherwise: str = "it never came", within_s: float = 20.0
 ) -> None:
-    """Wait until `holds()`. Fails with `otherwise` after so many seconds of `patience`."""
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() < began + patience(within_s), otherwise
-        time.sleep(0.002)
+    """Wait until `holds()`, and look often. Fails with `otherwise`."""
+    until(holds, within_s, otherwise, 0.002)
 
 
-def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
+def until(check: Callable[[], Any], within_s: float, what: str, every_s: float = 0.05) -> Any:
     """Return the first true value of `check`. Raises AssertionError naming `what`.
 
     within_s: on an idle machine (`patience`)."""
@@ -40,7 +37,7 @@ def until(check: Callable[[], Any], within_s: float, what: str) -> Any:
             return value
         # Asked each time: the load average of a run that has just begun is low.
         assert time.monotonic() < began + patience(within_s), f"not within {within_s} s: {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 async def soon(
