@@ -14,15 +14,6 @@ class Clock(Protocol):
         ...
 
 
-class SystemClock:
-    """The machine's CLOCK_MONOTONIC."""
-
-    __slots__ = ()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-
 class BootClock:
     """The machine's CLOCK_BOOTTIME, which goes on while the machine sleeps.
 
@@ -36,5 +27,6 @@ class BootClock:
 
 
 _BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-SYSTEM_CLOCK: Clock = SystemClock()
+# The machine's CLOCK_MONOTONIC.
+SYSTEM_CLOCK: Clock = time
 BOOT_CLOCK: Clock = BootClock()

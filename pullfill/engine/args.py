@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pullfill.config import NO_DATA_PARALLEL, ranks_of
-from pullfill.engine import kv_offloading, speculation
+from pullfill.engine import speculation
+from pullfill.engine.groups import BESIDE_TIER
 from pullfill.errors import ConfigError, NotNow, PullfillError
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def build_config(
         )
     device = current_platform.device_type
     check_flags(args, device, os.environ)
-    offloading = kv_offloading.take(args, device)
+    offloading = take_offloading(args, device)
     ours: dict[str, Any] = {
         "kv_connector": "WorkerConnector",
         "kv_connector_module_path": "pullfill.worker.connector",
         "kv_role": kv_role,
     }
     if offloading is not None:
-        ours = kv_offloading.beside(ours, offloading)
+        ours = beside(ours, offloading)
     args.kv_transfer_config = KVTransferConfig(
         **ours, engine_id=engine_id, kv_load_failure_policy="recompute"
     )
@@ -80,10 +81,8 @@ def build_config(
     args.mm_processor_cache_gb = 0  # frontends run the processor
     with model_read(model):
         config = args.create_engine_config()
-    check_config(config)
+    check_config(config, offloads=offloading is not None)
     speculation.check_config(config)
-    if offloading is not None:
-        kv_offloading.check_config(config)
     if device == "cpu":
         _rotate_parts_of_heads_natively(config)
     schedule_whole_prompts(config)
@@ -186,8 +185,16 @@ def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
             )
 
 
-def check_config(config: Any) -> None:
-    """config: vLLM's VllmConfig. Raises ConfigError, one line that says what to do."""
+def check_config(config: Any, *, offloads: bool = False) -> None:
+    """config: vLLM's VllmConfig. offloads: whether vLLM offloads KV.
+
+    Raises ConfigError, one line that says what to do."""
+    if offloads and not config.cache_config.enable_prefix_caching:
+        # Where vLLM cannot compute the rest of a prompt, it cannot after a load either.
+        raise ConfigError(
+            "KV offloading needs vLLM's prefix caching, which is off, by a flag or because vLLM "
+            "has none for this model: leave out KV offloading"
+        )
     kept = str(config.cache_config.cache_dtype)
     if kept.endswith("per_token_head"):
         # `_ensure_scale_caches` in vLLM's triton_attn.py.
@@ -195,6 +202,55 @@ def check_config(config: Any) -> None:
             f"--kv-cache-dtype {kept}: vLLM sets the scales of all blocks to 1 when it first "
             "computes attention, also of KV that another worker has written; use fp8"
         )
+
+
+def take_offloading(args: Any, device_type: str) -> dict[str, Any] | None:
+    """Take the flags for vLLM's own KV offloading, a second KV cache, out of vLLM's EngineArgs.
+
+    Returns settings of vLLM's OffloadingConnector. None: KV is not offloaded. Raises ConfigError,
+    one line that says what to do.
+
+    device_type: of vLLM's platform."""
+    if args.kv_transfer_config is not None:
+        raise ConfigError(
+            "--kv-transfer-config: pullfill adds its connector itself; leave it out. To keep more "
+            "KV in CPU memory use --kv-offloading-size"
+        )
+    size, args.kv_offloading_size = args.kv_offloading_size, None
+    if size is None:
+        return None
+    if size <= 0:
+        raise ConfigError("KV offloading needs memory: give --kv-offloading-size a number above 0")
+    if args.kv_offloading_backend != "native":
+        raise ConfigError(
+            "pullfill runs beside vLLM's OffloadingConnector only: leave out "
+            "--kv-offloading-backend"
+        )
+    settings = {"cpu_bytes_to_use": size * (1 << 30)}
+    if device_type == "cpu":
+        settings |= {"spec_name": "HostSpec", "spec_module_path": "pullfill.engine.tier"}
+    return settings
+
+
+def beside(ours: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of vLLM's KVTransferConfig for both connectors.
+
+    vLLM would replace ours by its OffloadingConnector. Here both become children of vLLM's
+    MultiConnector, ours first (tier.py says what the two tell each other).
+
+    ours: the same for ours alone. settings: of `take_offloading`."""
+    tier = {
+        "kv_connector": "Tier",
+        "kv_connector_module_path": "pullfill.engine.tier",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+    ours = {**ours, "kv_connector_extra_config": {BESIDE_TIER: True}}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": ours["kv_role"],
+        "kv_connector_extra_config": {"connectors": [ours, tier]},
+    }
 
 
 def schedule_whole_prompts(config: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import kv_offloading
+from pullfill.engine.args import check_config, take_offloading
 from pullfill.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:
         ("cpu", {"spec_name": "HostSpec", "spec_module_path": "pullfill.engine.tier"}),
     ):
         given = args(kv_offloading_size=0.5)
-        assert kv_offloading.take(given, device) == {"cpu_bytes_to_use": 1 << 29, **more}
+        assert take_offloading(given, device) == {"cpu_bytes_to_use": 1 << 29, **more}
         assert given.kv_offloading_size is None, "vLLM would replace our connector"
 
 
@@ -40,12 +40,13 @@ def test_its_memory_is_copied_by_us_without_a_gpu_only() -> None:
 )
 def test_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        kv_offloading.take(args(**given), "cpu")
+        take_offloading(args(**given), "cpu")
     assert "\n" not in str(refused.value)
 
 
 def test_refused_where_vllm_has_no_prefix_cache() -> None:
     for caches in (True, False):
-        config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=caches))
+        kept = SimpleNamespace(enable_prefix_caching=caches, cache_dtype="auto")
+        config = SimpleNamespace(cache_config=kept)
         with nullcontext() if caches else pytest.raises(ConfigError, match="which is off"):
-            kv_offloading.check_config(config)
+            check_config(config, offloads=True)
