@@ -117,11 +117,6 @@ class _NcclBackend(LazyBackend[Communicator]):
             comm.run([NcclMove(False, *place) for place in laid.places], self._watch())
             turn.copy(laid.blocks, laid.ring)
 
-    def interrupt(self) -> None:
-        super().interrupt()
-        if self._connection is not None:
-            self._connection.interrupt()
-
     @contextlib.contextmanager
     def _call(self) -> Iterator[Communicator]:
         try:

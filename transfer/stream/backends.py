@@ -36,8 +36,8 @@ class Backend(Protocol):
     connection. Nobody else uses the connection meanwhile.
 
     Threads: one thread at a time makes the calls. `interrupt` comes from any thread, at any time
-    after `make`. It must not block. It makes a call under way end soon with TransferFailed. After
-    it, or after the peer's death, no call may hang.
+    after `make`, and the connection is interrupted with it. It must not block. A call under way
+    ends soon with TransferFailed. After it, or after the peer's death, no call may hang.
 
     Proof: that nothing lands any more is proved when the owner's call has *returned*. So a backend
     must not return, and not raise, while the machine may still write into the runs of a `receive`.
@@ -60,7 +60,8 @@ class Backend(Protocol):
         start later). Raises TransferFailed."""
         ...
 
-    def interrupt(self) -> None: ...
+    def interrupt(self) -> None:
+        return None
 
     def close(self) -> None:
         """Give everything back, but not the connection. No call is under way. Idempotent."""

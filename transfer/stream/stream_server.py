@@ -130,7 +130,8 @@ class ServedPeer:
         self._ending = True
         if self.inside is not None:
             self._backend.interrupt()
-        self._connection.interrupt(socket.SHUT_RD)
+            self._connection.interrupt()
+        self._connection.interrupt(socket.SHUT_RD)  # its goodbye can still be sent
 
     def close(self) -> None:
         self._backend.close()

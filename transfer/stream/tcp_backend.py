@@ -59,11 +59,6 @@ class TcpBackend(Backend):
     def receive(self, runs: Runs) -> None:
         self._move(_libc.recvmsg, socket.MSG_WAITALL, runs.iovec)
 
-    def interrupt(self) -> None:
-        connection = self._connection  # `close` may come meanwhile
-        if connection is not None:
-            connection.interrupt()
-
     def close(self) -> None:
         self._connection = None
 

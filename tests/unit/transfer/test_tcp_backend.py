@@ -76,7 +76,7 @@ def test_a_peer_that_leaves_or_stalls_ends_the_call(links: Pair) -> None:
     links[0].set_stall(0.02)
     with pytest.raises(TransferFailed, match="no progress"):
         here.receive(runs_over(target, [4]))
-    there.interrupt()
+    links[1].interrupt()
     with pytest.raises(TransferFailed, match="closed"):
         here.receive(runs_over(target, [4]))
     with pytest.raises(TransferFailed, match="broke"):
