@@ -433,7 +433,7 @@ class Intake:
 
         self._put += size
         try:
-            self.thread.put(run)
+            self.thread.submit(run)
         except RuntimeError as exc:  # no thread can be started, or this worker ends
             logger.warning("a message is not prepared: %s", exc)
             self._put -= size

@@ -213,7 +213,7 @@ class TransferWorker:
 
         The caller holds the lock, so that nothing is queued after the end."""
         try:
-            self._thread.put(call)
+            self._thread.submit(call)
         except RuntimeError as exc:
             logger.warning(
                 "no thread for copies, so no KV moves to or from %s: %s", self._name, exc

@@ -11,15 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
-
-from pullfill.runtime import log
-
-logger = log.get("serial_executor")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Call = Callable[[], object]
+# A call and its outcome.
+Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class SerialExecutor(Executor):
@@ -34,38 +32,23 @@ class SerialExecutor(Executor):
     def __init__(self, linger_s: float = 1.0) -> None:
         self._linger_s = linger_s
         self._changed = threading.Condition()
-        self._calls: deque[tuple[Call, Future[Any] | None]] = deque()
+        self._calls: deque[Call] = deque()
         self._has_thread = False
         self._shut = False
         self.busy = False
 
-    def put(self, call: Call, future: Future[Any] | None = None) -> None:
-        """Queue `call`. Raises RuntimeError after `shutdown`, or if no thread can be started."""
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See Executor. Raises RuntimeError after `shutdown`, or if no thread can be started."""
+        future: Future[T] = Future()
         with self._changed:
             if self._shut:
                 raise RuntimeError("this executor is shut")
             if not self._has_thread:
                 threading.Thread(target=self._run, name="kv-copy", daemon=True).start()
                 self._has_thread = True
-            self._calls.append((call, future))
+            self._calls.append((future, partial(fn, *args, **kwargs)))
             self.busy = True
             self._changed.notify_all()
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See Executor."""
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(result)
-
-        self.put(call, future)
         return future
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -77,20 +60,24 @@ class SerialExecutor(Executor):
         """See Executor. Idempotent."""
         with self._changed:
             self._shut = True
-            for _, future in self._calls if cancel_futures else ():
-                if future is not None:
-                    future.cancel()
+            for future, _ in self._calls if cancel_futures else ():
+                future.cancel()
             self._changed.notify_all()
         if wait:
             self.wait()
 
     def _run(self) -> None:
-        while (call := self._next()) is not None:
-            try:
-                call()
-            except Exception:
-                logger.exception("a call failed on its thread")
-            del call  # it may hold large objects
+        while (found := self._next()) is not None:
+            future, call = found
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as exc:
+                    future.set_exception(exc)
+                else:
+                    future.set_result(result)
+                    del result
+            del found, future, call  # they may hold large objects
 
     def _next(self) -> Call | None:
         """Return the next call. None: the thread must end."""
@@ -101,6 +88,6 @@ class SerialExecutor(Executor):
                 linger_s = 0.0 if self._shut else self._linger_s
                 self._changed.wait_for(lambda: self._calls or self._shut, linger_s)
             if self._calls:
-                return self._calls.popleft()[0]
+                return self._calls.popleft()
             self._has_thread = False
             return None
