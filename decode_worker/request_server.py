@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,12 +34,8 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
-# Methods of the engine core that a frontend may call.
-UTILITIES = frozenset({
-    "get_supported_tasks", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache",
-    "is_sleeping", "profile", "is_scheduler_paused", "get_kv_cache_group_metadata",
-    "get_weight_version", "add_lora",
-})  # fmt: skip
+# Methods of the engine core that a frontend may call, beside `add_lora`.
+UTILITIES = frozenset({"reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "profile"})
 # Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
 # about 0.2 ms of work.
 SMALL_BYTES = 4 << 10
@@ -313,11 +308,16 @@ class RequestServer:
         except BadMessage as exc:
             return self._unreadable(frontend, front_wire.UTIL, exc)
 
-        def reply(answer: Any) -> None:
-            self._loop.submit(lambda: self._send_out(frontend, answer))
-
         run = _utility(self._loop, method, args)
-        return lambda: _call(call_id, run, reply)
+
+        def call() -> None:
+            try:
+                answer = requests.utility_outputs(call_id, run(), None)
+            except Exception as exc:
+                answer = requests.utility_outputs(call_id, None, str(exc))
+            self._send_out(frontend, answer)
+
+        return call
 
     # ------------------------------------------------------------------ out
 
@@ -520,24 +520,3 @@ def _utility(loop: EngineLoop, method: str, args: list[Any]) -> Callable[[], Any
         return loop.utility(method, args)
 
     return run
-
-
-def _call(call_id: int, run: Callable[[], Any], then: Callable[[Any], object]) -> None:
-    """Call `run`. `then` gets the EngineCoreOutputs with what came of it, now or later, on any
-    thread."""
-
-    def answer(future: Future[Any]) -> None:
-        exc = future.exception()
-        made = (None, str(exc)) if exc else (future.result(), None)
-        then(requests.utility_outputs(call_id, *made))
-
-    future: Future[Any] = Future()
-    try:
-        result = run()
-        if isinstance(result, Future):
-            future = result
-        else:
-            future.set_result(result)
-    except Exception as exc:
-        future.set_exception(exc)
-    future.add_done_callback(answer)

@@ -74,7 +74,7 @@ def test_vllms_codec_gives_its_structs_or_bad_message(
     answer = EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="r", new_token_ids=[1])])
     valid = [bytes(b"".join(map(bytes, frontend.encode(request))))]
     valid += [bytes(b"".join(map(bytes, worker.encode(answer)))), *BOMBS, *SHAPES]
-    valid += [msgspec.msgpack.encode((1, "is_sleeping", []))]
+    valid += [msgspec.msgpack.encode((1, "profile", []))]
 
     def decode(frames: list[bytes]) -> None:
         for parse in (worker.request, worker.utility, frontend.outputs):
@@ -106,7 +106,7 @@ class _Core(FakeCore):
             request_id="r", arrival_time=0.0, _all_token_ids=[], block_hashes=[]
         ), 0
 
-    def is_sleeping(self) -> bool:
+    def profile(self) -> bool:
         raise RuntimeError("no")
 
 
@@ -139,7 +139,7 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
 ) -> None:
     request = own_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
     encoded = [bytes(f) for f in front_wire.FrontendCodec().encode(request)]
-    calls = [msgspec.msgpack.encode((1, m, [])) for m in ("is_sleeping", "shutdown", "__class__")]
+    calls = [msgspec.msgpack.encode((1, m, [])) for m in ("profile", "shutdown", "__class__")]
     valid = [HELLO, front_wire.encode_ids(["r"]), *encoded, *calls, *BOMBS]
     failed: list[object] = []
     monkeypatch.setattr(request_servers.logger, "exception", lambda *args: failed.append(args))
