@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -148,20 +147,6 @@ def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> 
 # ------------------------------------------------------------------ a layer on an image of vLLM
 
 STOCK = ROOT / "deploy" / "stock"
-LOADS = """
-import json, sys
-import pullfill
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from pullfill.worker.stock_core import settings_of
-
-for flag in json.loads(sys.argv[1]):
-    config = KVTransferConfig(**flag)
-    kind = KVConnectorFactory.get_connector_class(config)
-    cluster, options = settings_of(config.kv_connector_extra_config, kind.side, "m", "decode-1")
-    print(kind.__name__, kind.kv_role == config.kv_role, cluster.namespace, options.host)
-assert pullfill.__file__.startswith(sys.prefix), pullfill.__file__
-"""
 
 
 def closure(name: str) -> dict[str, metadata.Distribution]:
@@ -249,14 +234,3 @@ def test_a_layer_on_an_image_of_vllm_changes_nothing_there(
     after = there()
     assert before < after
     assert {line.split("=")[0].split("@")[0].strip() for line in after - before} >= new
-
-    flags = [json.dumps([flag_of("production-stack"), flag_of("kustomization")])]
-    loaded = run(image, "python", "-P", "-c", LOADS, *flags, cwd=tmp_path).splitlines()[-2:]
-    assert loaded == ["PullfillDecode True serving_demo $(POD_IP)"] * 2
-
-
-def flag_of(name: str) -> dict[str, Any]:
-    """The one flag in a file of deploy/stock."""
-    (text,) = re.findall(r"\{\s*\"kv_connector\".*\}\}", (STOCK / f"{name}.yaml").read_text(), re.S)
-    flag: dict[str, Any] = json.loads(text)
-    return flag

@@ -73,14 +73,3 @@ def test_a_change_is_told_with_its_place(
     assert told[0] == f"vllm.{module}.{name}"
     assert what in told[1]
     assert place == f"ours/ours.py:{line}"
-
-
-def test_what_pullfill_does_not_use_is_not_told(tmp_path: Path) -> None:
-    uses = Uses(write(tmp_path / "ours", {"ours": OURS}))
-    old = load(write(tmp_path / "old" / "vllm", OLD).parent)
-    less = {
-        name: text.replace("other", "another").replace(", unknown=0", "").replace("unused", "gone")
-        for name, text in OLD.items()
-    }
-    new = load(write(tmp_path / "new" / "vllm", less).parent)
-    assert {what for _, what in compare(uses, old, new)} == {"Method is new: override it if needed"}

@@ -340,6 +340,7 @@ def test_servers_of_other_charts_find_ours(file: str) -> None:
     args, labels = servers_of_other_charts()[file]
     flag = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert (flag["kv_connector"], flag["kv_role"]) == ("PullfillDecode", "kv_consumer")
+    assert flag["kv_connector_module_path"] == "pullfill.worker.stock_core"
     ours = {key: options[key] for key in ("etcd", "nats", "namespace")} | {"host": "$(POD_IP)"}
     # The release is `demo` there, and `pullfill` here.
     theirs = json.loads(json.dumps(flag["kv_connector_extra_config"]).replace("demo", RELEASE))

@@ -143,49 +143,34 @@ TP_2 = {"prefill": ["-tp", "2"]}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "given", "expected"),
+    ("gpus", "cores", "given", "where", "free"),
     [
-        (2, 8, {"decode": 2}, [(0,), (1,), (0,)]),
-        (0, 8, {}, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        (0, 2, {"decode": 2}, [(0,), (1,), (0,)]),
-        (0, 6, {"role_args": TP_2}, [(0, 1), (2, 3, 4, 5)]),
-        (0, 4, {"role_args": TP_2, "model": "demo"}, [(0,), (1, 2)]),
-        (0, 2, {"pin": False}, [(), ()]),
+        (2, 8, {"decode": 2}, [(0,), (1,), (0,)], set()),
+        (2, 2, {}, [(0,), (1,)], set()),
+        (0, 8, {}, [(0, 1, 2, 3), (4, 5, 6, 7)], {0, 1, 2, 3}),
+        (0, 2, {"decode": 2}, [(0,), (1,), (0,)], {0, 1}),
+        (0, 6, {"role_args": TP_2}, [(0, 1), (2, 3, 4, 5)], {0, 1}),
+        (0, 4, {"role_args": TP_2, "model": "demo"}, [(0,), (1, 2)], {3}),
+        (0, 4, {"model": "demo", "prefill": 2}, [(0,), (1,), (2,)], {3}),
+        (0, 2, {"pin": False}, [(), ()], set()),
+        (0, 2, {"worker": 2}, [(0,), (1,)], {0}),
+        (0, 4, {"worker": 3, "decode": 1}, [(0,), (1,), (2,), (3,)], {0, 1, 3}),
+        (0, 3, {"worker": 1, "prefill": 2}, [(0,), (1,), (2,)], {0}),
     ],
 )
-def test_where_workers_run(
+def test_where_workers_run_and_frontends_beside_them(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
     cores: int,
     given: dict[str, Any],
-    expected: list[tuple[int, ...]],
+    where: list[tuple[int, ...]],
+    free: set[int],
 ) -> None:
+    """free: the cores of frontends. Those that no worker has, or else those that decode."""
     here(monkeypatch, gpus=gpus, cores=cores)
-    found = plan.placements(plan.UpOptions(**{"model": "org/m", **given}))
-    assert [place.gpus or place.cores for place in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cores", "given", "expected"),
-    [
-        (0, 4, {"model": "demo", "prefill": 2}, {3}),
-        (0, 4, {}, {0, 1}),
-        (0, 2, {"pin": False}, set()),
-        (2, 2, {}, set()),
-        (0, 2, {"worker": 2}, {0}),
-        (0, 4, {"worker": 3, "decode": 1}, {0, 1, 3}),
-        (0, 3, {"worker": 1, "prefill": 2}, {0}),
-    ],
-)
-def test_frontends_get_free_cores_or_those_that_decode(
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    cores: int,
-    given: dict[str, Any],
-    expected: set[int],
-) -> None:
-    here(monkeypatch, gpus=gpus, cores=cores)
-    assert plan.frontend_cores(plan.UpOptions(**{"model": "org/m", **given})) == expected
+    options = plan.UpOptions(**{"model": "org/m", **given})
+    assert [place.gpus or place.cores for place in plan.placements(options)] == where
+    assert plan.frontend_cores(options) == free
 
 
 @pytest.mark.parametrize(

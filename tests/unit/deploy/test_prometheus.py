@@ -74,11 +74,6 @@ needs_promtool = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 @needs_promtool
-def test_promtool_takes_the_rules() -> None:
-    assert f"{len(rules())} rules found" in promtool("check", "rules", str(ALERTS))
-
-
-@needs_promtool
 def test_promtool_reads_each_query_of_the_dashboard(tmp_path: Path) -> None:
     queries = [target["expr"].replace("$__rate_interval", "1m") for target in TARGETS]
     read = [{"record": f"q:{n}", "expr": query} for n, query in enumerate(queries)]
