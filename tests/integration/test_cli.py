@@ -16,7 +16,7 @@ import pytest
 
 from pullfill import wire
 from pullfill.deploy import local_servers
-from pullfill.deploy.state import StateDir, is_alive, tagged
+from pullfill.deploy.state import is_alive, tagged
 from pullfill.net.this_host import host_id
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
@@ -25,7 +25,6 @@ from tests.support.command_line import (
     cluster,
     detached,
     read_until,
-    recorded,
     run,
     start,
     wait_for,
@@ -47,26 +46,25 @@ def test_up_detached_then_down(state: Path) -> None:
     assert up.returncode == 0, up.stderr
     assert "nats" in up.stdout
     found = cluster(state)
-    assert found["namespace"] == "default"
-    assert sorted(entry["role"] for entry in found["processes"]) == ["etcd", "nats"]
-    assert local_servers.nats_ready(found["nats_url"]) is None
-    assert local_servers.etcd_ready(found["etcd_url"]) is None
-    running = recorded(state)
-    assert all(is_alive(process) for process in running)
+    assert found.namespace == "default"
+    assert sorted(entry.role for entry in found.processes) == ["etcd", "nats"]
+    assert local_servers.nats_ready(found.nats_url) is None
+    assert local_servers.etcd_ready(found.etcd_url) is None
+    assert all(is_alive(process) for process in found.processes)
 
-    for entry in found["processes"]:
+    for entry in found.processes:
         # The process is the server itself, not something that started it.
-        name = Path(os.readlink(f"/proc/{entry['pid']}/exe")).name
-        assert name == {"nats": "nats-server", "etcd": "etcd"}[entry["role"]]
-        assert Path(entry["log"]).is_file()
+        name = Path(os.readlink(f"/proc/{entry.pid}/exe")).name
+        assert name == {"nats": "nats-server", "etcd": "etcd"}[entry.role]
+        assert Path(entry.log).is_file()
 
-    asyncio.run(_register(found["etcd_url"], os.getpid()))
+    asyncio.run(_register(found.etcd_url, os.getpid()))
     down = run(state, "down")
     assert down.returncode == 0, down.stderr
     assert "stopped 2 of 2" in down.stdout
     by_hand = f"prefill-hand (pid {os.getpid()}) was started by hand"
     assert by_hand in " ".join(down.stdout.split()), "it is left alone"
-    assert not any(is_alive(process) for process in running)
+    assert not any(is_alive(process) for process in found.processes)
     assert not (state / "cluster.json").exists()
     again = run(state, "down")
     assert (again.returncode, "nothing runs" in again.stdout) == (0, True)
@@ -74,19 +72,19 @@ def test_up_detached_then_down(state: Path) -> None:
 
 @pytest.mark.essential
 def test_a_second_up_is_refused_and_harms_nothing(servers: Path) -> None:
-    running = recorded(servers)
+    running = cluster(servers).processes
     second = run(servers, "up", "--detach", *SERVERS_ONLY)
     assert second.returncode == 2
     assert len(second.stderr.strip().splitlines()) == 1
     assert all(f"pid {process.pid}" in second.stderr for process in running)
-    assert recorded(servers) == running
+    assert cluster(servers).processes == running
     assert all(is_alive(process) for process in running)
 
 
 def test_ctrl_c_ends_up_in_order(state: Path) -> None:
     up = start(state, "up", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")
-    running = recorded(state)
+    running = cluster(state).processes
     up.send_signal(signal.SIGINT)
     output, _ = up.communicate(timeout=30)
     assert up.returncode == 0, output
@@ -99,7 +97,7 @@ def test_ctrl_c_ends_up_in_order(state: Path) -> None:
 def test_down_after_up_was_killed(state: Path) -> None:
     up = start(state, "up", *SERVERS_ONLY)
     read_until(up, "ready (no frontend)")
-    running = recorded(state)
+    running = cluster(state).processes
     up.kill()
     up.wait()
     assert all(is_alive(process) for process in running)
@@ -129,7 +127,7 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
         state, "up", "--model", str(model), "--decode", "1", "--prefill", "0", "--frontends", "0"
     )
     wait_for((state / "cluster.json").exists, "up did not begin")
-    launch = StateDir(state).cluster()
+    launch = cluster(state)
     output, _ = up.communicate(timeout=180)
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output
@@ -179,16 +177,16 @@ def test_commands_that_ask_a_running_cluster(servers: Path) -> None:
     assert doctor.returncode == 1
     assert "NATS answers" in doctor.stdout
     assert "no decode worker" in doctor.stdout
-    by_url = run(Path("/nowhere"), "status", "--json", "--etcd", cluster(servers)["etcd_url"])
+    by_url = run(Path("/nowhere"), "status", "--json", "--etcd", cluster(servers).etcd_url)
     assert by_url.returncode == 0, by_url.stderr
 
 
 @pytest.mark.essential
 def test_other_peoples_servers_are_used_and_left_alone(servers: Path, state: Path) -> None:
     urls = cluster(servers)
-    given = ("--etcd", urls["etcd_url"], "--nats", urls["nats_url"], "--namespace", "blue")
+    given = ("--etcd", urls.etcd_url, "--nats", urls.nats_url, "--namespace", "blue")
     assert run(state, "up", "--detach", *SERVERS_ONLY, *given).returncode == 0
-    assert cluster(state)["processes"] == []
+    assert cluster(state).processes == []
     assert run(state, "down").returncode == 0
-    assert local_servers.etcd_ready(urls["etcd_url"]) is None
-    assert local_servers.nats_ready(urls["nats_url"]) is None
+    assert local_servers.etcd_ready(urls.etcd_url) is None
+    assert local_servers.nats_ready(urls.nats_url) is None

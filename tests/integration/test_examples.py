@@ -23,7 +23,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     state = tmp_path_factory.mktemp("examples") / "state"
     flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--prefill=2", "--port=0")
     with detached(state, *flags):
-        yield str(cluster(state)["frontend_url"])
+        yield cluster(state).frontend_url
 
 
 def run(name: str, *arguments: str) -> str:

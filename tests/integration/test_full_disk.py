@@ -87,7 +87,7 @@ def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:
     small = "--kv-cache-memory-bytes=67108864"
     flags = ("--model", str(model_path), "--port", "0", *MOCK, *FLAGS, small)
     with small_disk(state, MIB), detached(state, *flags, "--set", "router.policy=always_remote"):
-        url = cluster(state)["frontend_url"]
+        url = cluster(state).frontend_url
         log = state / "logs" / "supervisor.log"
         answered(long=True)
         before = {name: entry(state, name) for name in ("nats", "etcd", "decode-0")}
@@ -97,14 +97,14 @@ def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:
             for _ in range(4):
                 answered(long=True)
                 answered(long=False)
-            os.kill(before["etcd"]["pid"], signal.SIGKILL)
+            os.kill(before["etcd"].pid, signal.SIGKILL)
             answered(long=True)
             assert entry(state, "etcd") == before["etcd"], "the record is as it was"
-        wait_for(lambda: entry(state, "nats")["restarts"] == 1, "NATS starts again", 40)
-        wait_for(lambda: entry(state, "etcd")["restarts"] == 1, "etcd starts again", 40)
+        wait_for(lambda: entry(state, "nats").restarts == 1, "NATS starts again", 40)
+        wait_for(lambda: entry(state, "etcd").restarts == 1, "etcd starts again", 40)
         assert "nats starts again: it met a full disk" in log.read_text()
         wait_for(lambda: "NATS and etcd answer" in told(), "both answer")
         assert "is full" not in told()
         wait_for(remote_again, "prompts are prefilled remotely", 60)
-        assert entry(state, "nats")["restarts"] == 1
+        assert entry(state, "nats").restarts == 1
         assert entry(state, "decode-0") == before["decode-0"]

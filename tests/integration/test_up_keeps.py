@@ -16,7 +16,7 @@ import nats
 import pytest
 
 from pullfill.deploy import local_servers
-from pullfill.deploy.state import StateDir, is_alive
+from pullfill.deploy.state import is_alive
 from pullfill.registry.client import EtcdClient
 from tests.support import web
 from tests.support.cluster import FLAGS, MOCK, MODEL
@@ -43,13 +43,12 @@ def file_of(directory: Path, model_path: Path, **more: int) -> str:
 
 def kill(state: Path, *names: str) -> None:
     for name in names:
-        os.kill(entry(state, name)["pid"], signal.SIGKILL)
+        os.kill(entry(state, name).pid, signal.SIGKILL)
 
 
 def wait_restarted(state: Path, restarts: int, *names: str) -> None:
     def back() -> bool:
-        file = StateDir(state).cluster()
-        found = {e.name: e for e in file.processes}
+        found = {e.name: e for e in cluster(state).processes}
         return all(found[n].restarts == restarts and is_alive(found[n]) for n in names)
 
     wait_for(back, f"{names} restarted {restarts} times")
@@ -61,7 +60,7 @@ def said(state: Path) -> str:
 
 def servers_answer(state: Path) -> bool:
     found = cluster(state)
-    up = (local_servers.nats_ready(found["nats_url"]), local_servers.etcd_ready(found["etcd_url"]))
+    up = (local_servers.nats_ready(found.nats_url), local_servers.etcd_ready(found.etcd_url))
     return up == (None, None)
 
 
@@ -71,11 +70,11 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
 
     async def fill() -> int:
         """Return the lease of the key."""
-        client = await nats.connect(before["nats_url"])
+        client = await nats.connect(before.nats_url)
         await client.jetstream().add_stream(name="jobs", subjects=["jobs.>"])
         await client.jetstream().publish("jobs.1", b"job")
         await client.close()
-        etcd = await EtcdClient.connect(before["etcd_url"])
+        etcd = await EtcdClient.connect(before.etcd_url)
         lease, _, _ = await etcd.grant_lease(60)
         await etcd.put("/kept", b"key", lease)
         await etcd.close()
@@ -84,10 +83,10 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
     async def read() -> tuple[int, bytes | None, int]:
         """Return the number of jobs in the stream, the value of the key, and the TTL of its lease
         after a renewal."""
-        client = await nats.connect(before["nats_url"])
+        client = await nats.connect(before.nats_url)
         stream = await client.jetstream().stream_info("jobs")
         await client.close()
-        etcd = await EtcdClient.connect(before["etcd_url"])
+        etcd = await EtcdClient.connect(before.etcd_url)
         found = await etcd.get("/kept")
         renewed = await etcd.keep_alive(lease)
         await etcd.close()
@@ -100,7 +99,7 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         wait_restarted(state, 1, "nats", "etcd")
         wait_for(lambda: servers_answer(state), "servers answer")
         after = cluster(state)
-        assert (after["nats_url"], after["etcd_url"]) == (before["nats_url"], before["etcd_url"])
+        assert (after.nats_url, after.etcd_url) == (before.nats_url, before.etcd_url)
         assert asyncio.run(read()) == (1, b"key", 60)
         told = json.loads(run(state, "status", "--json").stdout)
         assert {row["name"]: row["restarts"] for row in told["processes"]} == {"nats": 1, "etcd": 1}
@@ -114,13 +113,13 @@ def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
         (state / "nats" / "nats.conf").write_text("listen: {nonsense")
         kill(state, "nats")
         wait_for(lambda: "gave up after 5 deaths" in said(state), "it gives up", 40)
-        wait_for(lambda: bool(entry(state, "nats")["gave_up"]), "it says so")
-        assert entry(state, "nats")["restarts"] == 4
-        assert "Parse error" in entry(state, "nats")["gave_up"], "the last lines of its log"
+        wait_for(lambda: bool(entry(state, "nats").gave_up), "it says so")
+        assert entry(state, "nats").restarts == 4
+        assert "Parse error" in entry(state, "nats").gave_up, "the last lines of its log"
         told = run(state, "status").stdout
         assert "nats: gave up after 5 deaths in 60 s" in told
         assert "Parse error" in told
-        assert local_servers.etcd_ready(cluster(state)["etcd_url"]) is None, "the rest goes on"
+        assert local_servers.etcd_ready(cluster(state).etcd_url) is None, "the rest goes on"
 
 
 @pytest.mark.essential
@@ -157,7 +156,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Itera
 @pytest.mark.timeout(600)
 @pytest.mark.essential
 def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) -> None:
-    state, url = running, cluster(running)["frontend_url"]
+    state, url = running, cluster(running).frontend_url
     body = {"model": MODEL, "prompt": random_prompt(700, seed=1), "max_tokens": 2}
 
     def answers() -> bool:
@@ -186,13 +185,13 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     wait_for(answers, "served again", 60)
     for name in names:
         new = entry(state, name)
-        assert new["instance_id"] != old[name]["instance_id"]
-        assert (new["name"], new["url"]) == (name, old[name]["url"])
-    left = old["decode-0"]["instance_id"]
+        assert new.instance_id != old[name].instance_id
+        assert (new.name, new.url) == (name, old[name].url)
+    left = old["decode-0"].instance_id
     assert not list(Path("/dev/shm").glob(f"pullfill-{left}*"))
 
     drained, kept = entry(state, "prefill-0"), ready()["decode"]
-    assert run(state, "drain", drained["instance_id"], "--wait").returncode == 0
+    assert run(state, "drain", drained.instance_id, "--wait").returncode == 0
     wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
     kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
     wait_restarted(state, 1, "nats", "etcd")

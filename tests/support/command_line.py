@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pullfill.config import ClusterFile, ProcessEntry
 from pullfill.deploy.state import StateDir, is_alive
@@ -62,9 +60,10 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) ->
     until(condition, seconds, what)
 
 
-def cluster(state: Path) -> dict[str, Any]:
-    found = json.loads((state / "cluster.json").read_text())
-    assert isinstance(found, dict)
+def cluster(state: Path) -> ClusterFile:
+    """What `up` has recorded."""
+    found = StateDir(state).cluster()
+    assert found is not None
     return found
 
 
@@ -73,8 +72,7 @@ def detached(state: Path, *flags: str) -> Iterator[ClusterFile]:
     """Run a cluster with `up --detach` for the length of the `with`, then end it with `down`."""
     up = run(state, "up", "--detach", *flags, timeout=400)
     assert up.returncode == 0, up.stdout + up.stderr
-    launch = StateDir(state).cluster()
-    assert launch is not None
+    launch = cluster(state)
     try:
         yield launch
     finally:
@@ -83,15 +81,8 @@ def detached(state: Path, *flags: str) -> Iterator[ClusterFile]:
         assert not is_alive(launch.supervisor)
 
 
-def entry(state: Path, name: str) -> dict[str, Any]:
-    found = next(e for e in cluster(state)["processes"] if e["name"] == name)
-    assert isinstance(found, dict)
-    return found
-
-
-def recorded(state: Path) -> list[ProcessEntry]:
-    file = StateDir(state).cluster()
-    return file.processes if file else []
+def entry(state: Path, name: str) -> ProcessEntry:
+    return next(each for each in cluster(state).processes if each.name == name)
 
 
 def end_started() -> None:
