@@ -14,9 +14,9 @@ A stream keeps its target if 99 of 100 gaps between its tokens are within it. So
 have some longer gaps: it can spare them. Beside such answers a whole prompt in one step may be the
 cheapest, because each of them then has one long gap, and not dozens.
 
-A request that misses its targets anyway has no vote. Beside streams that all have missed theirs,
-steps are nearly as full as vLLM's own. Without streams nothing limits a step: that is a prefill
-worker. A worker that gets no jobs is a decode worker.
+A request that misses its targets anyway has no vote. It gets the room that others leave. Beside
+streams that all have missed theirs, steps are nearly as full as vLLM's own. Without streams nothing
+limits a step: that is a prefill worker. A worker that gets no jobs is a decode worker.
 
 A step ends early if another prompt in it would delay those that it completes by more than a step of
 its own takes. So long prompts are computed one after the other, and short ones share a step.
@@ -284,12 +284,10 @@ def _prompts_price(
             end += longest
             late.add(which)
         cost += _waits(prompt, end)
-    for number in late:
-        prompt = by_due[number]
-        # One that would be late on an idle engine, too, has no vote. It only waits, like all.
-        cost += now + works[number] <= prompt.due
-        end += works[number] * slower
-        cost += _waits(prompt, end)
+    # One that would be late on an idle engine, too, has no vote. How long late ones wait counts for
+    # nothing: else ten of them would outvote the streams, and beside more work than can be done
+    # nobody would be in time.
+    cost += sum(now + works[number] <= by_due[number].due for number in late)
     return cost, late
 
 

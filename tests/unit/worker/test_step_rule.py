@@ -97,6 +97,14 @@ def test_what_steps_took_decides_how_long_they_may_be() -> None:
     assert found[0] < 0.05 / 3 < found[1] < 0.05
 
 
+def test_late_prompts_make_no_step_longer() -> None:
+    """Else many of them would outvote the streams, and nobody would be in time."""
+    late = [prompt(str(number), 700, -9.0, arrival=-10.0) for number in range(20)]
+    alone = planned(streams(10), prompt("a", 3000, 5.0))
+    assert planned(streams(10), prompt("a", 3000, 5.0), *late).seconds <= alone.seconds
+    assert 0.009 < planned(streams(10), *late).seconds <= alone.seconds
+
+
 def test_streams_that_have_missed_their_target_have_no_vote() -> None:
     found = planned(streams(0, spoiled=10), prompt("a", 3000))
     assert found.total == STEP
