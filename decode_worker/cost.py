@@ -14,6 +14,7 @@ Predictions are made under every policy, so a change of policy begins with what 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.rate import Rate
 from pullfill.wire import PredictedMs
 from pullfill.worker import step_rule
-from pullfill.worker.step_cost import StepCost
+from pullfill.worker.step_cost import Errors, StepCost
 from pullfill.worker.step_meter import Step, StepModel
-from pullfill.worker.step_rule import LATER, Prompt, Streams
+from pullfill.worker.step_rule import Prompt, Streams
 
 # A shorter prompt says little about a prefill worker's speed.
 PROBE_TOKENS = 64
@@ -50,15 +51,6 @@ class Queue(msgspec.Struct, frozen=True):
     tokens: int = 0  # of these jobs, that are not computed yet
     rate: float = 0.0  # prompt tokens that one of the workers computes in a second. 0: unknown
     harm: float = 0.0  # what a second of that costs streams there, by the step rule's price
-
-    @property
-    def ahead(self) -> float:
-        """The tokens that one prefill worker has to compute before it can begin this prompt.
-
-        The jobs in front are shared evenly by all prefill workers."""
-        if self.jobs < self.workers:
-            return 0.0  # a prefill worker is free
-        return self.tokens / max(1, self.workers)
 
 
 class Choice(enum.StrEnum):
@@ -97,8 +89,7 @@ class Prefill(msgspec.Struct):
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
-    # Seconds that one prefill worker computes until it is done: its part of the queue, and the
-    # prompt.
+    # Seconds that one prefill worker computes until it is done: it, and what goes before it.
     work: float = 0.0
     choice: Choice = Choice.LOCAL
     # What was chosen. None: nothing can be learned from it, as it became another choice.
@@ -150,6 +141,8 @@ class CostModel(StepModel):
         # It is not a share of the work: else short prompts, which hardly take anything but this,
         # would teach that long ones take minutes.
         self._beside = Rate()
+        self._newest = -math.inf  # when it was decided about the last one that told that
+        self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
         self._requests: dict[str, Prefill] = {}
         self._here: dict[str, Prefill] = {}
@@ -195,19 +188,54 @@ class CostModel(StepModel):
         one.options[Choice.LOCAL] = Option(seconds, cost)
         one.probe = not self._away and not self._beside.fresh(now)
         if self._rate and queue.workers:
-            # What a prompt attends to counts there as it does here. How long the prompts in front
-            # are is not known.
-            here = self.cost
-            if whole_s := here.work(0, RATE_TOKENS):
-                tokens = round(here.work(start, tokens) / whole_s * RATE_TOKENS)
-            one.work = (queue.ahead + tokens) / self._rate
-            ttft_s = one.work + self._beside.a + self.base(len(self._streams))
-            late = (waited_s + ttft_s) / targets.ttft_s
-            # As the step rule counts: one that is late on an idle engine, too, has no vote.
-            missed = late > 1.0 and waited_s + here.work(start, one.left) <= targets.ttft_s
-            harm = queue.harm * tokens / self._rate
-            one.options[Choice.REMOTE] = Option(ttft_s, missed + LATER * late + harm)
+            there = self._there(1.0 / self._rate)
+            jobs, others_s = self._jobs(queue, there, now)
+            beside_s = self._beside.a + self.base(len(self._streams))
+            cost, seconds = step_rule.quote(
+                one.prompt(""), Streams(), jobs, there, self.errors,
+                now=now + others_s + beside_s, step_tokens=self._step_tokens,
+            )  # fmt: skip
+            one.work = others_s + seconds
+            ttft_s, left_s = one.work + beside_s, targets.ttft_s - waited_s
+            alone_s = there.work(start, tokens)
+            if ttft_s <= left_s:  # prompts that come later may go before it
+                cost += self._late.beyond(left_s / ttft_s)
+            elif others_s + beside_s + alone_s > left_s:
+                # It has no vote there. But it has one if it could be in time here.
+                cost += self.cost.work(start, tokens) <= left_s
+            cost += queue.harm * alone_s
+            one.options[Choice.REMOTE] = Option(ttft_s, cost)
         return one
+
+    def _there(self, token_s: float) -> StepCost:
+        """Return what prompts cost at a prefill worker.
+
+        token_s: seconds for each of RATE_TOKENS. What they attend to counts as it does here."""
+        here = self.cost
+        if not (whole_s := here.work(0, RATE_TOKENS)):
+            return StepCost(token_s=token_s)
+        times = RATE_TOKENS * token_s / whole_s
+        return StepCost(token_s=here.token_s * times, pair_s=here.pair_s * times)
+
+    def _jobs(self, queue: Queue, there: StepCost, now: float) -> tuple[list[Prompt], float]:
+        """Return the jobs that one prefill worker has in front, or the seconds of them.
+
+        All workers share the jobs evenly. How long others' jobs are, and when they are due, is not
+        known. So they are taken to be like ours. Without ours all of them come first."""
+        if queue.jobs < queue.workers:
+            return [], 0.0  # a prefill worker is free
+        tokens = queue.tokens / max(1, queue.workers)
+        ours = [each.prompt(name) for name, each in islice(self._away.items(), step_rule.LOOK)]
+        if not (known := sum(each.left for each in ours)):
+            return [], there.work(0, RATE_TOKENS) / RATE_TOKENS * tokens
+        count = min(tokens / known * len(ours), step_rule.LOOK - 1.0)
+        jobs = [ours[int(number * len(ours) / count)] for number in range(math.ceil(count))]
+        if jobs:  # one of them is in work, so a part of it is left
+            part = count - len(jobs) + 1.0
+            which = next((at for at, each in enumerate(jobs) if each.due > now), 0)
+            left = round(part * jobs[which].left)
+            jobs[which] = msgspec.structs.replace(jobs[which], left=left)
+        return jobs, 0.0
 
     def pace(self, ttft_s: float) -> tuple[float, float]:
         """Return the `Load` of a job with this target: tokens_per_s, harm. Any thread."""
@@ -304,11 +332,15 @@ class CostModel(StepModel):
         self._streams[name] = Stream(one.targets.itl_s, self.steps)
         if one.choice is Choice.REMOTE:
             step_s = self.base(self.streams)
-            if one.work:
+            # One that others went before waited for them, too.
+            if one.work and one.decided >= self._newest:
+                self._newest = one.decided
                 self._beside.observe(1.0, 0.0, max(0.0, took - step_s - one.work), now)
         if one.option is None or one.option.ttft_s <= 0:
             return FirstToken(took * 1e3)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
+        if one.choice is Choice.REMOTE:
+            self._late.stepped(one.option.ttft_s, took)
         other = Choice.LOCAL if one.choice is Choice.REMOTE else Choice.REMOTE
         if other not in one.options:
             return FirstToken(took * 1e3, error=error)

@@ -14,6 +14,7 @@ from pullfill.decode_worker.cost import (
     Choice,
     CostModel,
     FirstToken,
+    Option,
     Queue,
     Targets,
 )
@@ -160,20 +161,65 @@ def test_what_a_job_costs_streams_there_counts_as_what_it_costs_here(rig: Rig) -
     assert own.cost == pytest.approx(LATER * own.ttft_s + harm * own.ttft_s, rel=0.01)
 
 
+def remote(rig: Rig, queue: Queue, tokens: int, ttft_s: float = 2.0) -> Option:
+    return rig.model.predict(queue, Targets(ttft_s, 0.05), 0, tokens).options[Choice.REMOTE]
+
+
 def test_a_prompt_that_is_late_anyway_has_no_vote_there_either(rig: Rig) -> None:
     """Else a prompt too long for any engine stayed here, beside the streams."""
-    for ttft_s, missed in ((0.1, 0.0), (1000 * STEP_S, 1.0)):
-        told = rig.model.predict(Queue(1, 1, 10**6, 1000.0), Targets(ttft_s, 0.05), 0, 2000)
-        late = told.options[Choice.REMOTE].ttft_s / ttft_s
-        assert told.options[Choice.REMOTE].cost == pytest.approx(missed + LATER * late)
+    alone_s = rig.model.cost.work(0, 2000)
+    slow = Queue(1, 0, 0, 500.0)
+    without, having = (remote(rig, slow, 2000, ttft_s) for ttft_s in (0.9 * alone_s, 1.1 * alone_s))
+    # Both would be late there. One of them could be in time here.
+    assert having.cost * 1.1 == pytest.approx(without.cost * 0.9 + 1.1)
 
 
 def test_what_is_in_front_is_shared_by_those_who_pull(rig: Rig) -> None:
     def work(queue: Queue) -> object:
-        return pytest.approx(rig.model.predict(queue, Targets(2.0, 0.05), 0, 500).work, rel=0.1)
+        return pytest.approx(rig.model.predict(queue, Targets(9.0, 0.05), 0, 500).work, rel=0.1)
 
     assert work(Queue(2, 3, 4000, 1000.0)) == 2.0 + 0.5
     assert work(Queue(2, 1, 4000, 1000.0)) == 0.5, "one of them is free"
+
+
+def sent(rig: Rig, tokens: int, ttft_s: float) -> None:
+    rig.serial += 1
+    costs = rig.model.predict(Queue(1, 0, 0, 1000.0), Targets(ttft_s, 0.05), 0, tokens)
+    rig.model.admitted(f"sent{rig.serial}", costs, True)
+
+
+def test_jobs_that_are_late_are_not_waited_for(rig: Rig) -> None:
+    """The step rule lets those in time past (worker/step_rule.py), so this is what happens."""
+    sent(rig, 4000, 1.0)
+    late = remote(rig, Queue(1, 1, 4000, 1000.0), 500)
+    assert late.ttft_s < 0.6
+    sent(rig, 600, 2.0)
+    assert 1.0 < remote(rig, Queue(1, 2, 4600, 1000.0), 500).ttft_s < 1.2
+    # Another worker has as many, like ours.
+    assert 1.5 < remote(rig, Queue(1, 4, 9200, 1000.0), 500, ttft_s=9.0).ttft_s < 1.9
+
+
+def test_a_job_that_makes_another_late_costs_as_much(rig: Rig) -> None:
+    alone = remote(rig, Queue(1, 0, 0, 1000.0), 400, ttft_s=1.2)
+    sent(rig, 1500, 1.7)
+    before_it = remote(rig, Queue(1, 1, 1500, 1000.0), 400, ttft_s=1.2)
+    assert before_it.ttft_s == pytest.approx(alone.ttft_s, abs=0.01)
+    assert before_it.cost > 0.7 + alone.cost
+
+
+def test_how_often_remote_prefills_are_late_counts(rig: Rig) -> None:
+    def seldom_late() -> float:
+        return remote(rig, Queue(1, 0, 0, 1000.0), 100, ttft_s=0.3).cost
+
+    before = seldom_late()
+    for number in range(64):
+        sent(rig, 100, 0.3)
+        rig.clock.advance(0.1 if number % 2 else 0.4)
+        name = f"sent{rig.serial}"
+        rig.model.settled(name, True)
+        rig.step(STEP_S, **{name: 1})
+        rig.model.finished(name)
+    assert seldom_late() > before + 0.1
 
 
 # ------------------------------------------------------------------ the next step
