@@ -97,12 +97,6 @@ def test_fallbacks_are_missed() -> None:
     assert rig.figures().missed == 1
 
 
-def test_a_long_prompt_among_the_streams_is_no_reason_for_more_decode_workers() -> None:
-    rig = Rig()
-    rig.meter.stepped(1.0, 0.01, 0.05)
-    assert rig.figures().streams == pytest.approx(0.2 / WINDOW_S)
-
-
 def test_short_prompts_take_time_from_the_streams() -> None:
     rig = Rig()
     rig.prompt("short_prompt", tokens=100, here_s=WINDOW_S / 2)

@@ -115,16 +115,6 @@ def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
     assert pressure(rig) == pytest.approx(1.6, rel=0.05)
 
 
-def test_steps_are_planned_by_this_policy_only() -> None:
-    rig = Rig()
-    rig.chunks.waiting.append(FakeRequest("a", list(range(300))))
-    rig.step(0.01, a=300)
-    assert rig.chunks.told == [({"a": 0}, 300, 326)]
-    rig.config = RouterConfig(policy=RouterPolicy.CONDITIONAL)
-    rig.step(0.01, a=1)
-    assert rig.chunks.told[1:] == ["release"]
-
-
 @pytest.mark.parametrize(
     ("waiting", "told"),
     [
@@ -208,14 +198,3 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
         costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)
         took.append(costs.options[Choice.LOCAL].ttft_s)
     assert took[1] < took[0] / 4
-
-
-def test_a_step_is_planned_beside_targets_that_are_none() -> None:
-    """Frontends refuse them. Clients of stock vLLM do not come through frontends, and the step is
-    planned before vLLM shows the request to a connector."""
-    rig = Rig()
-    odd = SimpleNamespace(extra_args={"ttft_ms": "soon", "itl_ms": -1})
-    rig.chunks.waiting = [FakeRequest("odd", list(range(300)), sampling_params=odd)]
-    rig.step(0.01, a=1)
-    ((order, _, _),) = rig.chunks.told
-    assert list(order) == ["odd"]
