@@ -104,17 +104,6 @@ def test_the_target_of_one_request_asks_for_no_workers() -> None:
     assert pressure(rig) > 1
 
 
-def test_a_worker_full_from_its_first_step_asks_for_others() -> None:
-    rig = Rig()
-    names = [f"r{number}" for number in range(30)]
-    for name in names:
-        rig.local(name, 300, sampling_params=SimpleNamespace(extra_args={"itl_ms": 50}))
-    rig.step(1.0, **dict.fromkeys(names, 300))
-    for _ in range(400):
-        rig.step(0.08, **dict.fromkeys(names, 1))
-    assert pressure(rig) == pytest.approx(1.6, rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("waiting", "told"),
     [
