@@ -134,19 +134,6 @@ def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
     assert [job.request_id for job in rig.published] == ["cold"]
 
 
-def test_asking_twice_opens_once_and_the_last_answer_counts() -> None:
-    rig = Rig()
-    request = FakeRequest("r", list(range(20)))
-    assert rig.side.decide(request, 0) == (19, True)
-    assert rig.side.decide(request, 8) == (11, True)
-    assert rig.ledger.open_jobs == 0, "asking has no effect"
-    rig.side.enqueue(request, [list(range(5))], 11)
-    rig.side.step_done()
-    assert [job.hit_tokens for job in rig.published] == [8]
-    rig.side.enqueue(request, [list(range(5))], 0)  # vLLM calls again after the load
-    assert rig.ledger.open_jobs == 1
-
-
 def test_vllm_may_overrule() -> None:
     rig = Rig()
     request = FakeRequest("r", list(range(20)))
