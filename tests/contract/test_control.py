@@ -17,7 +17,6 @@ from pullfill.runtime import metrics
 from pullfill.wire import (
     WIRE_VERSION,
     Claim,
-    Draining,
     GiveUp,
     Goodbye,
     Grant,
@@ -27,7 +26,7 @@ from pullfill.wire import (
     Welcome,
     encode,
 )
-from tests.support.control_rig import Decode, Prefill, Raw, hello
+from tests.support.control_rig import Decode, Raw, hello
 from tests.support.framing import frame
 from tests.support.waiting import soon
 
@@ -61,24 +60,25 @@ async def test_the_inputs_of_one_job_are_sent_at_a_time(decode: Decode, raw: Raw
 # ------------------------------------------------------------------ refusals
 
 
-async def test_another_wire_version_is_told_goodbye(raw: Raw) -> None:
-    raw.say(replace(hello(), v=WIRE_VERSION + 1))
-    assert f"wire version {WIRE_VERSION + 1}, but" in (await raw.hear()).reason
-    assert await raw.ended()
-
-
-async def test_another_compatibility_hash_is_told_goodbye(decode: Decode, raw: Raw) -> None:
-    raw.say(hello(compat="other"))
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"v": WIRE_VERSION + 1}, f"wire version {WIRE_VERSION + 1}, but"),
+        ({"compat": "other"}, "other"),
+    ],
+)
+async def test_who_does_not_fit_is_told_goodbye(
+    decode: Decode, raw: Raw, connect: Any, wrong: dict[str, Any], told: str
+) -> None:
+    raw.say(replace(hello(), **wrong))
     goodbye = await raw.hear()
     assert isinstance(goodbye, Goodbye)
-    assert "other" in goodbye.reason
+    assert told in goodbye.reason
     assert await raw.ended()
-    assert len(decode.server.peers.pulling) == 0
-    prefill = Prefill(decode, says=hello(compat="other"))
+    prefill = await connect(says=replace(hello(), **wrong), up=False)
     with pytest.raises(PeerUnavailable):
         await prefill.link.wait_up(0.1)
-    await prefill.link.close()
-    assert prefill.lost == 0, "it was never up"
+    assert prefill.lost == len(decode.server.peers) == 0, "it was never up"
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,6 @@ async def test_a_worker_that_connects_anew_has_left_its_old_connection(
 # Who is there and pulls, and what becomes of jobs when nobody does: over loopback TCP.
 
 
-async def is_served_here(decode: Decode) -> None:
-    await soon(lambda: decode.ledger.open_jobs == 0)
-    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
-
-
 @pytest.mark.parametrize("decode", [{"silent_s": 0.5}], indirect=True)
 async def test_a_silent_worker_is_gone_and_one_that_pings_stays(
     decode: Decode, connect: Any, raw: Raw, monkeypatch: pytest.MonkeyPatch
@@ -274,12 +269,16 @@ async def test_a_silent_decode_worker_is_let_go_and_dialled_again(
 async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(
     decode: Decode, connect: Any
 ) -> None:
-    """Its engine is stuck: what nobody has claimed is served here; it may come back."""
+    """Its engine is stuck: what nobody has claimed is served here; it may come back. The job of a
+    self-check waits for nobody that pulls."""
     prefill = await connect()
     decode.open()
+    decode.ledger.open(Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, to="p"))
     prefill.links.pause("its engine takes no steps")
     await soon(lambda: len(decode.server.peers.pulling) == 0)
-    await is_served_here(decode)
+    await soon(lambda: decode.ledger.find("j") is None)
+    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
+    assert decode.ledger.find("t").state is JobState.QUEUED
     said = "prefill-1 pulls no jobs: its engine takes no steps"
     assert decode.server.peers.not_pulling == [said]
     prefill.links.pause("")
@@ -305,20 +304,3 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
     assert len(held) == decode.ledger.open_jobs == writing
     let_go()
     await soon(lambda: decode.ledger.open_jobs == 0)
-
-
-async def test_jobs_do_not_wait_for_a_worker_that_pulls_none(decode: Decode, raw: Raw) -> None:
-    """Its self-check has not passed. The job of a self-check waits for nobody that pulls."""
-    unchecked, checked = raw, await decode.raw()
-    await unchecked.hello()
-    await checked.hello()
-    unchecked.say(Heartbeat(why="self_check_pending"))
-    await soon(lambda: len(decode.server.peers.pulling) == 1)
-    decode.open()
-    job = Entry("t", "r-t", (7, 8), first_target=0, timeout_s=30.0, to="p")
-    decode.ledger.open(job)
-    checked.say(Draining())
-    await soon(lambda: decode.ledger.find("j") is None)
-    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
-    trial = decode.ledger.find("t")
-    assert trial.state is JobState.QUEUED

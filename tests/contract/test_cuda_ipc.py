@@ -147,16 +147,28 @@ def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -
         ({}, "reachable"),
         # A device that CUDA_VISIBLE_DEVICES hides from us: its handle may open all the same.
         ({"memory_device": "hidden"}, "reachable"),
+        # A death would not end the copies.
+        ({"driver_mps": True}, "MPS runs here.*nvidia-cuda-mps-control"),
+        ({"driver_module": None}, "settings cannot be read"),
+        ({"driver_module": "RegistryDwords: RmClientListDeferredFree=1"}, "NVreg_RegistryDwords"),
     ],
 )
 def test_out_of_reach_and_why(
     gpu_rig: Rig, gpu_region: Region, changes: dict[str, object], reason: str
 ) -> None:
-    driver_of(gpu_rig.transport).apart = frozenset({(0, 1)})
-    if changes.get("memory_pid") == OWN_PID:
-        changes = {"memory_pid": os.getpid()}
-    assert reason in (gpu_rig.transport.can_reach(described(gpu_region, **changes)) or "reachable")
-    assert sum(driver_of(gpu_rig.transport).openings.values()) == 0
+    driver = driver_of(gpu_rig.transport)
+    driver.apart = frozenset({(0, 1)})
+    for name in [name for name in changes if name.startswith("driver_")]:
+        setattr(driver, name.removeprefix("driver_"), changes[name])
+    theirs = {name: value for name, value in changes.items() if not name.startswith("driver_")}
+    if theirs.get("memory_pid") == OWN_PID:
+        theirs["memory_pid"] = os.getpid()
+    descriptor = described(gpu_region, **theirs)
+    assert re.search(reason, gpu_rig.transport.can_reach(descriptor) or "reachable")
+    if changes and not theirs:
+        with pytest.raises(PeerUnavailable, match=reason):
+            gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, descriptor)
+    assert sum(driver.openings.values()) == 0
 
 
 def test_out_of_reach_of_one_of_our_ranks(gpu_rig: Rig, gpu_region: Region) -> None:
@@ -229,24 +241,6 @@ def test_a_rank_whose_memory_has_no_handle(
         "still there for copies made by this process"
     )
     assert owners.attach_ranks({(0, 0): replace(told, pid=1)}, 1) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"mps": True}, "MPS runs here.*nvidia-cuda-mps-control"),
-        ({"module": None}, "settings cannot be read"),
-        ({"module": "RegistryDwords: RmClientListDeferredFree=1"}, "NVreg_RegistryDwords"),
-    ],
-)
-def test_no_copies_where_a_death_would_not_end_them(
-    gpu_rig: Rig, gpu_region: Region, changes: dict[str, object], reason: str
-) -> None:
-    for name, value in changes.items():
-        setattr(driver_of(gpu_rig.transport), name, value)
-    assert re.search(reason, gpu_rig.transport.can_reach(gpu_region.descriptor) or "")
-    with pytest.raises(PeerUnavailable, match=reason):
-        gpu_rig.connect(gpu_rig.local(DENSE), gpu_region)
 
 
 def test_blocks_of_gpu_memory_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,22 +49,10 @@ class Pair:
         served = await self.asker.admit(self.request(seed, cached=cached))
         return served, await self.asker.end(served)
 
-    async def leased(self) -> Any:
-        """Return a request of the asker. The holder has leased its prefix."""
-        request = self.request()
-        await soon(lambda: self.asker.side.decide(request, 0)[0] is not None)
-        return request
-
     async def reading(self, gate: Gate) -> Served:
         """Return a request of the asker, whose read has reached the gate."""
         served = await self.asker.admit(self.request())
         await soon(gate.reached.is_set)
-        return served
-
-    def allocate(self, request: Any) -> Served:
-        """Allocate blocks for the prefix of a request of the asker."""
-        table = self.asker.pool.allocate(PREFIX // BLOCK)
-        served = self.asker.requests[request.request_id] = Served(request, table)
         return served
 
 
