@@ -50,18 +50,12 @@ async def viewing(known: Any, **times: float) -> AsyncIterator[ClusterView]:
 
 
 @asynccontextmanager
-async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]]:
-    """The URL of a worker that answers, and a count of its requests."""
-    asked: list[int] = []
-
-    def status() -> dict[str, Any]:
-        asked.append(1)
-        return said
-
-    probe = ProbeServer("127.0.0.1", lambda: (True, {}), status)
+async def answering(said: dict[str, Any]) -> AsyncIterator[str]:
+    """The URL of a worker that answers."""
+    probe = ProbeServer("127.0.0.1", lambda: (True, {}), lambda: said)
     await probe.start()
     try:
-        yield probe.url, asked
+        yield probe.url
     finally:
         await probe.stop()
 
@@ -70,15 +64,13 @@ async def answering(said: dict[str, Any]) -> AsyncIterator[tuple[str, list[int]]
 class Hanging:
     """A worker that accepts connections and answers nothing until it has `ended`.
 
-    asked: a client has connected. given_up: a client has closed its connection."""
+    given_up: a client has closed its connection."""
 
     url: str = ""
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
     given_up: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.asked.set()
         left = asyncio.create_task(reader.read(-1))
         left.add_done_callback(lambda task: task.cancelled() or self.given_up.set())
         ended = asyncio.create_task(self.ended.wait())
@@ -100,7 +92,7 @@ async def test_a_worker_that_hangs_does_not_hold_up_ready() -> None:
     """A readiness probe gives up after a second, so one hanging worker must not delay the
     answer."""
     said = {"load": {}, "servers": {"nats": AWAY}}
-    async with hanging() as stopped, answering(said) as (url, _):
+    async with hanging() as stopped, answering(said) as url:
         async with viewed(stopped.url, url, ready_s=0.2, **AT_ONCE) as view:
             looking = asyncio.create_task(view.status())
             await soon(lambda: "decode-1" in view._last)
@@ -124,7 +116,7 @@ async def test_what_a_worker_said_long_ago_is_not_repeated() -> None:
     said = {"load": {}, "servers": {"nats": AWAY}}
     known = FakeDirectory()
     async with viewing(known, **AT_ONCE) as view, viewing(known, fresh_s=0.0, **AT_ONCE) as strict:
-        async with answering(said) as (url, _):
+        async with answering(said) as url:
             known.put(record("decode-0", http=url))
             assert await view.reasons()
             await strict.reasons()
@@ -134,7 +126,7 @@ async def test_what_a_worker_said_long_ago_is_not_repeated() -> None:
 
 async def test_workers_that_hang_hide_no_other() -> None:
     """The HTTP client had 100 connections. A worker that waited for one was shown as lost, too."""
-    async with hanging() as stopped, answering({"load": {}}) as (url, _asked):
+    async with hanging() as stopped, answering({"load": {}}) as url:
         others = [stopped.url] * 99
         async with viewed(*others, url, *others[:21]) as view:  # 99 sorts last
             looking = asyncio.create_task(view.status())
@@ -179,7 +171,7 @@ async def test_every_series_says_of_which_cluster_it_is(monkeypatch: pytest.Monk
     """Of vLLM, Python and the workers, too: one Prometheus scrapes several clusters."""
     monkeypatch.setattr(probe, "generate_latest", lambda _: PAGE.encode())
     own = asyncio.sleep(0, PAGE)
-    async with answering(UNTOLD) as (url, _), viewed(url) as view:
+    async with answering(UNTOLD) as url, viewed(url) as view:
         text = await view.metrics(own)
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     assert [s.labels.get("instance_id") for s in samples] == [None, "decode-0"] * 3

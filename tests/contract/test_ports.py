@@ -485,29 +485,6 @@ async def test_what_a_side_defers_does_not_begin_and_is_asked_about_once(
         await asyncio.wrap_future(away)
 
 
-async def test_what_a_side_reports_reaches_vllm(adapter: Any, model_path: Path) -> None:
-    async with probed(adapter, model_path) as (made, probe):
-        view = made.engine.view
-        for name, computed in (("loaded", PROMPT - BROUGHT), ("failed", PROMPT)):
-            probe.brings[name] = BROUGHT
-            outcome = made.submit.add(request(name))
-            # Not by the counts: vLLM counts a request as waiting before it has asked the side.
-            await until(lambda name=name: name in probe.placed, "it does not wait")
-            if name == "loaded":
-                probe.now = StepReport({name})
-            else:
-                probe.with_step = StepReport(failed={name})
-            made.thread.wake()
-            await asyncio.wrap_future(outcome)
-            assert sum(step.get(name, 0) for step in probe.steps) == computed
-        probe.keeps = {"sent"}
-        await asyncio.wrap_future(made.submit.add(request("sent")))
-        assert view.free_blocks == view.usable_blocks - PROMPT // BLOCK
-        probe.now = StepReport(sent={"sent"})
-        made.thread.wake()
-        await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
-
-
 async def test_the_memory_is_freed_after_nobody_can_reach_it(
     adapter: Any, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

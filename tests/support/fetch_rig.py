@@ -207,14 +207,6 @@ class FetchWorker(DecodeHalf):
         assert record is not None
         return record
 
-    def step(self) -> None:
-        """What has come is cached before the next prompt is looked at, as in vLLM."""
-        waiting = [served for served in self.requests.values() if served.loaded is None]
-        super().step()
-        for served in waiting:
-            if served.loaded and not served.over:
-                self.pool.cache(served.request.block_hashes, served.table)
-
     def expire(self) -> None:
         """Have the time of all leases that this worker gave be over now."""
         for lease in list(self.leases._pinned):
