@@ -124,32 +124,17 @@ async def test_an_ack_subject_that_is_not_the_queues_harms_nobody(
 
 # ------------------------------------------------------------------ the ledger's timer
 
-PATIENT = pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)
-"""Nobody is lost but whom the test ends."""
 
-
-async def greeted(decode: Decode) -> Raw:
-    raw = await decode.raw()
-    await raw.hello()
-    return raw
-
-
-async def writing(decode: Decode, raw: Raw) -> Any:
-    """`raw` holds the job and writes, until what is returned is called. The timer is asleep for
-    30 s."""
-    decode.open()
-    raw.say(Claim(rid=1, job_id="j", incarnation="i0"))
-    grant = await raw.hear()
-    assert isinstance(grant, Grant)
-    return decode.fences.hold(grant.fence)
-
-
-@PATIENT
+@pytest.mark.parametrize("decode", [{"silent_s": 3600.0}], indirect=True)
 async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: Decode) -> None:
     """The engine thread cancels and lets go of the processor while it is woken; meanwhile the
     asyncio thread sends the revoke, after the message of somebody else."""
-    writer, other = await greeted(decode), await greeted(decode)
-    let_go = await writing(decode, writer)
+    writer, other = await decode.raw(), await decode.raw()
+    for raw in (writer, other):
+        await raw.hello()
+    decode.open()
+    writer.say(Claim(rid=1, job_id="j", incarnation="i0"))
+    let_go = decode.fences.hold((await writer.hear()).fence)  # it writes, and the timer is asleep
     cancelled, sent = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

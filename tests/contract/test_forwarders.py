@@ -202,17 +202,27 @@ async def test_a_stream_of_messages_that_breaks_off_ends_as_anthropic_clients_ex
     assert "broke off" in json.loads(told[6:])["error"]["message"]
 
 
-async def test_a_server_without_the_connector_is_named() -> None:
+@pytest.mark.parametrize(
+    ("lack", "told"),
+    [
+        ({"connector": ""}, "returned no kv_transfer_params: start it with --kv-transfer-config"),
+        ({"leaves_out": "remote_block_ids"}, "without remote_block_ids"),
+    ],
+)
+async def test_a_prefill_without_its_place_never_reaches_a_decode_server(
+    lack: dict[str, str], told: str
+) -> None:
     async with forwarding() as rig:
-        rig.prefill[0].connector = ""
+        vars(rig.prefill[0]).update(lack)
         got = await rig.ask()
         assert got.status == 500
         assert rig.prefill[0].url in got.message
-        assert "returned no kv_transfer_params: start it with --kv-transfer-config" in got.message
+        assert told in got.message
         again = await rig.ask()
         assert again.status == 503
-        assert "start it with --kv-transfer-config" in again.message
+        assert told in again.message
         assert len(rig.prefill[0].requests) == 1
+        assert not rig.decode[0].requests
 
 
 # ------------------------------------------- errors of vLLM 0.32 with its NixlConnector, as scripts
@@ -227,15 +237,6 @@ async def test_kv_that_cannot_be_read_is_tried_once_more_then_explained(stream: 
     assert "answers 500: Internal server error" in got.message
     assert "look whether it reaches http://127.0.0.1" in got.message
     assert "at 127.0.0.1:5600; if it has another connector, start it with --kv" in got.message
-
-
-async def test_a_prefill_without_its_place_never_reaches_a_decode_server() -> None:
-    async with forwarding() as rig:
-        rig.prefill[0].leaves_out = "remote_block_ids"
-        got = await rig.ask()
-        assert got.status == 500
-        assert "without remote_block_ids" in got.message
-        assert not rig.decode[0].requests
 
 
 @pytest.mark.parametrize("blocks", [[], [[]]])

@@ -227,12 +227,6 @@ def test_bad_block_ids_move_nothing(rig: Rig) -> None:
     assert_same(mine.data, ours)
 
 
-def test_other_incarnation_is_refused(rig: Rig) -> None:
-    region, mine = rig.region(DENSE), rig.local(DENSE)
-    with pytest.raises(PeerUnavailable, match="incarnation"):
-        rig.connect(mine, region, incarnation="i0")
-
-
 @pytest.mark.essential
 def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
     region, mine = rig.region(DENSE), rig.local(DENSE)
@@ -259,6 +253,8 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
 def test_a_descriptor_that_does_not_fit_is_refused(rig: Rig) -> None:
     """By name, where the shape of blocks differs; also one that leaves its region."""
     region, mine = rig.region(DENSE), rig.local(DENSE)
+    with pytest.raises(PeerUnavailable, match="incarnation"):
+        rig.connect(mine, region, incarnation="i0")
     for field, value in {"page_bytes": PAGE // 2, "num_layers": 2, "num_kv_heads": 1}.items():
         with pytest.raises(IncompatibleError) as caught:
             rig.connect(mine, region, **{field: value})
