@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
+import zmq.asyncio
 
-from tests.support.frontend_rig import events, forwarding
+from pullfill.frontend.forward import sources
+from pullfill.frontend.forward.servers import StockLoad, load_of
+from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
+from pullfill.wire import DecodePolicy
+from tests.support.frontend_rig import PATIENCE_S, ForwardRig, events, forwarding
 from tests.support.waiting import soon
 
 STOCK = [
@@ -287,3 +295,335 @@ async def test_a_decode_server_waits_no_longer_for_the_kv_of_a_server_that_is_lo
         decode.stalls.set()
         assert (await asked.ended()).status == 200
         assert "kv_transfer_params" not in decode.requests[-1][2], "it computes the prompt itself"
+
+
+# ---------------------------------------------------- servers that cannot be used, and their load
+
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{engine="0",model_name="m"} 2.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+"""
+
+ASKED = """\
+vllm:request_success_total{finished_reason="abort",model_name="m"} 5.0
+vllm:request_success_total{finished_reason="length",model_name="m"} %s
+vllm:prefix_cache_queries_total{model_name="m"} %s
+vllm:external_prefix_cache_queries_total{model_name="m"} %s
+"""
+"""Requests that were served, tokens looked up in the cache, and asked for at a connector."""
+
+
+NO_MODELS = "its /v1/models lists no models as vLLM does"
+SILENT = "nobody answers at its KV address 127.0.0.1:1 ("
+
+
+@pytest.mark.parametrize(
+    ("protocol", "role", "wrong", "told"),
+    [
+        ("nixl", "decode", {"models": None}, NO_MODELS),
+        ("nixl", "decode", {"models": [5]}, NO_MODELS),
+        ("nixl", "decode", {"models": [{"id": ["m"]}]}, NO_MODELS),
+        (
+            "nixl", "decode", {"models": [{"id": "m", "root": "/models/other"}]},
+            "serves /models/other as m, and this frontend serves /m under that name: give one",
+        ),
+        (
+            "nixl", "decode", {"models": [{"id": "other"}]},
+            "it serves other, and this frontend serves m: start it with --served-model-name m",
+        ),
+        (
+            "nixl", "decode", {"key": "secret"},
+            "/v1/models answers 401: start it without an API key, or give this frontend the same "
+            "one as [frontend] stock_key_file of --security",
+        ),
+        ("p2p", "prefill", {"kv": ""}, "register it with its KV address"),
+        ("p2p", "prefill", {"kv": "127.0.0.1:1"}, SILENT),
+        (
+            "p2p", "decode", {"kv": "host:127.0.0.1,handshake:1,notify:2"},
+            "nobody answers at its KV address host:127.0.0.1,handshake:1,notify:2 (",
+        ),
+        (
+            "p2p", "decode", {"kv": "host:127.0.0.1,handshake:8998"},
+            "cannot read its KV address 'host:127.0.0.1,handshake:8998': register it with HOST:P",
+        ),
+        ("p2p", "prefill", {"kv": "127.0.0.1"}, "'127.0.0.1': register it with HOST:PORT"),
+        ("mooncake", "prefill", {"kv": ""}, "register it with its bootstrap address"),
+        ("mooncake", "prefill", {"kv": "127.0.0.1:1"}, SILENT),
+        ("mooncake", "prefill", {"kv": "HERE/health"}, "is no Mooncake bootstrap service: regis"),
+    ],
+)  # fmt: skip
+async def test_a_server_that_does_not_fit_is_refused_until_it_does(
+    protocol: str, role: str, wrong: dict[str, Any], told: str
+) -> None:
+    async with forwarding("staged", protocol, known=False) as rig:
+        fake = (rig.prefill if role == "prefill" else rig.decode)[0]
+        kv = wrong.get("kv", fake.kv).replace("HERE", fake.kv)
+        changed = {name: value for name, value in wrong.items() if name != "kv"}
+        good = {name: getattr(fake, name) for name in changed}
+        vars(fake).update(changed)
+        rig.servers.set([sources.make(role, fake.url, kv)])
+        await rig.states(refused=1)
+        (line,) = rig.servers.troubles()
+        assert told in line
+        assert (await rig.ask()).status == 503
+        vars(fake).update(good)
+        rig.servers.set([sources.make(role, fake.url, fake.kv)])
+        await rig.states(ready=1)
+
+
+async def test_a_server_that_is_taken_out_ends_its_requests_and_gets_no_more() -> None:
+    async with forwarding(decode=2) as rig:
+        first, second = rig.decode
+        first.stalls, second.stalls = asyncio.Event(), asyncio.Event()
+        asked = [rig.begin(prompt=f"p{n}") for n in range(2)]
+        await soon(lambda: first.open and second.open)
+        rig.servers.set(list(rig.servers.known)[:-1])
+        await rig.states(ready=2)
+        first.stalls.set()
+        second.stalls.set()
+        assert [(await got.ended()).status for got in asked] == [200, 200]
+        assert (await rig.ask()).status == (await rig.ask()).status == 200
+        assert [len(fake.requests) for fake in rig.decode] == [3, 1]
+        assert second.left == 0
+
+
+@pytest.mark.essential
+async def test_servers_get_only_those_headers_of_a_client_that_vllm_reads() -> None:
+    secret = [
+        b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization", b"forwarded",
+        b"x-forwarded-for", b"x-forwarded-access-token", b"x-amzn-oidc-data", b"x-pullfill-proof",
+    ]  # fmt: skip
+    wanted = {"traceparent": "00-1-2-01", "x-session-id": "s", "x-vllm-priority": "-1"}
+    sent = [(name, b"secret") for name in secret]
+    wanted["x-request-id"] = "r1"
+    sent += [(name.encode(), value.encode()) for name, value in wanted.items()]
+    async with forwarding(key="ours", wait=False) as rig:
+        for fake in rig.all:
+            fake.key = "ours"
+        await rig.states(ready=2)
+        assert (await rig.ask(headers=sent)).status == 200
+        for fake in rig.all:
+            ((_, headers, _),) = fake.requests
+            assert wanted.items() <= headers.items()
+            assert headers["authorization"] == "Bearer ours"
+            assert "secret" not in headers.values()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("how", ["staged", "parallel"])
+async def test_a_decode_server_waits_no_longer_for_a_prefill_server_without_a_connector(
+    how: str, stream: bool
+) -> None:
+    """P2pNcclConnector returns nothing that would show it before, and waits without end."""
+    async with forwarding(how, "p2p") as rig:
+        prefill, decode = rig.prefill[0], rig.decode[0]
+        prefill.connector = ""
+        got = rig.begin(stream=stream)
+        await soon(lambda: decode.open and prefill.requests)
+        prefill.metrics = ASKED % ("1.0", "64.0", "0.0")
+        await got.ended()
+        assert got.status == 503
+        assert f"decode server {decode.url} waits for KV, and prefill server" in got.message
+        assert f"{prefill.url} is refused: it has no KV connector" in got.message
+        assert "start it with --kv-transfer-config" in got.message
+
+
+async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good() -> None:
+    async with forwarding(decode=2, look_s=60.0) as rig:
+        rig.decode[0].breaks = 0
+        for number in range(4):
+            assert (await rig.ask(prompt=f"p{number}")).status == 200
+        assert len(rig.decode[0].requests) == 1
+        await rig.states(failing=1)
+
+
+def test_the_load_is_read_from_metrics() -> None:
+    load = load_of(METRICS)
+    assert (load.running, load.waiting) == (3.0, 4.0)
+    assert load_of("nothing") == StockLoad()
+
+
+@pytest.mark.parametrize(
+    ("counts", "bare"),
+    [
+        (("1.0", "64.0", "0.0"), True),
+        (("1.0", "64.0", "8.0"), False),
+        (("0.0", "64.0", "0.0"), False),  # its first request may still wait for blocks
+        (("1.0", "0.0", "0.0"), False),  # it has no prefix cache, so vLLM counts neither
+    ],
+)
+def test_a_server_that_asks_no_connector_is_known_by_its_counters(
+    counts: tuple[str, str, str], bare: bool
+) -> None:
+    assert load_of(ASKED % counts).bare is bare
+    assert not load_of((ASKED % counts).replace("external_", "other_")).bare
+
+
+@pytest.mark.essential
+async def test_a_server_without_a_connector_is_refused_until_it_is_started_with_one() -> None:
+    async with forwarding() as rig:
+        decode = rig.decode[0]
+        decode.metrics = ASKED % ("1.0", "64.0", "0.0")
+        await rig.states(refused=1)
+        (line,) = rig.servers.troubles()
+        assert f"stock decode server {decode.url} is refused: it has no KV connector" in line
+        assert "--kv-transfer-config" in line
+        assert "NixlConnector" in line
+        got = await rig.ask()
+        told = line.removeprefix("stock decode server ")
+        assert (got.status, got.message) == (503, f"no stock decode server is ready: {told}")
+        decode.metrics = ASKED % ("0.0", "0.0", "0.0")
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200
+
+
+async def test_a_server_whose_metrics_nobody_may_read_serves() -> None:
+    """A gateway in front of the server may not let anybody read them."""
+    async with forwarding(wait=False) as rig:
+        for server in rig.all:
+            server.metrics_status = 401
+        await rig.states(ready=2)
+        assert (await rig.ask()).status == 200
+        await asyncio.sleep(0.1)
+        await rig.states(ready=2)
+
+
+# ---------------------------------------------------------------------------
+# Mixed fleets: which share stock servers get, and which of them by each policy.
+
+
+async def stock_of(rig: ForwardRig, requests: int) -> int:
+    """How many of so many requests the stock servers get. The others get an answer, too."""
+    before = len(rig.decode[0].requests), rig.app.requests
+    for _ in range(requests):
+        assert (await rig.ask()).status == 200
+    stock, pull = len(rig.decode[0].requests) - before[0], rig.app.requests - before[1]
+    assert stock + pull == requests
+    return stock
+
+
+@pytest.mark.essential
+async def test_a_fleet_is_moved_over_in_steps_and_back() -> None:
+    async with forwarding() as rig:
+        rig.workers = True
+        steps = (0.0, 0.25, 0.5, 0.75, 1.0)
+        for share in (*steps, *reversed(steps)):
+            rig.share = share
+            # A share that was due before the step may come after it.
+            assert await stock_of(rig, 20) == pytest.approx(20 * share, abs=1)
+        rig.share = 0.1
+        assert await stock_of(rig, 40) == pytest.approx(4, abs=1)
+
+
+async def test_a_side_that_can_take_no_request_leaves_all_to_the_other() -> None:
+    async with forwarding() as rig:
+        rig.workers, rig.share = True, 0.5
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        assert await stock_of(rig, 4) == 0
+        rig.decode[0].alive = True
+        await rig.states(ready=2)
+        rig.workers = False
+        assert await stock_of(rig, 4) == 4
+        rig.share = 0.0
+        assert await stock_of(rig, 4) == 4
+        rig.workers = True
+        assert await stock_of(rig, 4) == 0
+
+
+async def test_requests_wait_a_moment_for_a_server_that_comes_back() -> None:
+    async with forwarding() as rig:
+        rig.decode[0].alive = False
+        await rig.states(failing=1)
+        assert await rig.layer.wait_ready(0.0), "the answer says why it is refused"
+        assert (await rig.ask()).status == 503
+        waits = [asyncio.create_task(rig.layer.wait_ready(PATIENCE_S)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert not any(wait.done() for wait in waits)
+        rig.decode[0].alive = True
+        await asyncio.gather(*waits)
+        assert (await rig.ask()).status == 200
+
+
+async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:
+    async with forwarding("staged", "p2p") as rig:
+        rig.workers = True
+        assert (await rig.ask(n=2)).status == 200
+        assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 0)
+        assert (await rig.ask()).status == 200
+        assert (rig.app.requests, len(rig.decode[0].requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("how", [("staged", "nixl"), ("parallel", "p2p")])
+@pytest.mark.parametrize("policy", [DecodePolicy.LEAST_LOADED, DecodePolicy.KV])
+async def test_servers_are_chosen_by_load_or_prefix(
+    policy: DecodePolicy, how: tuple[str, str]
+) -> None:
+    async with forwarding(*how, prefill=2, decode=2) as rig:
+        rig.policy = policy
+        if policy is DecodePolicy.LEAST_LOADED:
+            for fake in (rig.prefill[0], rig.decode[0]):
+                fake.metrics = "vllm:num_requests_waiting{} 50.0\n"
+            loads = rig.servers.known.values()
+            await soon(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
+        # Three conversations take turns.
+        for turn in range(8):
+            for talk in "abc":
+                assert (await rig.ask(prompt=f"{talk} " * 400 + "more " * turn)).status == 200
+        for fakes in (rig.prefill, rig.decode):
+            busy, other = ({b["prompt"][0] for _, _, b in fake.requests} for fake in fakes)
+            if policy is DecodePolicy.LEAST_LOADED:
+                assert not busy
+            else:
+                assert not busy & other, "away from its prefix"
+                assert busy | other == {*"abc"}
+                assert min(busy, other)
+
+
+# ---------------------------------------------------------------------------
+# Stock servers that send heartbeats to a frontend, over a real ZMQ socket.
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.essential
+async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent() -> None:
+    dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)  # as connectors have one
+
+    async def beats() -> None:
+        while True:
+            for role, fake in (("P", rig.prefill[0]), ("D", rig.decode[0])):
+                said = {"type": role, "http_address": fake.kv, "zmq_address": fake.kv, "tp_size": 1}
+                await dealer.send(msgspec.msgpack.encode(said))
+            await asyncio.sleep(0.1)
+
+    async with forwarding("staged", "p2p", known=False) as rig:
+        socket = bind_heartbeats("tcp://127.0.0.1:*", ())
+        heard = Heartbeats(socket, (), rig.servers.set, 1.0)
+        dealer.connect(heard.url)
+        async with running(heard.run()):
+            for odd in (b"\xc1", b"", b"x" * 4000, msgspec.msgpack.encode(["P"])):
+                await dealer.send(odd)
+            async with running(beats()):
+                await rig.states(ready=2)
+                assert (await rig.ask()).status == 200
+            await soon(lambda: not rig.servers.known)
+            assert "no stock decode server is known" in (await rig.ask()).message
+            await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
+            async with running(beats()):
+                await rig.states(ready=2)
+        dealer.close(linger=0)
+        heard.close()

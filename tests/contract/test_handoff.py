@@ -8,34 +8,46 @@ computing there would have left; and afterwards nothing is left anywhere.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import logging
+import socket
+import struct
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from pullfill.decode_worker import ledger
 from pullfill.decode_worker.load import jobs_of
-from pullfill.errors import Outcome, PeerUnavailable
+from pullfill.errors import BadMessage, Outcome, PeerUnavailable
+from pullfill.net.channel import split_address
+from pullfill.prefill_worker import handoff
 from pullfill.prefill_worker.handoff import Handoff
 from pullfill.prefill_worker.side import PrefillService
-from pullfill.queue.contract import Urgency
+from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.queue.contract import Receipt, Urgency
+from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import KvMode, Load, PrefillJob, decode, encode, u32
 from tests.support import said
+from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock, FakeRequest
 from tests.support.handoff_rig import (
+    COMPATIBLE,
     Cluster,
     DecodeHalf,
     Make,
     PrefillHalf,
+    Served,
     hold,
     prompt,
     settled,
@@ -45,6 +57,7 @@ from tests.support.handoff_rig import (
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.nats import NatsServer
 from tests.support.waiting import soon
+from tests.support.workers import FakeDirectory
 
 # ------------------------------------------------------------------ right bytes
 
@@ -83,21 +96,25 @@ def test_any_mixture(nats: NatsServer, data: st.DataObject) -> None:
 # ------------------------------------------------------------------ bad messages
 
 
-class Tampered:
-    """A producer whose published bodies are changed on the way."""
+class Between:
+    """A producer whose published bodies are changed on the way. Its answers wait for `go`."""
 
-    def __init__(self, inner: Any, change: Callable[[bytes], bytes]) -> None:
-        self._inner, self._change = inner, change
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.go = inner, asyncio.Event()
+        self.go.set()
+        self.change: Callable[[bytes], bytes] = bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Any:
-        return await self._inner.publish(job_id, self._change(body), tokens, urgency)
+    async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
+        receipt: Receipt = await self._inner.publish(job_id, self.change(body), tokens, urgency)
+        await self.go.wait()
+        return receipt
 
 
 def forged(**changes: Any) -> Callable[[bytes], bytes]:
-    return lambda body: encode(msgspec.structs.replace(decode(body, PrefillJob), **changes))
+    return lambda body: encode(replace(decode(body, PrefillJob), **changes))
 
 
 def swapped_tokens(body: bytes) -> bytes:
@@ -121,14 +138,10 @@ async def test_poison_and_forgery_write_nothing(
     make: Make, change: Callable[[bytes], bytes], outcome: Outcome
 ) -> None:
     """Dead-lettered, served locally, and not one byte of any block touched."""
-    clean = True
-
-    def maybe(body: bytes) -> bytes:
-        return body if clean else change(body)
-
-    async with make(wrap=lambda inner: Tampered(inner, maybe), clock=FakeClock()) as cluster:
+    async with make(wrap=Between, clock=FakeClock()) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
-        clean = False
+        producer: Any = decode.producer
+        producer.change = change
         served = decode.send(prompt(3 * BLOCK))
         before = decode.pages.copy()
         await settled(served)
@@ -137,7 +150,7 @@ async def test_poison_and_forgery_write_nothing(
         trace = decode.traces.finish(served.request.request_id)
         assert trace.fallback == outcome.value
         assert (decode.pages == before).all()
-        clean = True
+        producer.change = bytes
         again = decode.send(prompt(9))
         await settled(again)
         assert decode.right(again), "the worker lives"
@@ -333,7 +346,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
     async with make(kv_mode=KvMode.PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         puller = prefill.puller
-        memory = replace(prefill.local.memory, device=device)
+        memory = dataclasses.replace(prefill.local.memory, device=device)
         engine: Any = SimpleNamespace(
             context=SimpleNamespace(memories=[memory]), dead=asyncio.Event()
         )
@@ -529,3 +542,285 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         await settled(served)
         prefill.puller.pause("check", "")
         await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ withdrawn, lost, out of reach
+
+
+def otherwise(how: str, decode: DecodeHalf, served: Served) -> None:
+    """The decode worker decides that it needs no prefill worker."""
+    if how == "abort":
+        decode.abort(served)
+    else:
+        decode.pass_time(11.0)  # nobody has claimed the job: the prompt is computed here
+
+
+async def stop_at(
+    when: str, decode: DecodeHalf, prefill: PrefillHalf, claims: asyncio.Event
+) -> Served:
+    """Send a request, and let its job come so far. One job of another request waits before it."""
+    producer: Any = decode.producer
+    if when == "being published":
+        producer.go.clear()
+    served = decode.send(prompt(40, seed=2))
+    (job_id,) = [e.job_id for e in decode.ledger._jobs.values()
+                 if e.request_id == served.request.request_id]  # fmt: skip
+    if when == "before the publish":
+        return served
+    await soon(lambda: producer.depth().depth_jobs == 2)
+    if when != "pulled":
+        return served
+    claims.clear()
+    prefill.puller.start()
+    await soon(lambda: job_id in prefill.puller._jobs)
+    return served
+
+
+@pytest.mark.parametrize("how", ["abort", "claim timeout"])
+@pytest.mark.parametrize("when", ["before the publish", "being published", "queued", "pulled"])
+@pytest.mark.essential
+async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
+    clock = FakeClock()
+    claims = asyncio.Event()
+    claims.set()
+    async with make(clock=clock, timeout_s=10.0, wrap=Between) as cluster:
+        decode = await cluster.decode()
+        prefill = await cluster.prefill(pull=False)
+        find = prefill.links.find
+
+        async def late(instance_id: str, **how: bool) -> Any:
+            await claims.wait()
+            return await find(instance_id, **how)
+
+        computed: list[int] = []
+        submit = prefill.engine.submit
+
+        def noted(task: Any) -> None:
+            computed.append(len(task.token_ids))
+            submit(task)
+
+        prefill.links.find = late
+        prefill.engine.submit = noted
+        first = decode.send(prompt(30))
+        await soon(lambda: decode.producer.depth().depth_jobs == 1)
+        unwanted = await stop_at(when, decode, prefill, claims)
+        otherwise(how, decode, unwanted)
+        decode.producer.go.set()
+        claims.set()
+        if when != "pulled":
+            prefill.puller.start()
+        await settled(first, unwanted)
+        last = decode.send(prompt(20, seed=3))
+        await settled(last)
+        assert decode.right(last)
+        assert not unwanted.loaded
+        # The clock has passed for the first job, too.
+        assert computed == ([29, 19] if how == "abort" else [19])
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ the queue loses it
+
+
+async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
+    """Let the message of the only job disappear, after it was published."""
+    names = cluster.names
+    (producer,) = [decode.producer for decode in cluster.decodes.values()]
+    connection: Any = producer.connection
+    if how == "purge":
+        assert (await connection.api(f"STREAM.PURGE.{names.stream}"))["purged"] == 1
+    elif how == "delete":
+        await connection.api(f"STREAM.DELETE.{names.stream}")
+    else:
+        for _ in range(cluster.max_deliver if how == "max_deliver" else 1):
+            delivery = await consumer.pull(30.0)
+            await (delivery.term("it is poison") if how == "term" else delivery.nak())
+        assert not await consumer.pull(0.2)
+
+
+@pytest.mark.parametrize("how", ["purge", "delete", "term", "max_deliver"])
+async def test_a_job_whose_message_is_gone_is_local(
+    make: Make, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within a second, not after the claim timeout of 10 s. It is told, and the next one is remote.
+
+    An older job, which a prefill worker holds, stays where it is."""
+    caplog.set_level(logging.WARNING)
+    async with make() as cluster:
+        decode, prefill = await cluster.decode(), await cluster.prefill(pull=False)
+        consumer = await cluster.consumer()
+        beside = how in ("term", "max_deliver")
+        if beside:
+            older = decode.send(prompt(30))
+            await soon(lambda: decode.producer.depth().depth_jobs == 1)
+            held = await consumer.pull(30.0)
+        served = decode.send(prompt(20, seed=2))
+        await soon(lambda: decode.producer.depth().depth_jobs == 1 + beside)
+        await lose(how, cluster, consumer)
+        await settled(served)
+        assert served.loaded is False
+        trace = decode.traces.finish(served.request.request_id)
+        assert trace.fallback == "job_gone"
+        assert "1 jobs are gone from the queue" in caplog.text
+        if beside:
+            assert older.loaded is None
+            await held.nak()
+        await consumer.close()
+        prefill.puller.start()
+        await soon(lambda: decode.producer.available)
+        last = decode.send(prompt(20, seed=3))
+        await settled(last)
+        assert decode.right(last)
+        await cluster.check_clean()
+
+
+# ------------------------------------------------------------------ unreadable frames
+
+
+def noting(prefill: PrefillHalf) -> list[int]:
+    """The number of each delivery that this worker gets from now on."""
+    given, begin = list[int](), prefill.puller.begin
+    prefill.puller.begin = lambda delivery: given.append(delivery.number) or begin(delivery)
+    return given
+
+
+@pytest.mark.parametrize("to", ["decode", "prefill"])
+@pytest.mark.essential
+async def test_an_unreadable_frame_ends_the_control_connection(
+    make: Make, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Its jobs go on at the other worker; the link is made anew. Both ends see it break, and only
+    the decode worker hands the delivery back."""
+    # After 0.1 s a request whose writer is stopped goes on locally, and its message is deleted. A
+    # busy machine may take longer than that to deliver the message again.
+    monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
+    async with make(ack_wait_s=60.0) as cluster:  # only a nak brings a message back
+        decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
+        faults = hold(decode)
+        served = decode.send(prompt(30))
+        await stuck_in_a_write(decode)
+        other = await cluster.prefill(pull=False)
+        given = noting(other)
+        other.puller.start()
+        await holder.puller.stop()
+        (peer,) = [p for p in decode.control.peers.values() if p.instance_id == holder.name]
+        (link,) = holder.links.links.values()
+        channel = link._channel if to == "decode" else peer.channel
+        channel._writer.write(struct.pack("<I", 5) + b"\xc1" * 5)
+        await soon(lambda: given)
+        faults.resume()
+        await settled(served)
+        assert decode.right(served)
+        await soon(lambda: holder.links.connected == [decode.name])
+        assert link._channel is not channel
+        await asyncio.sleep(0.3)  # a second hand-back would come 0.05 s after the first
+        assert set(given) == {2}
+        await cluster.check_clean()
+        assert (holder.budget.completed, other.budget.completed) == (0, 1)
+
+
+# --------------------------------------------------------------------------
+# The handoff when a decode worker is out of reach.
+
+
+@pytest.fixture
+def nowhere() -> Iterator[str]:
+    """An address where nobody listens. Its port stays taken, so that nobody else gets it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def unreachable(cluster: Cluster, nowhere: str, name: str = "decode-1") -> FakeDirectory:
+    """The directory of a prefill worker that cannot reach this decode worker."""
+    cluster.links["appear_s"] = 0.01
+    directory = FakeDirectory()
+    for known in cluster.directory.members.values():
+        cut = known.instance_id == name
+        directory.put(replace(known, control=nowhere) if cut else known)
+    return directory
+
+
+async def test_row_18_a_job_that_no_worker_can_claim_is_no_dead_letter(
+    make: Make, nowhere: str
+) -> None:
+    """Served locally when nobody claimed it in time, which removes it from the queue."""
+    async with make(clock=FakeClock()) as cluster:
+        decode = await cluster.decode()
+        address = split_address(decode.control.address)
+        busy = Raw(*await asyncio.open_connection(*address))  # it takes nothing, but it is there
+        await busy.hello(COMPATIBLE.hash())
+        cluster.directory = unreachable(cluster, nowhere)
+        prefill = await cluster.prefill(pull=False, reaches=False)
+        given = noting(prefill)
+        prefill.puller.start()
+        served = decode.send(prompt(30))
+        await soon(lambda: given == [1, 2, 3])
+        assert served.loaded is None
+        assert decode.producer.depth().depth_jobs == 1
+        decode.pass_time(11.0)  # router.claim_timeout_s is 10
+        await settled(served)
+        assert served.loaded is False
+        await cluster.check_clean()
+        assert not await cluster.dead()
+        busy.writer.close()
+
+
+async def test_row_18_jobs_go_past_a_worker_that_cannot_reach_their_decode_worker(
+    make: Make, nowhere: str
+) -> None:
+    """An idle prefill worker that reaches it gets them at once. Jobs of a decode worker that both
+    reach are taken by both."""
+    async with make() as cluster:
+        far, near = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        everybody, cluster.directory = cluster.directory, unreachable(cluster, nowhere)
+        cut = await cluster.prefill(reaches=False)
+        pulled = noting(cut)
+        cluster.directory = everybody
+        other = await cluster.prefill(pull=False)
+        given = noting(other)
+        first = far.send(prompt(9))
+        await soon(lambda: pulled and not cut.puller.in_flight)
+        other.puller.start()
+        await settled(first)
+        served = [first]
+        for seed in range(8):
+            served.append(far.send(prompt(9, seed=seed)))
+            await settled(served[-1])
+        assert max(given[1:]) <= 2, "what was given back went to the worker that is idle"
+        served += [far.send(prompt(9, seed=seed)) for seed in range(8, 12)]
+        await settled(*served)
+        assert all(far.right(one) for one in served)
+        await other.puller.stop()
+        alone = near.send(prompt(9))
+        await settled(alone)
+        assert near.right(alone)
+        await cluster.check_clean()
+        assert (cut.budget.completed, other.budget.completed) == (1, 13)
+
+
+@pytest.mark.essential
+async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else answers at its KV port. Its jobs are computed there; those of others go on."""
+    monkeypatch.setattr(handoff, "patience", partial(handoff.patience, soonest_s=0.01))
+    attempts: list[str] = []
+
+    async def nonsense() -> TransferWorker:
+        attempts.append("decode-1")
+        raise BadMessage("a frame of 1347703880 bytes")
+
+    async with make(timeout_s=2.0) as cluster:
+        cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
+        prefill = await cluster.prefill()
+        prefill.links.links["decode-1"].transfer._open = nonsense
+        lost = [cut.send(prompt(20 + i)) for i in range(6)]
+        served = fine.send(prompt(30))
+        await settled(*lost, served)
+        assert fine.right(served)
+        assert not any(request.loaded for request in lost)
+        assert attempts == ["decode-1"]
+        await cluster.check_clean()
+        assert not await cluster.dead()
+        assert prefill.budget.completed == 1
