@@ -28,9 +28,6 @@ from tests.support.etcd import EtcdServer
 from tests.support.waiting import soon
 from tests.support.workers import compat, member, record
 
-# ------------------------------------------------------------------ client
-
-
 # ------------------------------------------------------------------ watch
 
 
