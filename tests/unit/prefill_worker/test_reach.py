@@ -1,5 +1,5 @@
 """A failed attempt to reach a decode worker's memory is remembered. That all of its jobs share one:
-tests/contract/test_handoff_lost.py"""
+tests/contract/test_handoff.py"""
 
 from __future__ import annotations
 
