@@ -189,16 +189,6 @@ def test_every_room_is_looked_at() -> None:
     assert outside - {"__pycache__"} == (set(ROOMS) - {CORE}) | set(CORE_FOLDERS)
 
 
-def test_links_are_relative_and_lead_to_the_rooms() -> None:
-    for room, (folder, _) in ROOMS.items():
-        link = ROOT / "pullfill" / room
-        if folder == room:
-            assert link.is_symlink(), room
-            assert str(link.readlink()) == f"../{room}"
-    for room in ("queue", "transfer"):
-        assert (ROOT / room / "contract.py").is_file()
-
-
 @pytest.mark.parametrize(
     ("file", "code", "expected"),
     [

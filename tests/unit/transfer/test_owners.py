@@ -128,14 +128,6 @@ def test_ranks_of_tensor_and_pipeline_parallel_engines_find_their_place(tmp_path
     assert os.listdir(tmp_path) == []
 
 
-def test_one_rank_in_this_process_is_not_mapped_twice(tmp_path: Path) -> None:
-    told = replace(region(tmp_path, 0), pid=os.getpid())
-    (rank,) = owners.attach_ranks({(0, 0): told}, kv_heads=1)
-    assert rank.mapping is None
-    assert rank.memory == told.memory
-    rank.close()
-
-
 def test_ranks_that_do_not_fit_are_refused_and_nothing_stays_mapped(tmp_path: Path) -> None:
     def maps() -> int:
         return Path("/proc/self/maps").read_text().count(str(tmp_path))
