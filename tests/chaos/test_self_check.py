@@ -1,5 +1,5 @@
 """Row 29: if the remote prefills of a pair of workers differ from local ones, prompts stay local.
-The result is kept and shown. tests/contract/test_self_checks.py clears it."""
+The result is kept and shown. tests/contract/test_registry.py clears it."""
 
 from __future__ import annotations
 
