@@ -21,6 +21,7 @@ from tests.support.prompts import (
     Answer,
     ask,
     ask_all,
+    assert_right,
     forget_decode_prefixes,
     going_away,
     random_prompt,
@@ -72,11 +73,10 @@ class Served:
         """Assert that the plain engine answers the same.
 
         steps, sampling: what the cluster was asked with, as for `ask`."""
-        expected = truth(self.oracle, prompts, steps, **sampling)
-        if self.model.dtype != "float32":
-            self._check_rounded(prompts, answers, expected, steps, **sampling)
-            return
-        self._check_equal(prompts, answers, expected)
+        if self.model.dtype == "float32":
+            assert_right(self.oracle, prompts, answers, steps, TOLERANCE, **sampling)
+        else:
+            self._check_rounded(prompts, answers, steps, **sampling)
 
     def check_alone(self, prompts: list[list[int]], answers: list[Answer]) -> None:
         """As `check`, for prompts that were asked one after the other.
@@ -87,7 +87,7 @@ class Served:
             self.check(prompts, answers)
             return
         ends = [self._ends(*each) for each in zip(prompts, answers, strict=True)]
-        self._check_equal(prompts, answers, truth(self.oracle, prompts, STEPS, ends=ends))
+        assert_right(self.oracle, prompts, answers, STEPS, TOLERANCE, ends=ends)
 
     def _ends(self, prompt: list[int], answer: Answer) -> list[int]:
         """Numbers of tokens after which a step of the prompt ended, if it was alone."""
@@ -115,31 +115,16 @@ class Served:
             ends.append(end)
         return ends[1:]
 
-    def _check_equal(
-        self,
-        prompts: list[list[int]],
-        answers: list[Answer],
-        expected: list[tuple[list[int], list[float]]],
-    ) -> None:
-        for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
-            what = f"{self.name}: prompt of {len(prompt)} tokens"
-            assert answer.tokens == tokens, what
-            assert answer.logprobs == pytest.approx(logprobs, abs=TOLERANCE), what
-
     def _check_rounded(
-        self,
-        prompts: list[list[int]],
-        answers: list[Answer],
-        expected: list[tuple[list[int], list[float]]],
-        steps: int,
-        **sampling: Any,
+        self, prompts: list[list[int]], answers: list[Answer], steps: int, **sampling: Any
     ) -> None:
         """Assert that each answer is that of the plain engine, with the last token apart or not.
 
         In 16 bits another expert may be chosen by one rounding, and all that follows differs."""
         apart = [[len(prompt) - 1, len(prompt)] for prompt in prompts]
-        others, equal = truth(self.oracle, prompts, steps, ends=apart, **sampling), 0
-        for prompt, answer, *both in zip(prompts, answers, expected, others, strict=True):
+        whole, equal = truth(self.oracle, prompts, steps, **sampling), 0
+        others = truth(self.oracle, prompts, steps, ends=apart, **sampling)
+        for prompt, answer, *both in zip(prompts, answers, whole, others, strict=True):
             what = f"{self.name}: prompt of {len(prompt)} tokens: {answer}, not {both}"
             assert any(
                 answer.logprobs[: (same := _alike(answer.tokens, tokens))]

@@ -16,7 +16,7 @@ from tests.support.answers import Heard, ask_for
 from tests.support.cluster import BLOCK, Cluster, until
 from tests.support.drafts import FEW, NGRAM, SPECULATE
 from tests.support.oracle import Oracle
-from tests.support.prompts import forget_decode_prefixes, random_prompt, truth
+from tests.support.prompts import assert_right, forget_decode_prefixes, random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -54,9 +54,7 @@ def ask(cluster: Cluster, prompt: list[int], steps: int = STEPS) -> Heard:
 def check(oracle: Oracle, prompt: list[int], heard: Heard, steps: int = STEPS) -> None:
     assert heard.done.wait(60)
     assert not heard.error
-    ((tokens, logprobs),) = truth(oracle, [prompt], steps, allowed_token_ids=ALLOWED)
-    assert heard.tokens == tokens, len(prompt)
-    assert heard.logprobs == pytest.approx(logprobs, abs=TOLERANCE), len(prompt)
+    assert_right(oracle, [prompt], [heard], steps, TOLERANCE, allowed_token_ids=ALLOWED)
 
 
 def counted(read: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -104,11 +104,13 @@ def assert_right(
     answers: Sequence[Answer],
     max_tokens: int = 6,
     tolerance: float | None = None,
+    **how: Any,
 ) -> None:
     """Each answer of `ask` has the tokens of the aggregated engine.
 
-    tolerance: also its log probabilities, with this difference at most."""
-    expected = truth(oracle, prompts, max_tokens)
+    tolerance: also its log probabilities, with this difference at most.
+    how: more arguments of `truth`."""
+    expected = truth(oracle, prompts, max_tokens, **how)
     for prompt, answer, (tokens, logprobs) in zip(prompts, answers, expected, strict=True):
         what = f"prompt of {len(prompt)} tokens"
         assert answer.tokens == tokens, what
