@@ -19,7 +19,7 @@ from typing import Any, Never, TypeVar, cast
 
 import msgspec
 
-from pullfill.errors import AuthFailed, BadMessage, ConfigError, PeerUnavailable
+from pullfill.errors import AuthFailed, BadMessage, PeerUnavailable
 from pullfill.net.handshake import CONTROL, Acceptance, Introduction, Seal
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log
@@ -203,13 +203,7 @@ async def introduce(channel: Channel, key: ClusterKey | None, hello: Hello | Lea
     """The connecting worker's end: prove that we hold `key`, check the peer's proof, send `hello`.
 
     Never falls back to a plain connection. Raises AuthFailed, PeerUnavailable (refused, with the
-    peer's reason), ConfigError (the hello is longer than any decode worker takes), EOFError,
-    BadMessage."""
-    if (size := len(encode(hello)) + Seal.BYTES) > HELLO_FRAME:
-        raise ConfigError(
-            f"our {type(hello).__name__} has {size} bytes, for all our ranks; at most "
-            f"{HELLO_FRAME} are taken"
-        )
+    peer's reason), EOFError, BadMessage."""
     if key is not None:
         shake = Introduction(key, CONTROL)
         channel.write(shake.hello)

@@ -23,8 +23,8 @@ _STEP = 4 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def make_present(address: int, nbytes: int, *, parts: int = 1, within_s: float = 2.0) -> int:
-    """Back memory of this process with pages. Returns how many bytes are there.
+def make_present(address: int, nbytes: int, *, parts: int = 1, within_s: float = 2.0) -> None:
+    """Back memory of this process with pages.
 
     Blocks for `within_s` at most. An older kernel or a full tmpfs ends it earlier. The rest comes
     when it is touched.
@@ -34,14 +34,11 @@ def make_present(address: int, nbytes: int, *, parts: int = 1, within_s: float =
     """
     give_up = time.monotonic() + within_s
     length = nbytes // parts
-    done = 0
     for start in range(0, length, _STEP):
         count = min(_STEP, length - start)
         for part in range(parts):
             if time.monotonic() > give_up or not _populate(address + part * length + start, count):
-                return done
-            done += count
-    return done
+                return
 
 
 def make_caches_present(kv_caches: Mapping[str, Any]) -> None:
