@@ -93,7 +93,7 @@ def test_a_killed_writer_leaves_not_one_byte_after_the_proof(when: str, tmp_path
     is killed, and the owner's memory stands still from the proof on."""
     path, env = tmp_path / "descriptor", dict(os.environ)
     if when == "with a batch queued":
-        env[failpoints.ENV] = "cuda_ipc.queued=kill@3"
+        env[failpoints.ENV] = "gpu.queued=kill@3"
     with GpuProgram("owner", tmp_path, *GIB) as owner:
         path.write_text(owner.greeting)
         for round_ in range(10):

@@ -22,7 +22,7 @@ from tests.support.prompts import ask, ask_all, assert_right, random_prompt
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 POINTS = {
-    "cuda_ipc": ("cuda_ipc.write.batch={}@2", "cuda_ipc.queued={}@2"),
+    "cuda_ipc": ("cuda_ipc.write.batch={}@2", "gpu.queued={}@2"),
     "nccl": ("stream.write.batch={}@1", "nccl.ready={}@1"),
 }
 """Of the prefill worker. cuda_ipc, holding the fence: before a batch is queued, and after. nccl:

@@ -25,7 +25,7 @@ from pullfill.errors import (
     TransferFailed,
 )
 from pullfill.net.this_host import pid_namespace
-from pullfill.runtime import failpoints, log
+from pullfill.runtime import log
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.cuda_ipc.writers import (
     WriterRecord,
@@ -240,9 +240,7 @@ class CudaIpcTransport:
                 f"descriptor of {descriptor.nbytes} bytes, endpoint of {endpoint.memory.nbytes}"
             )
         link = link_to(driver, device, endpoint.memory.device)
-        copier = GpuCopier(
-            self._lane(device), link, queued=lambda: failpoints.hit("cuda_ipc.queued")
-        )
+        copier = GpuCopier(self._lane(device), link)
         with ExitStack() as undo:
             try:
                 fd = open_same(endpoint.fence, endpoint.fence_inode)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pullfill.errors import TransferFailed
-from pullfill.runtime import log
+from pullfill.runtime import failpoints, log
 from pullfill.transfer.gpu.cuda import Addresses, CudaDriver, load
 from pullfill.transfer.runs import Copies
 
@@ -117,15 +117,12 @@ class Lane:
         source: Addresses,
         nbytes: Addresses,
         link: Interconnect = SAME,
-        queued: Callable[[], object] = lambda: None,
     ) -> None:
         """Make at most BATCH_RUNS copies over a link. Returns when they are done. Raises
-        TransferFailed: nothing goes on then, unless the lane is `broken`.
-
-        queued: called after they were queued, before they are waited for."""
+        TransferFailed: nothing goes on then, unless the lane is `broken`."""
         try:
             self._queue(target, source, nbytes, link)
-            queued()
+            failpoints.hit("gpu.queued")
         finally:  # also when it could queue a part only
             self.wait()
 
@@ -187,13 +184,9 @@ class GpuCopier:
 
     settled: nothing of this session is in flight. The fence is left only then."""
 
-    def __init__(
-        self, lane: Lane, link: Interconnect = SAME, *, queued: Callable[[], object] = lambda: None
-    ) -> None:
-        """queued: called after a batch was queued, before it is waited for."""
+    def __init__(self, lane: Lane, link: Interconnect = SAME) -> None:
         self._lane = lane
         self._link = link
-        self._queued = queued
         self.settled = True
 
     def __call__(self, source: int, target: int, batch: Copies) -> None:
@@ -207,7 +200,7 @@ class GpuCopier:
             # stays so: nobody knows whether the device still writes.
             self.settled = False
             try:
-                self._lane.copy(*runs, self._link, self._queued)
+                self._lane.copy(*runs, self._link)
             finally:
                 self.settled = not self._lane.broken
 

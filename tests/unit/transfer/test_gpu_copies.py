@@ -98,18 +98,19 @@ def test_nccl_lets_go_of_its_blocks_only_when_the_gpu_is_quiet(
         gpu.copy(*runs)
 
 
-def test_sessions_take_turns() -> None:
+def test_sessions_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the stream and the kernel's table."""
     driver = FakeDriver()
     inside, most = [], []
 
-    def queued() -> None:
+    def queued(_: str) -> None:
         inside.append(1)
         time.sleep(0.01)
         most.append(len(inside))
         inside.pop()
 
-    copiers = [GpuCopier(driver.lane(0), queued=queued) for _ in range(4)]
+    monkeypatch.setattr(copies.failpoints, "hit", queued)
+    copiers = [GpuCopier(driver.lane(0)) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(move, driver, c, batch((0, 96, 48))) for c in copiers]:
             done.result()
