@@ -30,8 +30,8 @@ from pullfill.net.this_host import host_id
 from pullfill.options import Flag
 from pullfill.registry import self_checks, suspect_records
 from pullfill.registry.directory import revoke_worker
-from pullfill.registry.live_settings import UNSET, Settings, find, store
-from pullfill.wire import QueueSettings, RouterConfig, WorkerRecord
+from pullfill.registry.live_settings import UNSET, find, read_all, store
+from pullfill.wire import WorkerRecord
 
 InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
 
@@ -121,9 +121,8 @@ async def config_get(
     if key is not None:
         find(key)
     async with etcd_of(ref) as etcd:
-        router = await Settings(etcd, ref.namespace, RouterConfig).get_all()
-        queue = await Settings(etcd, ref.namespace, QueueSettings).get_all()
-    for name, value in (router | queue).items():
+        found = await read_all(etcd, ref.namespace)
+    for name, value in found.items():
         shown = UNSET if value is None else value
         if key in (None, name):
             click.echo(shown if key else f"{name} {shown}")

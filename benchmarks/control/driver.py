@@ -33,7 +33,7 @@ from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
-from pullfill.registry.live_settings import Settings
+from pullfill.registry.live_settings import store
 from pullfill.wire import DecodePolicy, RouterConfig
 from tests.support.frontend_rig import Alone
 
@@ -61,9 +61,8 @@ class Driver:
 
     async def start(self, cluster: ClusterRef, model: str, router: dict[str, Any]) -> None:
         client = await EtcdClient.connect(cluster.etcd_url, wait_s=30.0)
-        settings = Settings(client, cluster.namespace, RouterConfig)
         for key, value in router.items():
-            await settings.set(key, str(value))
+            await store(client, cluster.namespace, f"router.{key}", str(value))
         directory = Directory(client, cluster.namespace, ["decode", "prefill"])
         await directory.start()
         hello = front_wire.FrontendHello(

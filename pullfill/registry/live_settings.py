@@ -4,7 +4,7 @@ Each key holds a JSON object with any of the fields of `RouterConfig` or `QueueS
 field, or a missing key, means the default. A field that this build does not know is ignored, with a
 warning: another build may have written it. `pullfill config` refuses it.
 
-Life: `start` → `current` changes by itself → `close`. `set` and `get_all` need no `start`.
+Life: `start` → `current` changes by itself → `close`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,43 @@ def check(key: str, text: str) -> None:
         _from_text(kind, name, text)
 
 
-async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
-    """Store one setting, e.g. `router.policy`. Return its new value.
+async def read_all(client: EtcdClient, namespace: str) -> dict[str, Any]:
+    """Return `ROOT.FIELD` -> value, as in etcd now. Raises ConfigError on bad values there."""
+    found: dict[str, Any] = {}
+    for kind, root in _ROOT.items():
+        kv = await client.get(keys.record(namespace, "config", root))
+        config = kind() if kv is None else parse(kv.value, kind)
+        found |= {f"{root}.{name}": one for name, one in msgspec.to_builtins(config).items()}
+    return found
 
-    Raises ConfigError for an unknown setting or a bad value."""
+
+async def store(client: EtcdClient, namespace: str, key: str, text: str) -> Any:
+    """Store one setting, e.g. `router.policy`, or remove it if `text` is `UNSET`. Return its value.
+
+    Other settings are not changed, also if others write them at the same time. Raises ConfigError
+    for an unknown setting, and for a bad value, with those that are allowed. Then nothing is
+    written. It also raises that if another setting is bad: then this one is written, but no process
+    takes any."""
     kind, name = find(key)
-    return await Settings(client, namespace, kind).set(name, text)
+    value = None if text == UNSET else _from_text(kind, name, text)
+    where = keys.record(namespace, "config", _ROOT[kind])
+    for _ in range(10):
+        kv = await client.get(where)
+        fields = stored(kv.value) if kv is not None else {}
+        fields.pop(name, None)
+        if value is not None:
+            fields[name] = value
+        new = msgspec.json.encode(fields)
+        if await client.put_if(where, new, mod_revision=kv.mod_revision if kv else 0):
+            try:
+                parse(new, kind)
+            except ConfigError as exc:
+                raise ConfigError(
+                    f"{key} is stored, but no process takes it before another setting is mended: "
+                    f"{exc}"
+                ) from None
+            return getattr(kind(), name) if value is None else value
+    raise RegistryUnavailable(f"{where} keeps changing; try again")
 
 
 class Settings(Follower, Generic[T]):
@@ -106,47 +137,13 @@ class Settings(Follower, Generic[T]):
         except ConfigError as exc:
             _log.error("settings in etcd refused, keeping the last good ones: %s", exc)
             return
-        if isinstance(event, Put) and (strange := _unknown(event.value, self._kind)):
-            _log.warning("unknown %s settings in etcd: %s", self._root, ", ".join(strange))
+        known = self._kind.__struct_fields__
+        if isinstance(event, Put) and (strange := stored(event.value).keys() - set(known)):
+            _log.warning("unknown %s settings in etcd: %s", self._root, ", ".join(sorted(strange)))
         if new != self.current:
             self.current = new
             _log.info("%s settings: %s", self._root, msgspec.json.encode(new).decode())
             self._tell(new)
-
-    async def get_all(self) -> dict[str, Any]:
-        """Return `ROOT.FIELD` -> value, as in etcd now. Raises ConfigError on bad values there."""
-        kv = await self._client.get(self._key)
-        config = self._kind() if kv is None else parse(kv.value, self._kind)
-        return {
-            f"{self._root}.{name}": value for name, value in msgspec.to_builtins(config).items()
-        }
-
-    async def set(self, name: str, text: str) -> Any:
-        """Store one field, or remove it if `text` is `UNSET`. Returns its value.
-
-        Other fields are not changed, also if others write them at the same time. Raises ConfigError
-        for a bad value, and says which are allowed. Then nothing is written. It also raises that if
-        another field is bad: then this one is written, but no process takes any.
-        """
-        value = None if text == UNSET else _from_text(self._kind, name, text)
-        for _ in range(10):
-            kv = await self._client.get(self._key)
-            fields = stored(kv.value) if kv is not None else {}
-            fields.pop(name, None)
-            if value is not None:
-                fields[name] = value
-            revision = kv.mod_revision if kv is not None else 0
-            new = msgspec.json.encode(fields)
-            if await self._client.put_if(self._key, new, mod_revision=revision):
-                try:
-                    parse(new, self._kind)
-                except ConfigError as exc:
-                    raise ConfigError(
-                        f"{self._root}.{name} is stored, but no process takes it before another "
-                        f"setting is mended: {exc}"
-                    ) from None
-                return getattr(self._kind(), name) if value is None else value
-        raise RegistryUnavailable(f"{self._key} keeps changing; try again")
 
 
 def _from_text(kind: type[T], name: str, text: str) -> Any:
@@ -165,14 +162,9 @@ def _from_text(kind: type[T], name: str, text: str) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _unknown(value: bytes, kind: type[Message]) -> list[str]:
-    """The fields of a stored object that this build does not know."""
-    return sorted(msgspec.json.decode(value).keys() - set(kind.__struct_fields__))
-
-
 def stored(value: bytes) -> dict[str, Any]:
     """The fields of a stored object, also bad ones, and those of another build. Empty: it is no
-    object, so the next `set` replaces it."""
+    object, so the next `store` replaces it."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(value, type=dict[str, Any])
     return {}

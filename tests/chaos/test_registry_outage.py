@@ -12,7 +12,7 @@ import pytest
 from pullfill.errors import PullfillError, RegistryUnavailable
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
-from pullfill.registry.live_settings import Settings
+from pullfill.registry.live_settings import Settings, store
 from pullfill.registry.watch import Delete, Put, watch_prefix
 from pullfill.wire import QueueSettings, WorkerState
 from tests.support.etcd import EtcdCluster, EtcdServer
@@ -180,7 +180,7 @@ async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: P
         began = time.monotonic()
         while True:
             try:
-                await follower.set("max_jobs", "7")
+                await store(client, "ns", "queue.max_jobs", "7")
                 break
             except PullfillError:
                 assert time.monotonic() < began + 30.0

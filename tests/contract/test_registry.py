@@ -19,13 +19,14 @@ from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, live_workers, revoke_worker
-from pullfill.registry.live_settings import Settings
+from pullfill.registry.live_settings import Settings, read_all, store
 from pullfill.registry.membership import Membership
 from pullfill.registry.self_checks import SelfChecks, clear, kept, pair_of
 from pullfill.registry.watch import Delete, Put, Synced, WatchEvent, watch_prefix
 from pullfill.wire import (
     WIRE_VERSION,
     Hello,
+    QueueSettings,
     RouterConfig,
     RouterPolicy,
     SelfCheck,
@@ -94,30 +95,30 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
     config = Settings(client, ns, RouterConfig)
     await config.start()
     assert config.current == RouterConfig()
-    await config.set("policy", "always_remote")
-    await config.set("max_prefill_queue_size", "3")
+    await store(client, ns, "router.policy", "always_remote")
+    await store(client, ns, "router.max_prefill_queue_size", "3")
     await soon(lambda: config.current.max_prefill_queue_size == 3)
     assert config.current.policy is RouterPolicy.ALWAYS_REMOTE
     good = config.current
 
     with pytest.raises(ConfigError, match="conditional, always_local, always_remote"):
-        await config.set("policy", "whatever")
+        await store(client, ns, "router.policy", "whatever")
     with caplog.at_level(logging.ERROR, "pullfill"):
         await client.put(keys.record(ns, "config", "router"), b'{"remote_timeout_s": -4}')
         await soon(lambda: "remote_timeout_s" in caplog.text)
     assert config.current == good
     with pytest.raises(ConfigError, match="remote_timeout_s"):
-        await config.get_all()
+        await read_all(client, ns)
 
     with pytest.raises(ConfigError, match=r"router.policy is stored, but .*remote_timeout_s"):
-        await config.set("policy", "always_local")
-    await config.set("remote_timeout_s", "4.5")
-    await config.set("policy", "unset")
+        await store(client, ns, "router.policy", "always_local")
+    await store(client, ns, "router.remote_timeout_s", "4.5")
+    await store(client, ns, "router.policy", "unset")
     await soon(lambda: config.current == RouterConfig(remote_timeout_s=4.5))
-    assert (await config.get_all())["router.remote_timeout_s"] == 4.5
-    await config.set("remote_timeout_s", "unset")
+    assert (await read_all(client, ns))["router.remote_timeout_s"] == 4.5
+    await store(client, ns, "router.remote_timeout_s", "unset")
     await soon(lambda: config.current == RouterConfig())
-    await config.set("remote_timeout_s", "5")
+    await store(client, ns, "router.remote_timeout_s", "5")
     await soon(lambda: config.current == RouterConfig(remote_timeout_s=5.0))
     await client.delete(keys.record(ns, "config", "router"))
     await soon(lambda: config.current == RouterConfig())
@@ -125,19 +126,20 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
 
 
 async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: str) -> None:
-    config = Settings(client, ns, RouterConfig)
     await asyncio.gather(
-        config.set("policy", "always_local"),
-        config.set("max_local_prefill_length", "1"),
-        config.set("max_prefill_queue_size", "2"),
-        config.set("remote_timeout_s", "3"),
+        store(client, ns, "router.policy", "always_local"),
+        store(client, ns, "router.max_local_prefill_length", "1"),
+        store(client, ns, "router.max_prefill_queue_size", "2"),
+        store(client, ns, "router.remote_timeout_s", "3"),
     )
-    defaults = {f"router.{name}": value for name, value in to_builtins(RouterConfig()).items()}
-    assert await config.get_all() == defaults | {
-        "router.policy": "always_local",
-        "router.max_local_prefill_length": 1,
-        "router.max_prefill_queue_size": 2,
-        "router.remote_timeout_s": 3.0,
+    new = RouterConfig(
+        policy=RouterPolicy.ALWAYS_LOCAL, max_local_prefill_length=1, max_prefill_queue_size=2,
+        remote_timeout_s=3.0,
+    )  # fmt: skip
+    assert await read_all(client, ns) == {
+        f"{root}.{name}": value
+        for root, settings in (("router", new), ("queue", QueueSettings()))
+        for name, value in to_builtins(settings).items()
     }
 
 
