@@ -189,38 +189,27 @@ async def stop_phase(
 
     Return the names of those that had to be killed."""
     alive = {entry.name: entry for entry in phase}
-
-    def send_all(sig: int) -> None:
-        for entry in alive.values():
-            send(entry, sig)
-
     for entry in phase:
         view.set(entry.name, "draining" if entry.role in WORKERS else "stopping")
-        send(entry, signal.SIGTERM)
-    began = time.monotonic()
-    second: float | None = None
-    killed: list[str] = []
-    while True:
-        for name, entry in list(alive.items()):
-            if not is_alive(entry):
-                view.set(name, "killed" if name in killed else "stopped")
+    for sig, within_s, hurry in (
+        (signal.SIGTERM, deadline_s, force),
+        (signal.SIGTERM, GRACE_S, lambda: False),
+        (signal.SIGKILL, 3 * GRACE_S, lambda: False),
+    ):
+        how = "killed" if sig is signal.SIGKILL else "stopped"
+        killed = list(alive)  # in the last round
+        for entry in alive.values():
+            send(entry, sig)
+        end = time.monotonic() + within_s
+        while alive and time.monotonic() < end and not hurry():
+            await asyncio.sleep(0.05)
+            for name in [name for name, entry in alive.items() if not is_alive(entry)]:
+                view.set(name, how)
                 del alive[name]
-        if not alive:
-            return killed
-        now = time.monotonic()
-        if second is None:
-            if now - began > deadline_s or force():
-                second = now
-                send_all(signal.SIGTERM)
-        elif not killed and now - second > GRACE_S:
-            killed = list(alive)
-            send_all(signal.SIGKILL)
-        elif killed and now - second > 4 * GRACE_S:
-            # Unkillable: stuck in the kernel. Say so instead of hanging.
-            for name in alive:
-                view.set(name, "failed", "does not die; see its pid in the log directory")
-            return killed
-        await asyncio.sleep(0.05)
+    # Unkillable: stuck in the kernel. Say so instead of hanging.
+    for name in alive:
+        view.set(name, "failed", "does not die; see its pid in the log directory")
+    return killed
 
 
 async def _kill_stragglers(cluster_id: str) -> None:
