@@ -301,13 +301,21 @@ class Product(Rule):
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
             if self.plans and engine.own:
                 own = any(r.job_of is None for r in engine.undone.values())
-                return 0 if own else 1 - engine.job_tokens()
+                return 0 if own or not self._wanted() else 1 - engine.job_tokens()
             if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
                 return None
         if engine.sides == "decode":
             return None
         now = engine.world.now
         return PULL_TOKENS - sum(r.left for r in engine.undone.values() if r.due > now)
+
+    def _wanted(self) -> bool:
+        """As `Outlook.wanted` tells it."""
+        engine, now = self.engine, self.engine.world.now
+        if not engine.cluster.free - {engine.number}:
+            return True
+        oldest = itertools.islice(engine.cluster.queue, 16)
+        return any(r.home is engine and now - r.at > r.ttft_s for r in oldest)
 
 
 class Engine:
@@ -540,6 +548,7 @@ class Cluster:
         # Of those with streams: tokens_per_s and harm of a job there (`Load`).
         self._paces: dict[int, tuple[float, float]] = {}
         self._able: dict[int, tuple[bool, int, int]] = {}
+        self.free: set[int] = set()  # those that pull and have no streams
         for one in self.engines:
             self.changed(one)
         self._turn = itertools.count()
@@ -606,6 +615,8 @@ class Cluster:
         All are known by that, as there may be 1,000."""
         if one.sides == "decode" or not self.pulls:
             return
+        streams = any(r.made for r in one.running)
+        (self.free.discard if streams else self.free.add)(one.number)
         jobs, tokens = self._pullers.pop(one.number, (0, 0))
         self._able.pop(one.number, None)
         self._paces.pop(one.number, None)
@@ -615,7 +626,6 @@ class Cluster:
             if one.sides == "both" and (pace := one.pace())[1]:
                 self._paces[one.number] = pace
             if wants > 0:
-                streams = any(r.made for r in one.running)
                 self._able[one.number] = streams, one.backlog(), one.number
         self._jobs, self._tokens = self._jobs - jobs, self._tokens - tokens
 

@@ -114,13 +114,16 @@ class Outlook:
         )
 
     def wanted(self, late_s: float) -> bool:
-        """Whether the queue may have a job of another worker, or an own one that is so old.
+        """Whether this worker, which has streams, is to pull from the queue.
 
-        late_s: seconds. Any thread."""
+        late_s: seconds after which an own job is late. Any thread."""
         ledger = self.context.ledger
         ours = ledger.sums()
+        # Those without streams compute the jobs at less cost.
+        spared = any(not peer.load.harm for peer in self.peers.pulling)
         # New jobs of others are known a second later. So jobs are wanted unless own ones wait.
-        if not ours.jobs[JobState.QUEUED] or self.producer.depth().depth_jobs > ours.jobs.total():
+        others = self.producer.depth().depth_jobs > ours.jobs.total()
+        if not spared and (others or not ours.jobs[JobState.QUEUED]):
             return True
         now, oldest = ledger.oldest(_LOOK)
         return any(e.state is JobState.QUEUED and now - e.opened_at > late_s for e in oldest)

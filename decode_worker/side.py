@@ -342,9 +342,8 @@ class DecodeRole(Role):
         # own has none: four workers with twice the load made fewer tokens when they pulled then.
         if self._side.meter.model.undone:
             return 0
-        # It has put its own jobs into the queue because others compute them at less cost. Beside
-        # its streams they would take longer than they are to wait. But where one is late, other
-        # workers have no time.
+        # It has put its own jobs into the queue because others compute them at less cost, and these
+        # compute those of others at less cost, too. But where one is late, they have no time.
         return int(self._side.outlook.wanted(self._router.current.ttft_ms / 1e3))
 
     def _delays(self, step_s: float | None) -> bool:

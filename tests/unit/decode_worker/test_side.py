@@ -14,7 +14,7 @@ from pullfill.decode_worker.outlook import Outlook
 from pullfill.decode_worker.side import DecodeRole, DecodeSide, take_back
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
-from pullfill.wire import PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
+from pullfill.wire import Load, PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
 from tests.support import said as says
 from tests.support.handoff_model import HandoffModel
 
@@ -84,9 +84,11 @@ def test_a_job_of_or_with_another_worker_is_not_taken_back() -> None:
 def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() -> None:
     """It has put its own jobs into the queue because others compute them at less cost."""
     model, depth = HandoffModel(), SimpleNamespace(depth_jobs=0)
+    peers = SimpleNamespace(pulling=[SimpleNamespace(load=Load(harm=0.1))])
     outlook: Any = SimpleNamespace(
         context=SimpleNamespace(ledger=model.ledger),
         producer=SimpleNamespace(depth=lambda: depth),
+        peers=peers,
     )
     wanted = partial(Outlook.wanted, outlook, 1.0)
     assert wanted()
@@ -97,6 +99,8 @@ def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() 
     assert not wanted()
     depth.depth_jobs = 2
     assert wanted()
+    peers.pulling.append(SimpleNamespace(load=Load()))
+    assert not wanted(), "a worker without streams pulls"
     depth.depth_jobs = 1
     model.clock.advance(1.1)
     assert wanted()
