@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.rate import Rate
+from pullfill.rate import Rate, fade
 from pullfill.wire import PredictedMs
 from pullfill.worker import step_rule
 from pullfill.worker.step_cost import Errors, StepCost
@@ -91,6 +91,7 @@ class Prefill(msgspec.Struct):
     probe: bool = False
     # Seconds that one prefill worker computes until it is done: it, and what goes before it.
     work: float = 0.0
+    alone: bool = False  # a prefill worker was free
     choice: Choice = Choice.LOCAL
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
@@ -141,6 +142,9 @@ class CostModel(StepModel):
         # It is not a share of the work: else short prompts, which hardly take anything but this,
         # would teach that long ones take minutes.
         self._beside = Rate()
+        # The same for one with jobs in front. It also waits for jobs that come later and are due
+        # sooner, or that others have sent. That passes, so it fades.
+        self._behind = Rate()
         self._newest = -math.inf  # when it was decided about the last one that told that
         self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
@@ -186,11 +190,15 @@ class CostModel(StepModel):
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
         one.options[Choice.LOCAL] = Option(seconds, cost)
-        one.probe = not self._away and not self._beside.fresh(now)
+        one.probe = not (self._away or self._beside.fresh(now) or self._behind.fresh(now))
         if self._rate and queue.workers:
             there = self._there(1.0 / self._rate)
             jobs, others_s = self._jobs(queue, there, now)
-            beside_s = self._beside.a + self.base(len(self._streams))
+            one.alone = queue.jobs < queue.workers
+            beside_s = self._beside.a
+            if not one.alone:
+                beside_s = max(beside_s, self._behind.a * fade(now - self._behind.at))
+            beside_s += self.base(len(self._streams))
             cost, seconds = step_rule.quote(
                 one.prompt(""), Streams(), jobs, there, self.errors,
                 now=now + others_s + beside_s, step_tokens=self._step_tokens,
@@ -224,7 +232,7 @@ class CostModel(StepModel):
         known. So they are taken to be like ours. Without ours all of them come first."""
         if queue.jobs < queue.workers:
             return [], 0.0  # a prefill worker is free
-        tokens = queue.tokens / max(1, queue.workers)
+        tokens = queue.tokens / queue.workers
         ours = [each.prompt(name) for name, each in islice(self._away.items(), step_rule.LOOK)]
         if not (known := sum(each.left for each in ours)):
             return [], there.work(0, RATE_TOKENS) / RATE_TOKENS * tokens
@@ -332,10 +340,11 @@ class CostModel(StepModel):
         self._streams[name] = Stream(one.targets.itl_s, self.steps)
         if one.choice is Choice.REMOTE:
             step_s = self.base(self.streams)
-            # One that others went before waited for them, too.
-            if one.work and one.decided >= self._newest:
-                self._newest = one.decided
-                self._beside.observe(1.0, 0.0, max(0.0, took - step_s - one.work), now)
+            beside_s = max(0.0, took - step_s - one.work)
+            # A job that others went before was late. That tells nothing of those that are not.
+            if one.work and (one.alone or one.decided >= self._newest):
+                self._newest = max(self._newest, one.decided)
+                (self._beside if one.alone else self._behind).observe(1.0, 0.0, beside_s, now)
         if one.option is None or one.option.ttft_s <= 0:
             return FirstToken(took * 1e3)
         error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0

@@ -274,7 +274,7 @@ def _prompts_price(
     slower: how many times as long as alone prompts take in steps with streams."""
     taken: list[tuple[float, int]] = []
     late = set[int]()
-    end, cost = now, 0.0
+    end = now
     for number, prompt in enumerate(by_due):
         took = works[number] * slower
         heapq.heappush(taken, (-took, number))
@@ -283,11 +283,16 @@ def _prompts_price(
             longest, which = heapq.heappop(taken)
             end += longest
             late.add(which)
-        cost += _waits(prompt, end)
-    # One that would be late on an idle engine, too, has no vote. How long late ones wait counts for
-    # nothing: else ten of them would outvote the streams, and beside more work than can be done
-    # nobody would be in time.
-    cost += sum(now + works[number] <= by_due[number].due for number in late)
+    end, cost = now, 0.0
+    for number, prompt in enumerate(by_due):
+        if number not in late:
+            end += works[number] * slower
+            cost += _waits(prompt, end)
+        # One that would be late on an idle engine, too, has no vote. How long late ones wait counts
+        # for nothing: else ten of them would outvote the streams, and beside more work than can be
+        # done nobody would be in time.
+        elif now + works[number] <= prompt.due:
+            cost += 1.0
     return cost, late
 
 

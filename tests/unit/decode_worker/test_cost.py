@@ -19,7 +19,7 @@ from pullfill.decode_worker.cost import (
     Targets,
 )
 from pullfill.decode_worker.rules import Decision, Situation, decide
-from pullfill.rate import FORGET_S
+from pullfill.rate import FORGET_S, SHARE_S
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_meter import Step
 from pullfill.worker.step_rule import LATER, Prompt
@@ -205,6 +205,24 @@ def test_a_job_that_makes_another_late_costs_as_much(rig: Rig) -> None:
     before_it = remote(rig, Queue(1, 1, 1500, 1000.0), 400, ttft_s=1.2)
     assert before_it.ttft_s == pytest.approx(alone.ttft_s, abs=0.01)
     assert before_it.cost > 0.7 + alone.cost
+
+
+def test_a_long_wait_behind_others_is_remembered_for_jobs_with_others_in_front(rig: Rig) -> None:
+    """And not for long: else nothing would be sent there that could tell otherwise."""
+    free, others = Queue(1, 0, 0, 1000.0), Queue(1, 1, 100, 1000.0)
+    before = [remote(rig, queue, 200).ttft_s for queue in (free, others)]
+    for number in range(4):
+        costs = rig.model.predict(others, Targets(2.0, 0.05), 0, 200)
+        rig.model.admitted(f"behind{number}", costs, True)
+        rig.clock.advance(1.5)
+        rig.model.settled(f"behind{number}", True)
+        rig.step(STEP_S, **{f"behind{number}": 1})
+        rig.model.finished(f"behind{number}")
+    after = [remote(rig, queue, 200).ttft_s for queue in (free, others)]
+    assert after[0] == pytest.approx(before[0], abs=0.02)
+    assert after[1] > before[1] + 0.8
+    rig.clock.advance(3 * SHARE_S)
+    assert remote(rig, others, 200).ttft_s < before[1] + 0.1
 
 
 def test_how_often_remote_prefills_are_late_counts(rig: Rig) -> None:
