@@ -99,6 +99,7 @@ bench-cluster: ## Start-up, memory, handoff stages and idle CPU of a demo cluste
 bench-control: ## CPU and latency of the control plane, 1 to 16 mock workers (minutes)
 bench-decode-policy: ## A trace on two decode workers, by the choice of the worker (15 minutes)
 bench-flag: ## A decode worker in stock vLLM beside one of our own (3 minutes)
+bench-fetch: ## Prefixes read from another decode worker against computing them again (minutes)
 bench-paths: ## What a long prompt costs the streams and itself, by hop and by thread (minutes)
 bench-rates: install-bench ## Goodput at rising rates, measured by guidellm (15 minutes)
 bench-splits: ## Workers with both sides on beside static splits and plain vLLM (35 minutes)
