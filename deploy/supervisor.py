@@ -10,6 +10,7 @@ nothing running.
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import secrets
@@ -191,6 +192,9 @@ class Deaths:
 
 # --------------------------------------------------------------------------- a full disk
 
+_COMPLAINT = os.strerror(errno.ENOSPC).lower().encode()
+_MOST = 1 << 20
+
 
 @dataclass(slots=True)
 class DiskWatch:
@@ -210,28 +214,42 @@ class DiskWatch:
     children: Children
     restart: bool
     _full: bool = False
+    _nats_failed: bool = False
+    _read: int = 0
 
-    async def watch(self) -> None:
+    async def watch(self, every_s: float = 5.0) -> None:
         """Look until cancelled. Linux tells nobody that a disk is full."""
         while True:
             # `full_disk` tells it while there is still room for the line.
             self.look()
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(every_s)
 
     def look(self) -> None:
         """Say when the disk has become full, and mend what that broke when it has room again."""
         say, path = self.children.view.say, self.children.state.path
+        # The disk may have been full for a moment between two looks.
+        self._nats_failed |= self._nats_complains()
         if not self._full and (line := full_disk(path)):
-            self._full = True
+            self._full = self._nats_failed = True
             say(line, "bold red")
-        if not self._full or full_disk(path, 2 * LOW_DISK):
+        if full_disk(path, 2 * LOW_DISK):
             return
-        self._full = False
-        say(f"the disk of {path} has room again")
-        self.children.record()
-        if self.restart and "nats" in self.children.running:
+        if self._full:
+            say(f"the disk of {path} has room again")
+            self.children.record()
+        if self._nats_failed and self.restart and "nats" in self.children.running:
             say("nats starts again: it met a full disk, and stores nothing since then")
             self.children.running["nats"].terminate()
+        self._full = self._nats_failed = False
+
+    def _nats_complains(self) -> bool:
+        """Whether the log of NATS tells of a full disk since the last look."""
+        with suppress(OSError), self.children.state.log_of("nats").open("rb") as file:
+            file.seek(self._read)
+            new = file.read(_MOST)
+            self._read = file.tell()
+            return _COMPLAINT in new
+        return False
 
 
 # --------------------------------------------------------------------------- one run of `up`

@@ -136,7 +136,7 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
             time.sleep(0.5)
             return switches(launch.supervisor.pid) == before
 
-        wait_for(rests, "it only looks at its disk, each second")
+        wait_for(rests, "it only looks at its disk, every 5 s")
         os.kill(launch.supervisor.pid, signal.SIGKILL)
         wait_for(lambda: not is_alive(launch.supervisor), "it is gone")
         assert servers_answer(state)
