@@ -47,6 +47,9 @@ FULL = 0.33
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.
 LATER = 0.3
+# What a prompt waits that takes longer than its target on an idle engine, too, counts as this share
+# of it: it goes where it is done first, but not at the expense of streams.
+LOST = 0.1
 # What it costs that one stream has a long gap that it can spare.
 GAP = 0.1
 # What it costs that one stream waits a second for prompts.
@@ -187,7 +190,9 @@ def quote(
         or (mine in late and (number not in late or prompt.arrival < one.arrival))
     ]  # fmt: skip
     work = works[mine] + sum(works[number] for number in first if number != mine)
-    return after - before, max(work * (base + room_s) / room_s, base)
+    seconds = max(work * (base + room_s) / room_s, base)
+    waits = LOST * _waits(one, now + seconds) if works[mine] > one.target else 0.0
+    return after - before + waits, seconds
 
 
 def beside(
@@ -206,7 +211,9 @@ def beside(
         return work, 0.0
     one = Prompt("", 0, tokens, ttft_s, 0.0)
     whole, seconds = quote(one, streams, (), cost, errors, now=0.0, step_tokens=step_tokens)
-    own = _waits(one, seconds) + (work <= ttft_s < seconds)
+    own = _waits(one, seconds)
+    if seconds > ttft_s:
+        own = 1.0 if work <= ttft_s else LOST * own
     return seconds, max(0.0, whole - own)
 
 

@@ -10,7 +10,17 @@ import pytest
 from msgspec import structs
 
 from pullfill.worker.step_cost import Errors, StepCost, StepFit
-from pullfill.worker.step_rule import LATE_TURN, LEAST_TOKENS, Plan, Prompt, Streams, plan, price
+from pullfill.worker.step_rule import (
+    LATE_TURN,
+    LEAST_TOKENS,
+    Plan,
+    Prompt,
+    Streams,
+    beside,
+    plan,
+    price,
+    quote,
+)
 
 # 1000 tokens without others before them take 0.13 s, a step with ten streams 9 ms.
 COST = StepCost(0.006, 0.0003, 0.0, 1e-4, 6e-8)
@@ -225,6 +235,23 @@ def test_a_prompt_that_will_be_late_costs_a_miss() -> None:
     ahead = prompt("b", 2000, 0.45)
     more = [priced(Streams(), ahead, one) - priced(Streams(), ahead) for one in (in_time, late)]
     assert more[1] > more[0] + 0.1
+
+
+def test_a_prompt_too_long_for_its_target_is_to_go_where_it_is_done_first() -> None:
+    def cost(*others: Prompt) -> tuple[float, float]:
+        one = prompt("long", 5000)
+        return quote(one, Streams(), others, COST, Errors(), now=0.0, step_tokens=STEP)
+
+    (alone, first_s), (behind, later_s) = cost(), cost(prompt("a", 3000))
+    assert first_s < later_s
+    assert 0.0 < alone < behind < 0.5
+
+
+def test_a_job_costs_streams_something_also_if_it_is_late_beside_them() -> None:
+    for ttft_s, late in ((2.0, False), (0.2, True), (0.05, True)):
+        seconds, harm = beside(1024, ttft_s, streams(10), COST, Errors(), step_tokens=STEP)
+        assert (seconds > ttft_s) == late
+        assert harm > 0.001
 
 
 def test_nothing_to_compute_costs_nothing() -> None:
