@@ -192,7 +192,10 @@ class CostModel(StepModel):
         one.options[Choice.LOCAL] = Option(seconds, cost)
         one.probe = not (self._away or self._beside.fresh(now) or self._behind.fresh(now))
         if self._rate and queue.workers:
-            there = self._there(1.0 / self._rate)
+            # What a prompt attends to counts there as it does here.
+            here = self.cost
+            times = RATE_TOKENS / self._rate / max(here.work(0, RATE_TOKENS), 1e-9)
+            there = StepCost(token_s=here.token_s * times, pair_s=here.pair_s * times)
             jobs, others_s = self._jobs(queue, there, now)
             one.alone = queue.jobs < queue.workers
             beside_s = self._beside.a
@@ -210,20 +213,10 @@ class CostModel(StepModel):
                 cost += self._late.beyond(left_s / ttft_s)
             elif others_s + beside_s + alone_s > left_s:
                 # It has no vote there. But it has one if it could be in time here.
-                cost += self.cost.work(start, tokens) <= left_s
+                cost += here.work(start, tokens) <= left_s
             cost += queue.harm * alone_s
             one.options[Choice.REMOTE] = Option(ttft_s, cost)
         return one
-
-    def _there(self, token_s: float) -> StepCost:
-        """Return what prompts cost at a prefill worker.
-
-        token_s: seconds for each of RATE_TOKENS. What they attend to counts as it does here."""
-        here = self.cost
-        if not (whole_s := here.work(0, RATE_TOKENS)):
-            return StepCost(token_s=token_s)
-        times = RATE_TOKENS * token_s / whole_s
-        return StepCost(token_s=here.token_s * times, pair_s=here.pair_s * times)
 
     def _jobs(self, queue: Queue, there: StepCost, now: float) -> tuple[list[Prompt], float]:
         """Return the jobs that one prefill worker has in front, or the seconds of them.
