@@ -41,8 +41,9 @@ from pullfill.worker.step_cost import Errors, StepCost
 # Step lengths that are tried, as shares of each target of the time between tokens. A full step only
 # if some stream can spare it: it spoils the streams that come after it, too, which no price tells.
 SHARES = (0.3, 0.5, 0.8)
-# Beside streams without a vote a step takes this share of the smallest target of the first token.
-# So a request that comes within one step, and shares the next, is in time.
+# Beside streams without a vote, and for late prompts alone, a step takes this share of the smallest
+# target of the first token. So a request that comes within one step, and shares the next, is in
+# time.
 FULL = 0.33
 # What it costs, in requests that miss a target, if a first token takes as long as its target. It
 # decides between lengths that miss as many.
@@ -139,7 +140,10 @@ def plan(
     if late and turn % LATE_TURN == 0 and now - late[0].arrival > OLD * late[0].target:
         ordered = [late[0], *timely, *late[1:]]
     ordered.sort(key=lambda prompt: prompt.priority)
-    tokens, seconds = _filled(ordered, cost, base, limit - base, step_tokens)
+    room_s = limit - base
+    if not timely:  # so that who comes meanwhile can be in time
+        room_s = min(room_s, max(4.0 * base, FULL * min(prompt.target for prompt in late)))
+    tokens, seconds = _filled(ordered, cost, base, room_s, step_tokens)
     return Plan(
         tuple(prompt.name for prompt in ordered),
         tokens,

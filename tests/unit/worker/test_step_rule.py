@@ -115,6 +115,12 @@ def test_late_prompts_make_no_step_longer() -> None:
     assert 0.009 < planned(streams(10), *late).seconds <= alone.seconds
 
 
+def test_late_prompts_alone_leave_time_for_one_that_comes_meanwhile() -> None:
+    found = plan(Streams(), [prompt("late", 9000, -1.0, arrival=-2.0)], COST, Errors(), now=0.0,
+                 step_tokens=8192)  # fmt: skip
+    assert 0.2 < found.seconds < 0.4, "a third of its target"
+
+
 def test_streams_that_have_missed_their_target_have_no_vote() -> None:
     found = planned(streams(0, spoiled=10), prompt("a", 3000))
     assert found.total == STEP
@@ -123,7 +129,7 @@ def test_streams_that_have_missed_their_target_have_no_vote() -> None:
 def test_beside_lost_streams_a_new_prompt_could_still_be_in_time() -> None:
     found = planned(streams(0, spoiled=10), prompt("a", 3000, 0.15))
     assert 0.03 < found.seconds < 0.15 / 2
-    assert planned(Streams(), prompt("a", 3000, 0.15)).total == STEP, "nobody waits for tokens"
+    assert planned(Streams(), prompt("a", 3000, 1.0)).total == STEP, "nobody waits for tokens"
 
 
 def test_beside_streams_that_can_spare_a_gap_a_prompt_gets_a_step_of_its_own() -> None:
