@@ -196,10 +196,10 @@ class CostModel(StepModel):
             here = self.cost
             times = RATE_TOKENS / self._rate / max(here.work(0, RATE_TOKENS), 1e-9)
             there = StepCost(token_s=here.token_s * times, pair_s=here.pair_s * times)
-            jobs, others_s = self._jobs(queue, there, now)
-            one.alone = queue.jobs < queue.workers
-            beside_s = self._beside.a
+            one.alone = queue.jobs < queue.workers  # a prefill worker is free
+            jobs, others_s, beside_s = list[Prompt](), 0.0, self._beside.a
             if not one.alone:
+                jobs, others_s = self._jobs(queue, there, now)
                 beside_s = max(beside_s, self._behind.a * fade(now - self._behind.at))
             beside_s += self.base(len(self._streams))
             cost, seconds = step_rule.quote(
@@ -209,8 +209,9 @@ class CostModel(StepModel):
             one.work = others_s + seconds
             ttft_s, left_s = one.work + beside_s, targets.ttft_s - waited_s
             alone_s = there.work(start, tokens)
-            if ttft_s <= left_s:  # prompts that come later may go before it
-                cost += self._late.beyond(left_s / ttft_s)
+            if ttft_s <= left_s:
+                if not one.alone:  # prompts that come later may go before it
+                    cost += self._late.beyond(left_s / ttft_s)
             elif others_s + beside_s + alone_s > left_s:
                 # It has no vote there. But it has one if it could be in time here.
                 cost += here.work(start, tokens) <= left_s
@@ -223,8 +224,6 @@ class CostModel(StepModel):
 
         All workers share the jobs evenly. How long others' jobs are, and when they are due, is not
         known. So they are taken to be like ours. Without ours all of them come first."""
-        if queue.jobs < queue.workers:
-            return [], 0.0  # a prefill worker is free
         tokens = queue.tokens / queue.workers
         ours = [each.prompt(name) for name, each in islice(self._away.items(), step_rule.LOOK)]
         if not (known := sum(each.left for each in ours)):
