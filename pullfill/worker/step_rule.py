@@ -180,10 +180,9 @@ def quote(
     step_tokens: int,
 ) -> tuple[float, float]:
     """Return what one more prompt costs here, by `price`, and the seconds to its first token."""
-    before = 0.0
-    if prompts:
-        before = price(streams, prompts, cost, errors, now=now, step_tokens=step_tokens)
-    by_due = sorted(prompts, key=lambda prompt: prompt.due)[: LOOK - 1]
+    by_due, before = sorted(prompts, key=lambda prompt: prompt.due)[: LOOK - 1], 0.0
+    if by_due:
+        before, _, _ = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     bisect.insort(by_due, one, key=lambda prompt: prompt.due)
     after, limit, late = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     base = cost.base(streams.count, streams.kv_tokens)
