@@ -23,7 +23,7 @@ from itertools import islice
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.rate import SHARE_S, Rate
+from pullfill.rate import Rate, fade
 from pullfill.wire import PredictedMs
 from pullfill.worker import step_rule
 from pullfill.worker.step_cost import Errors, StepCost
@@ -200,9 +200,8 @@ class CostModel(StepModel):
             jobs, others_s, beside_s = list[Prompt](), 0.0, self._beside.a
             if not one.alone:
                 jobs, others_s = self._jobs(queue, there, now)
-                faded = math.exp((self._behind.at - now) / SHARE_S)
-                beside_s = max(beside_s, self._behind.a * faded)
-            beside_s += self.base(len(self._streams))
+                beside_s = max(beside_s, self._behind.a * fade(now - self._behind.at))
+            beside_s += self.base(self.streams)
             cost, seconds = step_rule.quote(
                 one.prompt(""), Streams(), jobs, there, self.errors,
                 now=now + others_s + beside_s, step_tokens=self._step_tokens,

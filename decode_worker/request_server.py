@@ -361,7 +361,7 @@ class RequestServer:
         self._loop.submit(send)
 
     def check_silent(self) -> None:
-        """Drop frontends that said nothing for too long. Cheap: it looks once a second."""
+        """Drop frontends that have said nothing for too long. It looks once a second."""
         if (now := self._clock.monotonic()) < self._next_check:
             return
         self._next_check = now + 1.0
@@ -416,10 +416,10 @@ class Intake:
     def put(self, preparation: Preparation, size: int, *, here: bool = False) -> bool:
         """Queue a preparation. Returns whether it was queued.
 
-        It is not, and is dropped, if too much waits already or the intake thread cannot start.
+        It is dropped if too much waits already, or if the intake thread cannot start.
 
         size: bytes of the message.
-        here: a small message may be prepared at once, on the caller's thread."""
+        here: the caller's thread may prepare a small message itself, at once."""
         # A small message that nothing waits before: two wake-ups of threads cost more than it does.
         if here and size <= SMALL_BYTES and not self.thread.busy:
             self._prepare(preparation, wake=False)

@@ -1,6 +1,6 @@
 """The stock vLLM servers that are known, their health, and which of them gets a stage.
 
-A server stays as long as it is named. One task for each looks every second:
+A server stays while it is named. A task of its own looks at it every second:
 
     new ──► ready ◄──► failing          refused
               └────────────────────────────┘

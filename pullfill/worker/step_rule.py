@@ -21,7 +21,8 @@ limits a step: that is a prefill worker. A worker that gets no jobs is a decode 
 A step ends early if another prompt in it would delay those that it completes by more than a step of
 its own takes. So long prompts are computed one after the other, and short ones share a step.
 
-The same price tells where a prompt costs least: `price` with it less `price` without it.
+The same price tells where a prompt costs least: the price with it less the price without it
+(`quote`).
 
 Times are seconds of one monotonic clock. What is passed and returned are msgspec structs, because a
 frozen dataclass takes ten times as long to make.
@@ -153,22 +154,6 @@ def plan(
     )
 
 
-def price(
-    streams: Streams,
-    prompts: Sequence[Prompt],
-    cost: StepCost,
-    errors: Errors,
-    *,
-    now: float,
-    step_tokens: int,
-) -> float:
-    """How many requests are expected to miss a target here. Waiting is counted, too: see LATER."""
-    if not prompts:
-        return 0.0
-    by_due = sorted(prompts, key=lambda prompt: prompt.due)[:LOOK]
-    return _cheapest(streams, by_due, cost, errors, now, step_tokens)[0]
-
-
 def quote(
     one: Prompt,
     streams: Streams,
@@ -179,7 +164,10 @@ def quote(
     now: float,
     step_tokens: int,
 ) -> tuple[float, float]:
-    """Return what one more prompt costs here, by `price`, and the seconds to its first token."""
+    """Return what one more prompt costs here, and the seconds to its first token.
+
+    The cost is how many more requests are expected to miss a target. Waiting counts, too: see LATER
+    and LOST."""
     by_due, before = sorted(prompts, key=lambda prompt: prompt.due)[: LOOK - 1], 0.0
     if by_due:
         before, _, _ = _cheapest(streams, by_due, cost, errors, now, step_tokens)
@@ -210,7 +198,7 @@ def beside(
     step_tokens: int,
 ) -> tuple[float, float]:
     """Return how long a job of so many tokens takes beside these streams, in seconds, and what that
-    costs them, by `price`. ttft_s: its target."""
+    costs them, as of `quote`. ttft_s: its target."""
     work = cost.work(0, tokens)
     if not streams.count:
         return work, 0.0

@@ -1,5 +1,5 @@
 """What `queue/contract.py` promises, also of a server that restarts, forgets, hangs, has no leader
-or was set up otherwise. Every wait is bounded; the bounds are about hangs, not speed."""
+or was set up otherwise. The bound of each wait ends a test that hangs, and measures no speed."""
 
 from __future__ import annotations
 

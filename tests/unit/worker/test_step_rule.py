@@ -18,7 +18,6 @@ from pullfill.worker.step_rule import (
     Streams,
     beside,
     plan,
-    price,
     quote,
 )
 
@@ -40,7 +39,11 @@ def planned(beside: Streams, *prompts: Prompt, turn: int = 1, errors: Errors | N
 
 
 def priced(beside: Streams, *prompts: Prompt) -> float:
-    return price(beside, prompts, COST, Errors(), now=0.0, step_tokens=STEP)
+    """What they cost together: each one beside those before it."""
+    return sum(
+        quote(one, beside, prompts[:at], COST, Errors(), now=0.0, step_tokens=STEP)[0]
+        for at, one in enumerate(prompts)
+    )
 
 
 # ---------------------------------------------------------------- how long a step is
