@@ -15,10 +15,12 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
+from starlette._utils import get_route_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pullfill.engine import request_limits
 from pullfill.frontend import counters
@@ -28,12 +30,6 @@ from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
 
 _log = log.get("frontend.admission")
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ENGINE_PATHS = frozenset({
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
@@ -83,7 +79,7 @@ class Admission:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         wait_ready: Callable[[float], Awaitable[bool]],
         max_inflight: int,
         body_s: float = 60.0,
@@ -100,7 +96,7 @@ class Admission:
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        path = posted_to(scope)
         if path in ENGINE_PATHS:
             call, send = self._requests.arrived(scope, send)
             try:
@@ -286,13 +282,10 @@ def _is_plain(value: Any) -> bool:
 # --------------------------------------------------------------------------- ASGI
 
 
-def route_of(scope: Scope) -> str:
-    """Return the path without the scope's root path, as Starlette matches it with routes."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
-        return path[len(root) :]
-    return path
+def posted_to(scope: Scope) -> str:
+    """Return the path of a POST, as the app's router reads it. Empty: it is none."""
+    is_post = scope["type"] == "http" and scope["method"] == "POST"
+    return get_route_path(scope) if is_post else ""
 
 
 @contextlib.asynccontextmanager

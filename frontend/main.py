@@ -25,12 +25,13 @@ from typing import Any, NoReturn
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 
 from pullfill.config import ClusterRef, restarts_so_far
 from pullfill.engine import check, environment, front_app, front_wire
 from pullfill.errors import ConfigError, NotNow, PullfillError, exit_code
-from pullfill.frontend.admission import Admission, App
+from pullfill.frontend.admission import Admission
 from pullfill.frontend.cluster_view import ROLES, ClusterView
 from pullfill.frontend.decode_pool import WorkerPool, refuse_other_models
 from pullfill.frontend.dispatch import Dispatcher
@@ -242,7 +243,7 @@ class _Frontend:
 
     async def _route(
         self, etcd: EtcdClient, prepared: front_app.Prepared, stack: AsyncExitStack
-    ) -> tuple[App, Admin, Callable[[], None]]:
+    ) -> tuple[ASGIApp, Admin, Callable[[], None]]:
         """Build what takes requests and sends them to workers, in reading order.
 
         Returns the ASGI app, our own routes in it, and what ends all requests with an error."""
@@ -311,7 +312,7 @@ class _Frontend:
         )
         admin = Admin(front.app, pool, view, requests, board.listed, live, stock)
         admin.attach()
-        app: App = front.app
+        app: ASGIApp = front.app
         wait_ready = pool.wait_ready
         if stock is not None:
             app = both = layer.Layer(

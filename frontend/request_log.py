@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from starlette.types import Message, Send
 
 from pullfill.engine import front_app, front_wire, request_limits
 from pullfill.engine.migration import choice_of
@@ -35,9 +36,6 @@ _HEADER = b"x-request-id"
 # How an event begins that ends a stream with an error.
 _ERROR_EVENTS = (b'data: {"error"', b"event: error", b"event: response.failed")
 _MOST = max(map(len, _ERROR_EVENTS))
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
 # The HTTP request that is being served.
 _call: ContextVar[HttpCall | None] = ContextVar("call", default=None)

@@ -15,8 +15,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
+from starlette.types import Send
 
-from pullfill.frontend.admission import Send, error_of, respond, send_json
+from pullfill.frontend.admission import error_of, respond, send_json
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.request_log import error_in
 

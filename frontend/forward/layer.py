@@ -16,20 +16,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import aiohttp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pullfill.errors import ConfigError
 from pullfill.frontend import counters
-from pullfill.frontend.admission import (
-    ENGINE_PATHS,
-    App,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    replay,
-    respond,
-    route_of,
-)  # fmt: skip
+from pullfill.frontend.admission import ENGINE_PATHS, posted_to, replay, respond
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.forward.protocols import protocol_of
 from pullfill.frontend.forward.servers import Servers
@@ -122,7 +113,7 @@ class Layer:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         has_worker: Callable[[], bool],
         stock: Stock,
         share: Callable[[], float],
@@ -136,7 +127,7 @@ class Layer:
         self._due = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
+        path = posted_to(scope)
         if path not in PATHS:
             if path in ENGINE_PATHS and not self._has_worker():
                 await respond(send, 503, NO_WORKER)

@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pullfill.frontend.admission import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
+
 from pullfill.frontend.forward.exchange import (
     END,
     Answer,
