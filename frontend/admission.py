@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ _REPORTS = "derender"
 _MOST_REPORTED = 1 << 20
 
 
+@dataclass(slots=True, eq=False)
 class Admission:
     """See the module.
 
@@ -77,39 +79,30 @@ class Admission:
     requests: keeps what came of each request that needs an engine.
     in_flight: requests that have a place."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        wait_ready: Callable[[float], Awaitable[bool]],
-        max_inflight: int,
-        body_s: float = 60.0,
-        send_s: float = 120.0,
-        requests: RequestLog | None = None,
-    ) -> None:
-        self._app = app
-        self._wait_ready = wait_ready
-        self._max_inflight = max_inflight
-        self._body_s = body_s
-        self._send_s = send_s
-        self._requests = requests or RequestLog()
-        self._bytes = 0
-        self.in_flight = 0
+    app: ASGIApp
+    wait_ready: Callable[[float], Awaitable[bool]]
+    max_inflight: int
+    body_s: float = 60.0
+    send_s: float = 120.0
+    requests: RequestLog = field(default_factory=RequestLog)
+    in_flight: int = 0
+    _bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = posted_to(scope)
         if path in ENGINE_PATHS:
-            call, send = self._requests.arrived(scope, send)
+            call, send = self.requests.arrived(scope, send)
             try:
                 await self._admit(path, scope, receive, send)
             finally:
-                self._requests.ended(call)
+                self.requests.ended(call)
         elif path in TEXT_PATHS:
             await self._admit(path, scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
     async def _admit(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.in_flight >= self._max_inflight:
+        if self.in_flight >= self.max_inflight:
             await self._refuse(
                 send, 429, "full",
                 f"{self.in_flight} requests are being served, and this frontend takes no more: "
@@ -121,7 +114,7 @@ class Admission:
         body: list[Message] = []
         self.in_flight += 1
         try:
-            async with unless_deaf(send, self._send_s) as timed:
+            async with unless_deaf(send, self.send_s) as timed:
                 await self._serve(path, scope, receive, timed, body)
         finally:
             self.in_flight -= 1
@@ -135,8 +128,8 @@ class Admission:
         if refusal := _refusal(path, body):
             await self._refuse(send, *refusal)
         # Without this check a streamed request would get 200 before vLLM finds no worker.
-        elif path in TEXT_PATHS or await self._wait_ready(WAITS.first):
-            await self._app(scope, replay(body, receive), send)
+        elif path in TEXT_PATHS or await self.wait_ready(WAITS.first):
+            await self.app(scope, replay(body, receive), send)
         else:
             await self._refuse(send, 503, "no_worker", NO_WORKER)
 
@@ -144,7 +137,7 @@ class Admission:
         """Read all of the request into `body`. False: the client went away, or was refused."""
         size = 0
         try:
-            async with asyncio.timeout(self._body_s):
+            async with asyncio.timeout(self.body_s):
                 while not body or body[-1].get("more_body"):
                     message = await receive()
                     if message["type"] != "http.request":
@@ -164,7 +157,7 @@ class Admission:
                         await self._refuse(send, 429, "full", text)
                         return False
         except TimeoutError:
-            text = f"the request did not arrive within {self._body_s:g} s"
+            text = f"the request did not arrive within {self.body_s:g} s"
             await self._refuse(send, 408, "too_slow", text)
             return False
         return True

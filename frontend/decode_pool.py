@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -57,6 +58,7 @@ def _fits(record: WorkerRecord, names: Sequence[str]) -> bool:
     return record.model in names or record.model_path in names
 
 
+@dataclass(slots=True, eq=False)
 class WorkerPool:
     """All connections of this frontend, from `start` to `stop`.
 
@@ -66,32 +68,24 @@ class WorkerPool:
     key: the cluster key, if the cluster has one.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        hello: front_wire.FrontendHello,
-        names: Sequence[str],
-        dispatcher: Dispatcher,
-        prefixes: Prefixes,
-        key: ClusterKey | None = None,
-    ) -> None:
-        self.prefixes = prefixes
-        self._directory = directory
-        self._hello = hello
-        self._names = names
-        self._key = key
-        self._dispatcher = dispatcher
-        self._context: zmq.Context[Any] = zmq.Context(1)
-        self._connections: dict[str, DecodeConnection] = {}
-        self._refused: dict[str, tuple[str, str]] = {}
-        self._ready = asyncio.Event()
-        self._ticker: asyncio.Task[None] | None = None
-        self._stopped = False
-        self._usable: list[DecodeConnection] = []
+    directory: Directory
+    hello: front_wire.FrontendHello
+    names: Sequence[str]
+    dispatcher: Dispatcher
+    prefixes: Prefixes
+    key: ClusterKey | None = None
+    _context: zmq.Context[Any] = field(default_factory=lambda: zmq.Context(1))
+    _connections: dict[str, DecodeConnection] = field(default_factory=dict)
+    # Of workers that are not used: the incarnation, and why.
+    _refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _ticker: asyncio.Task[None] | None = None
+    _stopped: bool = False
+    _usable: Sequence[DecodeConnection] = ()
 
     def start(self) -> None:
         """Connect to what is listed and follow changes."""
-        self._directory.subscribe(lambda old, new: self.refresh())
+        self.directory.subscribe(lambda old, new: self.refresh())
         self.refresh()
         self._ticker = asyncio.create_task(self._tick(), name="frontend-ping")
 
@@ -145,7 +139,7 @@ class WorkerPool:
         """Bring connections in line with the registry. Cheap; called on every change."""
         if self._stopped:
             return
-        records = dict(self._directory.workers(DECODE))
+        records = dict(self.directory.workers(DECODE))
         for name in [n for n in self._refused if n not in records]:
             del self._refused[name]
         for name, record in records.items():
@@ -167,13 +161,13 @@ class WorkerPool:
             return
         if self._refused.get(name, ("",))[0] == record.incarnation:
             return
-        if not _fits(record, self._names):
-            reason = f"serves model {record.model!r}, not {self._hello.model!r}"
+        if not _fits(record, self.names):
+            reason = f"serves model {record.model!r}, not {self.hello.model!r}"
             self._refuse(name, record, reason)
             return
         try:
             self._connections[name] = DecodeConnection(
-                self._context, record, self._hello, self, self._key
+                self._context, record, self.hello, self, self.key
             )
         except zmq.ZMQError as exc:
             self._refuse(name, record, f"cannot connect to {record.data!r}: {exc}")
@@ -192,10 +186,10 @@ class WorkerPool:
         self._update()
         self.prefixes.follow(connection, connection.heard_at)
         self.on_load(connection)
-        self._dispatcher.on_ready(connection)
+        self.dispatcher.on_ready(connection)
 
     def on_load(self, connection: DecodeConnection) -> None:
-        self._dispatcher.on_load(connection)
+        self.dispatcher.on_load(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:
         _log.info("decode worker %s drains", connection.instance_id)
@@ -213,7 +207,7 @@ class WorkerPool:
             _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()
         self.prefixes.forget(connection, connection.heard_at)
-        self._dispatcher.on_lost(connection, reason, died)
+        self.dispatcher.on_lost(connection, reason, died)
         asyncio.get_running_loop().call_later(0.5, self.refresh)
 
     def on_message(self, connection: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
@@ -221,13 +215,13 @@ class WorkerPool:
         if kind == front_wire.BLKS and len(frames) == 1:
             self.prefixes.take(connection, frames[0].buffer, connection.heard_at)
         else:
-            self._dispatcher.on_message(connection, kind, frames)
+            self.dispatcher.on_message(connection, kind, frames)
 
     # ---------------------------------------------------------------- inside
 
     def _update(self) -> None:
         usable = [connection for connection in self._connections.values() if connection.usable]
-        listed = self._directory.workers(DECODE)
+        listed = self.directory.workers(DECODE)
         best = [
             connection
             for connection in usable
@@ -240,7 +234,7 @@ class WorkerPool:
         # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
         self._usable = best or [c for c in usable if c.instance_id not in listed]
-        self._dispatcher.on_usable(self._usable)
+        self.dispatcher.on_usable(self._usable)
         if self._usable:
             self._ready.set()
         else:
@@ -264,4 +258,4 @@ class WorkerPool:
                 elif connection.flights or number % IDLE_TICKS == 0:
                     connection.send(front_wire.PING)
             self.prefixes.tick(now)
-            counters.IN_FLIGHT.set(self._dispatcher.in_flight)
+            counters.IN_FLIGHT.set(self.dispatcher.in_flight)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire
@@ -39,6 +40,7 @@ CROWD = 16
 MAX_KNOWN = 4096
 
 
+@dataclass(slots=True, eq=False)
 class Suspects:
     """See the module.
 
@@ -46,42 +48,31 @@ class Suspects:
     ready: returns the workers that take requests.
     on_judged: called when requests count fewer deaths than before, or are refused from now on."""
 
-    def __init__(
-        self,
-        board: SuspectBoard,
-        flights: Callable[[], Iterable[Flight]],
-        ready: Callable[[], Sequence[DecodeConnection]],
-        on_judged: Callable[[], None],
-        waits: Waits,
-    ) -> None:
-        self._board = board
-        self._flights = flights
-        self._ready = ready
-        self._on_judged = on_judged
-        self._waits = waits
-        # Each connection sends its own heartbeats, so their ends are noticed up to two intervals
-        # apart.
-        self._together_s = 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
-        self._loop = asyncio.get_running_loop()
-        self._died: dict[str, tuple[str, float]] = {}
-        self._unanswered: dict[str, tuple[dict[str, int], float]] = {}
+    board: SuspectBoard
+    flights: Callable[[], Iterable[Flight]]
+    ready: Callable[[], Sequence[DecodeConnection]]
+    on_judged: Callable[[], None]
+    waits: Waits
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _died: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _unanswered: dict[str, tuple[dict[str, int], float]] = field(default_factory=dict)
 
     def meet(self, flight: Flight) -> None:
         """Count for a new request the deaths of one like it that got no answer."""
         if not self._unanswered:
             return  # a fingerprint costs one pass over the prompt
         deaths, at = self._unanswered.get(name_of(flight), ({}, 0.0))
-        if at + self._board.refuse_s() > self._loop.time():
+        if at + self.board.refuse_s() > self._loop.time():
             flight.deaths = dict(deaths)
         if guilty(flight):
             self._convict(flight)
 
     def refusal(self, flight: Flight) -> str:
         """Return why no worker may get a request, for its user. Empty: one may."""
-        if not len(self._board):
+        if not len(self.board):
             return ""
         name = name_of(flight)
-        if (left_s := self._board.left_s(name)) <= 0:
+        if (left_s := self.board.left_s(name)) <= 0:
             return ""
         allow = f"to allow it before: pullfill suspects clear {name}"
         if not guilty(flight):
@@ -106,16 +97,17 @@ class Suspects:
                 counters.SUSPECTS.labels("suspected").inc()
             flight.deaths[worker.process] = STARTED if flight.tokens else SILENT
         for flight in filter(guilty, flights):
-            self._loop.call_later(self._waits.sure, self._judge, flight)
+            self._loop.call_later(self.waits.sure, self._judge, flight)
             if likely(flight):
                 # The two deaths of a request without a token are explained: they do not count for
                 # streams.
-                streams = [f for f in self._flights() if f.tokens and not guilty(f)]
+                streams = [f for f in self.flights() if f.tokens and not guilty(f)]
                 _forget(flight.deaths, [stream.deaths for stream in streams])
-        ready = {other.record.host_id for other in self._ready()}
-        gone = [
-            p for p, (h, at) in self._died.items() if h == host and at >= now - self._together_s
-        ]
+        ready = {other.record.host_id for other in self.ready()}
+        # Each connection sends its own heartbeats, so their ends are noticed up to two intervals
+        # apart.
+        since = now - 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
+        gone = [p for p, (h, at) in self._died.items() if h == host and at >= since]
         # All workers of the host are lost at once, and workers of other hosts live.
         if len(gone) > 1 and ready and host not in ready:
             _log.warning("host %s is gone: its deaths count for no request", worker.record.host)
@@ -142,7 +134,7 @@ class Suspects:
                 for worker in workers
                 if all(f.proven or name_of(f) == name for f in worker.flights.values())
             ]
-            if not quiet and now < flight.waits_since + self._waits.apart:
+            if not quiet and now < flight.waits_since + self.waits.apart:
                 return ()
             workers = quiet or workers
         if len(workers) < 2:
@@ -163,31 +155,31 @@ class Suspects:
         if not flight.deaths:
             return
         self._unanswered.pop(name_of(flight), None)
-        if not finished and self._board.left_s(name_of(flight)) <= 0:
+        if not finished and self.board.left_s(name_of(flight)) <= 0:
             _keep(self._unanswered, name_of(flight), (flight.deaths, self._loop.time()))
 
     def _judge(self, flight: Flight) -> None:
-        if flight in self._flights() and guilty(flight):  # else it has ended, or was excused
+        if flight in self.flights() and guilty(flight):  # else it has ended, or was excused
             self._convict(flight)
 
     def _convict(self, flight: Flight) -> None:
         """Refuse the request, and those like it."""
         name = name_of(flight)
         self._unanswered.pop(name, None)
-        if self._board.left_s(name) <= 0:  # else another choice of its answer was judged before
+        if self.board.left_s(name) <= 0:  # else another choice of its answer was judged before
             counters.SUSPECTS.labels("convicted").inc()
-            self._board.post(name, len(flight.deaths), len(flight.request.prompt_token_ids or ()))
+            self.board.post(name, len(flight.deaths), len(flight.request.prompt_token_ids or ()))
             _log.error("requests with this fingerprint are refused now: %s", self.refusal(flight))
-        self._on_judged()
+        self.on_judged()
 
     def _excuse(self, processes: Sequence[str]) -> None:
         """These deaths count for nobody."""
-        counts = [flight.deaths for flight in self._flights()]
+        counts = [flight.deaths for flight in self.flights()]
         counts += [deaths for deaths, _ in self._unanswered.values()]
         for process in processes:
             del self._died[process]
         _forget(processes, counts)
-        self._on_judged()
+        self.on_judged()
 
 
 def guilty(flight: Flight) -> bool:

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
@@ -101,6 +102,7 @@ async def forwarding(
         yield Stock(options.forwarder, servers, options.stock_silence_s)
 
 
+@dataclass(slots=True, eq=False)
 class Layer:
     """ASGI middleware that decides for each request: our decode workers, or a stock server.
 
@@ -111,50 +113,36 @@ class Layer:
     share: returns `router.stock_share`.
     requests: gets a record of each request that `stock` serves."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        has_worker: Callable[[], bool],
-        stock: Stock,
-        share: Callable[[], float],
-        requests: RequestLog,
-    ) -> None:
-        self._app = app
-        self._has_worker = has_worker
-        self._stock = stock
-        self._share = share
-        self._requests = requests
-        self._due = 0.0
+    app: ASGIApp
+    has_worker: Callable[[], bool]
+    stock: Stock
+    share: Callable[[], float]
+    requests: RequestLog
+    _due: float = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = posted_to(scope)
-        if path not in PATHS:
-            if path in ENGINE_PATHS and not self._has_worker():
+        if path not in PATHS or not self._by_stock():
+            if path in ENGINE_PATHS and not self.has_worker():
                 await respond(send, 503, NO_WORKER)
             else:
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
             return
         body: list[Message] = []
         while not body or body[-1].get("more_body"):
             body.append(await receive())
             if body[-1]["type"] != "http.request":
                 return  # the client left
-        call = None
-        if self._by_stock():
-            call = ClientCall.of(scope, path, b"".join(m.get("body", b"") for m in body))
-            if not self._stock.suits(call) and self._has_worker():
-                call = None  # decode workers get what stock servers cannot serve
-        if call is None:
-            if self._has_worker():
-                await self._app(scope, replay(body, receive), send)
-            else:
-                await respond(send, 503, NO_WORKER)
-        elif why := self._stock.trouble():
+        call = ClientCall.of(scope, path, b"".join(m.get("body", b"") for m in body))
+        if not self.stock.suits(call) and self.has_worker():
+            # Decode workers get what stock servers cannot serve.
+            await self.app(scope, replay(body, receive), send)
+        elif why := self.stock.trouble():
             await respond(send, 503, why)
         else:
             answered_ms = None
             try:
-                await self._stock.forward(call, receive, send)
+                await self.stock.forward(call, receive, send)
                 answered_ms = call.ms()
             finally:
                 self._tell(call, answered_ms)
@@ -165,15 +153,15 @@ class Layer:
         Returns True also if none can: `__call__` says why."""
         end = time.monotonic() + timeout_s
         while (  # noqa: ASYNC110 - two sides, and neither can take requests: a rare case
-            not self._has_worker() and self._stock.trouble() and time.monotonic() < end
+            not self.has_worker() and self.stock.trouble() and time.monotonic() < end
         ):
             await asyncio.sleep(0.05)
         return True
 
     def _by_stock(self) -> bool:
         """Whether a stock server is to get the next request. Shares are kept exactly."""
-        has_worker, share = self._has_worker(), self._share()
-        if self._stock.trouble():
+        has_worker, share = self.has_worker(), self.share()
+        if self.stock.trouble():
             # If neither can, the stock servers' reason is told unless workers are to serve all.
             return not has_worker and share > 0
         if not has_worker:
@@ -196,7 +184,7 @@ class Layer:
         spent = prefill.end_ms - prefill.begin_ms if prefill else None
         told = ExplainRecord(
             request_id=key,
-            path=self._stock.name,
+            path=self.stock.name,
             reason=call.whole or "two_stages",
             prompt_tokens=call.prompt_tokens,
             prefix_hit_tokens=0,
@@ -216,6 +204,6 @@ class Layer:
             decode_choice=told.decode_choice,
             answer_ms=answered_ms,
         )
-        self._requests.begin(record).response_id = call.response_id
-        self._requests.tell(record, told)
-        self._requests.over(record)
+        self.requests.begin(record).response_id = call.response_id
+        self.requests.tell(record, told)
+        self.requests.over(record)

@@ -10,6 +10,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from pullfill.wire import DecodePolicy, PrefixHolder, RouterConfig
 MAX_TOGETHER = 1024
 
 
+@dataclass(eq=False)
 class Balancer:
     """Owned by the `Dispatcher`, on its event loop. Never blocks.
 
@@ -34,19 +36,15 @@ class Balancer:
     prefixes: which worker holds which blocks.
     frontends: returns how many frontends serve the same workers."""
 
-    def __init__(
-        self,
-        config: Callable[[], RouterConfig],
-        prefixes: Prefixes | None = None,
-        frontends: Callable[[], int] = lambda: 1,
-    ) -> None:
-        self._config = config
-        self._prefixes = prefixes or Prefixes(0)
-        self._frontends = frontends
-        self._placer = Placer(random.Random())
-        self._together: dict[str, str] = {}
-        self._block = 0
-        self._look_at = self._even_until = 0.0
+    config: Callable[[], RouterConfig]
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes(0))
+    frontends: Callable[[], int] = lambda: 1
+    _placer: Placer = field(default_factory=lambda: Placer(random.Random()))
+    # The worker of each answer with several choices.
+    _together: dict[str, str] = field(default_factory=dict)
+    _block: int = 0
+    _look_at: float = 0.0
+    _even_until: float = 0.0
 
     # ---------------------------------------------------------------- requests
 
@@ -66,9 +64,9 @@ class Balancer:
         before = self._together.pop(request.external_req_id, "") if several else ""
         names = [before] if before in by_id else by_id
         prompt = self._prompt(flight)
-        held, more = self._prefixes.matched(prompt.hashes)
+        held, more = self.prefixes.matched(prompt.hashes)
         view, told = self._placer.choose(
-            self._config().decode_policy, prompt, names, now, held, more
+            self.config().decode_policy, prompt, names, now, held, more
         )
         name = view.instance_id
         if before == name:
@@ -85,20 +83,20 @@ class Balancer:
 
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
         """Return another worker that holds more of the prompt than the chosen one, if any."""
-        least = self._config().min_fetch_tokens
-        if not least or not self._block or self._prefixes.workers < 2:
+        least = self.config().min_fetch_tokens
+        if not least or not self._block or self.prefixes.workers < 2:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
-        held = self._prefixes.matched(hashes)[0]
+        held = self.prefixes.matched(hashes)[0]
         if worker.instance_id not in held and len(held) == KNOWN:
-            held = self._prefixes.matched(hashes, sys.maxsize)[0]
+            held = self.prefixes.matched(hashes, sys.maxsize)[0]
         own = held.pop(worker.instance_id, 0)
         if not held:
             return None
         # It may drain: then its requests move, and its blocks are worth reading while it is there.
         best = max(held, key=lambda name: held[name])
-        address = self._prefixes.control(best)
+        address = self.prefixes.control(best)
         if not address or (held[best] - own) * self._block < least:
             return None
         return PrefixHolder(instance_id=best, control=address, tokens=held[best] * self._block)
@@ -127,7 +125,7 @@ class Balancer:
             )
             view.told, view.told_at = load, now
         # All workers are looked at, so not with each report: each worker sends 20 in a second.
-        if now < self._even_until or self._config().decode_policy is not DecodePolicy.PACK:
+        if now < self._even_until or self.config().decode_policy is not DecodePolicy.PACK:
             return None
         self._even_until = now + MOVE_S
         by_id = {worker.instance_id: worker for worker in workers}
@@ -144,14 +142,14 @@ class Balancer:
     def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
         """Find the block size, and the number of frontends."""
         self._look_at = now + 0.25
-        self._placer.peers = max(1, self._frontends())
+        self._placer.peers = max(1, self.frontends())
         sizes = (worker.welcome.prefix_block_size for worker in workers if worker.welcome)
         # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
         self._block = next(filter(None, sizes), 0)
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: some need its hashes."""
-        if self._config().decode_policy in BY_PREFIX:
+        if self.config().decode_policy in BY_PREFIX:
             return self._hashed(flight)
         return Prompt(_length(flight), self._block)
 
