@@ -177,13 +177,10 @@ class ClusterView:
         self._asked_at = SYSTEM_CLOCK.monotonic()
         records = {record.instance_id: record for record in self.records()}
         self._last = {i: last for i, last in self._last.items() if i in records}
-        found = await asyncio.gather(*(self._ask(record, jobs) for record in records.values()))
-        return dict(zip(records, found, strict=True))
-
-    async def _ask(self, record: WorkerRecord, jobs: bool) -> Report | None:
         # Frontends have the requests that they have sent, and show no others.
         query = "" if not jobs else "?jobs" if self.own_id else "?jobs&ended"
-        return await self._report(record, query)
+        found = await asyncio.gather(*(self._report(r, query) for r in records.values()))
+        return dict(zip(records, found, strict=True))
 
     async def _report(self, record: WorkerRecord, query: str) -> Report | None:
         body = await self._fetch(f"{record.http}/status{query}") if record.http else None

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge
 
-from pullfill.runtime.health import UP as UP
-
 MIGRATED = Counter(
     "pullfill_frontend_migrated",
     "Answers that left their decode worker before their end, by what became of them: sent (to "

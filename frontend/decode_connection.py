@@ -228,8 +228,7 @@ class DecodeConnection:
             return
         welcome = wire.decode(frames[0].bytes, front_wire.DecodeWelcome)
         if welcome.decode_instance != self.instance_id:
-            self.close()
-            self._pool.on_lost(self, f"its address is now used by {welcome.decode_instance}")
+            self.lose(f"its address is now used by {welcome.decode_instance}")
             return
         self.welcome, self.trouble = welcome, ""
         self.load = welcome.load

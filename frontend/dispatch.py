@@ -28,11 +28,12 @@ from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import WAITS, Flight, Waits, ids_of, likely
-from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of, refused_id
+from pullfill.frontend.request_log import RequestLog, RequestRecord, key_of
 from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.suspects import Suspects, guilty
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
+from pullfill.wire import MAX_TEXT
 
 if TYPE_CHECKING:
     from pullfill.engine.front_client import DecodeClient
@@ -127,8 +128,9 @@ class Dispatcher:
         flight = Flight(request, request_id, record, NO_WORKER)
         flight.deadline = now + self._waits.first
         self.flights[request_id] = flight
-        if why := refused_id(request_id):
-            self._fail(flight, why, REFUSED)
+        if len(request_id) > MAX_TEXT:  # clients choose ids
+            why = f"the request's id has {len(request_id)} characters"
+            self._fail(flight, f"{why}: give one of at most {MAX_TEXT}", REFUSED)
         elif request.resumable:
             self._fail(flight, "streaming input is not supported", REFUSED)
         elif self._leaving:
@@ -338,7 +340,9 @@ class Dispatcher:
             self._hold(flight)
             return
         ready = [worker for worker in to or self._workers if worker is not flight.avoid]
-        workers = flight.with_room(ready) if flight.room else ready
+        workers = ready
+        if flight.room:
+            workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
         if not workers:
             if ready:
                 why = f"no other has room for {flight.room} tokens"

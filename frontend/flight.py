@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from asyncio import TimerHandle
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +90,6 @@ class Flight:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
-
-    def with_room(self, workers: Sequence[DecodeConnection]) -> Sequence[DecodeConnection]:
-        """Return the workers that have room for the request."""
-        return [w for w in workers if w.welcome and w.welcome.max_model_len >= self.room]
 
 
 def name_of(flight: Flight) -> str:

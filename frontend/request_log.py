@@ -196,13 +196,6 @@ def key_of(request_id: str, external_id: str | None) -> str:
     return (f"{choice}_{external_id}" if choice else external_id)[:MAX_TEXT]
 
 
-def refused_id(request_id: str) -> str:
-    """Return why a request with this id is refused. Empty: it is not. Clients choose ids."""
-    if len(request_id) <= MAX_TEXT:
-        return ""
-    return f"the request's id has {len(request_id)} characters: give one of at most {MAX_TEXT}"
-
-
 @dataclass(slots=True, eq=False)
 class HttpCall:
     """One HTTP request that needs an engine. Without HTTP: one engine request.

@@ -364,8 +364,11 @@ class Servers:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError, ConfigError):
             server.load = load = load_of((await self._get(server.url + "/metrics")).decode())
         if server.state != "gone":
-            why = self._bare(server)
-            if not why and server.state != "ready":
+            why = ""
+            if server.load is not None and server.load.bare:
+                why = "it has no KV connector, so it neither gives nor gets KV: "
+                why += self.protocol.start_with
+            elif server.state != "ready":
                 why = await self._refusal(server)
                 if not why and _now() < server.lacking_until:
                     why = server.why
@@ -374,14 +377,6 @@ class Servers:
         if server.state == "ready" and load is not None:
             tokens, blocks = load.waiting * _WAITS_TOKENS, load.running * _RUNS_BLOCKS
             self._placers[server.role].report(server.url, tokens, blocks, None)
-
-    def _bare(self, server: Server) -> str:
-        """Return what to do about a server that has no KV connector. Empty: nothing."""
-        if server.load is None or not server.load.bare:
-            return ""
-        return (
-            f"it has no KV connector, so it neither gives nor gets KV: {self.protocol.start_with}"
-        )
 
     async def _refusal(self, server: Server) -> str:
         """Return why the server cannot be used here. Empty: it can."""

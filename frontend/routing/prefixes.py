@@ -70,18 +70,14 @@ class Prefixes:
         followed = self._followed.get(instance_id)
         return followed.connection.record.control if followed is not None else ""
 
-    def state(self, instance_id: str) -> str:
-        """Return a `State` of prefix/events.py. `none`: the worker has no events, or nobody asks.
-
-        `behind`: some events are missing. What is known still counts."""
-        followed = self._followed.get(instance_id)
-        return str(followed.replica.state) if followed is not None else "none"
-
     def status(self, instance_id: str, now: float) -> dict[str, Any]:
-        """Return what is known of a worker, for JSON. now: seconds of the loop's clock."""
-        followed = self._followed.get(instance_id)
-        told: dict[str, Any] = {"state": self.state(instance_id)}
-        if followed is not None:
+        """Return what is known of a worker, for JSON. now: seconds of the loop's clock.
+
+        `state`: a `State` of prefix/events.py. `behind`: some events are missing, and what is known
+        still counts. `none`: the worker has no events, or nobody asks."""
+        told: dict[str, Any] = {"state": "none"}
+        if (followed := self._followed.get(instance_id)) is not None:
+            told["state"] = str(followed.replica.state)
             told["blocks"] = self._index.blocks(instance_id)
             told["refused"] = self._index.refused(instance_id)
             told["since_s"] = now - followed.replica.since

@@ -24,7 +24,6 @@ from tests.support.fake_vllm import request
 from tests.support.said import blank
 
 BLOCK = 16
-BLOCKS = range(1, 6)
 PROMPT = list(range(7, 7 + 20 * BLOCK + 5))
 
 
@@ -83,10 +82,6 @@ class Rig:
 
     def holder(self, asked: Any, worker: int) -> PrefixHolder | None:
         return self.balancer.holder(self.choose(asked)[0], self.workers[worker])
-
-    def known(self) -> tuple[str, Any]:
-        """What is known of the blocks 1 to 5 of worker a."""
-        return self.prefixes.state("a"), self.prefixes.matched(BLOCKS)[0].get("a", 0)
 
 
 @pytest.fixture
