@@ -258,4 +258,4 @@ class WorkerPool:
                 elif connection.flights or number % IDLE_TICKS == 0:
                     connection.send(front_wire.PING)
             self.prefixes.tick(now)
-            counters.IN_FLIGHT.set(self.dispatcher.in_flight)
+            counters.IN_FLIGHT.set(len(self.dispatcher.flights))

@@ -96,11 +96,6 @@ class Dispatcher:
             board, self.flights.values, lambda: self._workers, self._all_soon, waits
         )
 
-    @property
-    def in_flight(self) -> int:
-        """Number of requests submitted and not ended."""
-        return len(self.flights)
-
     def fail_all(self, why: str) -> None:
         """Fail all requests, and each that is submitted from now on: this frontend leaves."""
         self._leaving = why

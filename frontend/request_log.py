@@ -99,11 +99,6 @@ class RequestRecord:
     over_at: float | None = None
     error: str = ""
 
-    @property
-    def worker(self) -> str:
-        """The last decode worker that it was sent to. Empty: none."""
-        return self.sent[-1].worker if self.sent else ""
-
     def owed(self, wait_s: float) -> bool:
         """Whether its worker's record is still to come, in so many seconds after its end."""
         if self.told is not None or self.error or not self.sent or self.over_at is None:
@@ -131,7 +126,7 @@ class RequestRecord:
             request_id=self.key,
             path="unknown" if self.sent else "none",
             prompt_tokens=self.prompt_tokens,
-            decode_instance=self.worker,
+            decode_instance=self.sent[-1].worker if self.sent else "",
         )
         # A request that waits for another worker has left the last one too.
         waits = self.over_at is None and bool(self.sent) and self.sent[-1].left_at > 0

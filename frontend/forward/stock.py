@@ -160,11 +160,6 @@ class ClientCall:
         whole = whole_because(path, read)
         return cls(scope, path, body, read, request_id, prompt_of(read or {}), whole)
 
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is to be streamed."""
-        return self.json is not None and self.json.get("stream") is True
-
     def ms(self) -> float:
         """Return the milliseconds since it came."""
         return round((time.monotonic() - self.arrived) * 1000.0, 3)
@@ -388,7 +383,8 @@ class Stock:
         ]
         headers += [("content-type", "application/json"), ("x-request-id", request_id)]
         # An answer that is not streamed may be a long one.
-        long = server.role == "decode" and not call.stream
+        streamed = call.json is not None and call.json.get("stream") is True
+        long = server.role == "decode" and not streamed
         silence_s = WHOLE * self._silence_s if long else self._silence_s
         session = self.servers.session
         async with asked(session, server, call.path, headers, body, silence_s, source) as answer:

@@ -49,7 +49,7 @@ async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
         assert (record.migrated_from, record.migrated_tokens) == (("decode-1",), out)
         assert record.decode_instance == "decode-2"
         assert record.timings_ms.first_token is not None
-        assert r.dispatcher.in_flight == 0
+        assert not r.dispatcher.flights
 
 
 @pytest.mark.parametrize(
