@@ -13,7 +13,7 @@ import pytest
 import zmq.asyncio
 
 from pullfill.frontend.forward import sources
-from pullfill.frontend.forward.servers import StockLoad, load_of
+from pullfill.frontend.forward.servers import load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
 from tests.support.frontend_rig import PATIENCE_S, ForwardRig, events, forwarding
@@ -300,13 +300,6 @@ async def test_a_decode_server_waits_no_longer_for_the_kv_of_a_server_that_is_lo
 # ---------------------------------------------------- servers that cannot be used, and their load
 
 
-METRICS = """\
-# HELP vllm:num_requests_running Number of requests in model execution batches.
-vllm:num_requests_running{engine="0",model_name="m"} 2.0
-vllm:num_requests_running{engine="1",model_name="m"} 1.0
-vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
-"""
-
 ASKED = """\
 vllm:request_success_total{finished_reason="abort",model_name="m"} 5.0
 vllm:request_success_total{finished_reason="length",model_name="m"} %s
@@ -440,12 +433,6 @@ async def test_a_server_that_broke_off_gets_no_request_until_its_health_is_good(
         await rig.states(failing=1)
 
 
-def test_the_load_is_read_from_metrics() -> None:
-    load = load_of(METRICS)
-    assert (load.running, load.waiting) == (3.0, 4.0)
-    assert load_of("nothing") == StockLoad()
-
-
 @pytest.mark.parametrize(
     ("counts", "bare"),
     [
@@ -566,9 +553,10 @@ async def test_servers_are_chosen_by_load_or_prefix(
         rig.policy = policy
         if policy is DecodePolicy.LEAST_LOADED:
             for fake in (rig.prefill[0], rig.decode[0]):
-                fake.metrics = "vllm:num_requests_waiting{} 50.0\n"
+                waiting = 'vllm:num_requests_waiting{engine="%s"} %s\n'
+                fake.metrics = waiting % (0, 20.0) + waiting % (1, 30.0)
             loads = rig.servers.known.values()
-            await soon(lambda: sum(bool(s.load and s.load.waiting) for s in loads) == 2)
+            await soon(lambda: sum(bool(s.load and s.load.waiting == 50) for s in loads) == 2)
         # Three conversations take turns.
         for turn in range(8):
             for talk in "abc":

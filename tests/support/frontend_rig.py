@@ -279,7 +279,7 @@ class FakeDecode:
                     num_local_cached_tokens=self.cached_tokens,
                 )
             if done:
-                self._finish(active, [token], LENGTH, out)
+                self._finish(active, out)
             else:
                 steps.setdefault(active.identity, []).append(out)
         for identity, outs in steps.items():
@@ -292,13 +292,9 @@ class FakeDecode:
             decode_instance=self.instance_id, timings_ms=Timings(queue=1.5),
         )  # fmt: skip
 
-    def _finish(
-        self, active: _Active, tokens: list[int], reason: int, out: Output | None = None
-    ) -> None:
-        request_id = active.request.request_id
-        self._active.pop(request_id, None)
-        out = out or Output(request_id, tokens)
-        out.finish_reason = reason
+    def _finish(self, active: _Active, out: Output) -> None:
+        self._active.pop(active.request.request_id, None)
+        out.finish_reason = LENGTH
         out.kv_transfer_params = {"secret": 1}
         told = front_wire.encode_explain([self._record(active)])
         self._out(active.identity, [out], front_wire.LAST, told)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.routing.choice import ALPHA, FADE, KNOWN, Placer, Prompt, WorkerView
 from pullfill.wire import DecodeChoice, DecodePolicy
 from tests.support.said import blank
@@ -159,16 +159,6 @@ def test_pack_spreads_over_servers_that_tell_no_load() -> None:
     for name in rig.names:
         rig.view(name).told = None
     assert [rig.told()[0] for _ in range(3)] == ["a", "b", "c"]
-
-
-def test_pack_looks_again_when_workers_have_told_more() -> None:
-    rig = Packed(streams=0)
-    assert rig.told()[0] == "a"
-    for name in rig.names:
-        rig.view(name).told = Packed(streams=100).view(name).told
-    assert rig.told()[0] == "a"
-    view, _ = rig.placer.choose(DecodePolicy.PACK, Prompt(1600), rig.names, LOAD_S)
-    assert view.instance_id == "b"
 
 
 def test_streams_move_one_by_one_if_they_stay_unevenly_spread() -> None:

@@ -48,7 +48,7 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
         r.dispatcher.submit(request("d", [FATAL]))
         await soon(lambda: "d" in r.sink.failures)
         assert not any(f.deaths for f in r.dispatcher.flights.values()), "they are explained"
-        await soon(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: not r.dispatcher.flights)
         assert deaths(r) == 2
         assert all(r.sink.tokens[f"s{i}"] == answer([i], 80) for i in range(9))
         said = r.sink.failures.pop("d")
@@ -58,22 +58,6 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
         assert counted == 2
         assert "2 decode workers died while this request was in flight" in said
         assert f"pullfill suspects clear {name}" in said
-
-
-async def test_a_refused_request_reaches_no_worker_until_it_is_allowed_again() -> None:
-    async with fleet_of(3) as (r, board):
-        r.dispatcher.submit(request("d", [FATAL]))
-        await soon(lambda: "d" in r.sink.failures)
-        (last,) = [worker for worker in r.workers if not worker.killed_by]
-        r.dispatcher.submit(request("again", [FATAL]))
-        assert "are refused for another" in r.sink.failures["again"]
-        assert not last.added
-        r.dispatcher.submit(request("other", [FATAL - 1]))
-        await soon(lambda: "other" in r.sink.finished)
-        last.fatal_token = 0  # repaired
-        board.refused.clear()
-        r.dispatcher.submit(request("third", [FATAL]))
-        await soon(lambda: "third" in r.sink.finished)
 
 
 async def test_choices_of_one_answer_are_convicted_once() -> None:
@@ -122,7 +106,7 @@ async def test_an_answer_that_kills_half_way_kills_six() -> None:
         for i in range(6):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
         r.dispatcher.submit(request("d", [FATAL] * 10, max_tokens=60))
-        await soon(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: not r.dispatcher.flights)
         assert deaths(r) == 6
         assert set(r.sink.failures) == {"d"}
 
@@ -152,7 +136,7 @@ async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
     async with fleet_of(3) as (r, _):
         for each in (*choices("one", [1], 4), *choices("two", [2], 4), *choices("x", [3], 4)):
             r.dispatcher.submit(each)
-        await soon(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: not r.dispatcher.flights)
         assert [len(worker.added) for worker in r.workers] == [4, 4, 4]
         for worker in r.workers:
             assert len({q.external_req_id for q in worker.added}) == 1
@@ -165,7 +149,7 @@ async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
         asked = choices("d", [FATAL], 4)
         for each in asked:
             r.dispatcher.submit(each)
-        await soon(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: not r.dispatcher.flights)
         assert deaths(r) == 2
         assert r.sink.refused == {each.request_id for each in asked}
 
@@ -175,7 +159,7 @@ async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None
     async with fleet_of(5) as (r, _):
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [FATAL]))
-        await soon(lambda: r.dispatcher.in_flight == 0)
+        await soon(lambda: not r.dispatcher.flights)
         assert 2 <= deaths(r) <= 4
         assert r.sink.refused == {"a", "b"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib.util
+import operator
 import re
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity
 from pullfill.runtime.watched_files import WatchedFiles
 from tests.support.asgi import Client
+from tests.support.waiting import soon
 
 KEY, OTHER, ADMIN = "client-key-0123456789", "client-key-number-two", "admin-key-0123456789"
 HERE, THERE = ("127.0.0.1", 1), ("192.0.2.7", 1)
@@ -205,11 +207,6 @@ async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path)
     async def shown(key: str) -> bool:
         return (await ask(auth, "/v1/models", key=key)).status == 200
 
-    async def until(key: str, good: bool) -> None:
-        async with asyncio.timeout(30.0):
-            while await shown(key) is not good:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
     file = tmp_path / "api"
     file.touch(0o600)
     file.write_text(KEY)
@@ -219,13 +216,13 @@ async def test_keys_are_taken_from_changed_files_while_it_serves(tmp_path: Path)
     task = asyncio.create_task(auth.follow(files, lambda: (keys.api_keys(), ())))
     assert not await shown(OTHER)
     file.write_text(f"{KEY}\n{OTHER}\n")
-    await until(OTHER, True)
+    await soon(lambda: shown(OTHER))
     assert await shown(KEY)
     file.write_text("short")  # no usable file: the last good keys stay
     await asyncio.sleep(0.1)
     assert await shown(KEY)
     file.write_text(OTHER)
-    await until(KEY, False)
+    await soon(lambda: shown(KEY), good=operator.not_)
     assert await shown(OTHER)
     task.cancel()
 
