@@ -21,7 +21,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -194,6 +194,7 @@ class Pick:
 # --------------------------------------------------------------------------- the servers
 
 
+@dataclass(slots=True, eq=False)
 class Servers:
     """All known servers. `start` nothing: `set` does what is needed. `close` it at the end.
 
@@ -203,27 +204,21 @@ class Servers:
     session: its headers are those of each request to a server, e.g. a key.
     look_s: how often each server is looked at. answer_s: how long it may take to answer."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        names: Sequence[str],
-        model: str,
-        protocol: KvProtocol,
-        policy: Callable[[], DecodePolicy],
-        *,
-        look_s: float = 1.0,
-        answer_s: float = ANSWER_S,
-    ) -> None:
-        self.session = session
-        self._names = names
-        self._model = model
-        self.protocol = protocol
-        self._policy = policy
+    session: aiohttp.ClientSession
+    names: Sequence[str]
+    model: str
+    protocol: KvProtocol
+    policy: Callable[[], DecodePolicy]
+    _: KW_ONLY
+    look_s: float = 1.0
+    answer_s: float = ANSWER_S
+    known: dict[StockEntry, Server] = field(default_factory=dict)
+    _placers: dict[str, Placer] = field(init=False)
+    _tasks: dict[asyncio.Task[None], Server] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         # The beginning of a prompt counts as held where it was sent for so many seconds, at least.
         self._placers = {role: Placer(random.Random(), predicted_s=600.0) for role in ROLES}
-        self.look_s, self._answer_s = look_s, answer_s
-        self.known: dict[StockEntry, Server] = {}
-        self._tasks: dict[asyncio.Task[None], Server] = {}
 
     def set(self, entries: Iterable[StockEntry]) -> None:
         """These are the servers from now on."""
@@ -276,7 +271,7 @@ class Servers:
         by_url = {s.url: s for s in ready if s not in bad} or {s.url: s for s in ready}
         if not by_url:
             return None
-        placer, policy, now = self._placers[role], self._policy(), _now()
+        placer, policy, now = self._placers[role], self.policy(), _now()
         if policy not in BY_PREFIX:
             prompt = Prompt(prompt.tokens, BLOCK)
         view, choice = placer.choose(policy, prompt, by_url, now)
@@ -385,24 +380,24 @@ class Servers:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "its /v1/models lists no models as vLLM does: register the URL of a vLLM server"
         served = {model.id: model.root or model.id for model in models.data}
-        if not all(name in served for name in self._names):
+        if not all(name in served for name in self.names):
             return (
                 f"it serves {', '.join(served) or 'no model'}, and this frontend serves "
-                f"{', '.join(self._names)}: start it with "
-                f"--served-model-name {' '.join(self._names)}"
+                f"{', '.join(self.names)}: start it with "
+                f"--served-model-name {' '.join(self.names)}"
             )
-        name = self._names[0]
+        name = self.names[0]
         server.model = served[name]
-        if stem(self._model) != stem(server.model):
+        if stem(self.model) != stem(server.model):
             return (
-                f"it serves {server.model} as {name}, and this frontend serves {self._model} under "
+                f"it serves {server.model} as {name}, and this frontend serves {self.model} under "
                 "that name: give one of the models another --served-model-name, or, if they are "
                 "the same model, give its folders the same name"
             )
         return await self.protocol.check(server, self._get)
 
     async def _get(self, url: str) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=self._answer_s)
+        timeout = aiohttp.ClientTimeout(total=self.answer_s)
         get = self.session.get
         async with get(url, timeout=timeout, allow_redirects=False) as answer:
             if answer.status in (401, 403):
