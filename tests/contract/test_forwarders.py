@@ -70,17 +70,24 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
 
 @each_stock
 async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: Any) -> None:
+    """The prefill stage has one token. The decode stage is as it came."""
+    kept = {"model": "m", "prompt": "hello", "temperature": 0.5, "tools": [1], "seed": 5}
+    sent = kept | {
+        "max_tokens": 3, "max_completion_tokens": 3, "stream": True, "min_tokens": 3,
+        "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2,
+        "stop": "x", "stop_token_ids": [1],
+    }  # fmt: skip
     async with forwarding(*how) as rig:
-        await rig.ask(max_tokens=3, temperature=0.5, kv_transfer_params={"mine": 1})
+        await rig.ask(sent | {"kv_transfer_params": {"mine": 1}})
         ((_, _, first),) = rig.prefill[0].requests
         ((_, _, second),) = rig.decode[0].requests
         assert rig.decode[0].remote == 1
-    assert first["max_tokens"] == 1
-    assert second["max_tokens"] == 3
-    assert first["temperature"] == second["temperature"] == 0.5
-    assert first["kv_transfer_params"]["do_remote_decode"] is True
-    assert second["kv_transfer_params"]["do_remote_prefill"] is True
-    assert "mine" not in second["kv_transfer_params"]
+    assert first.pop("kv_transfer_params")["do_remote_decode"] is True
+    one = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
+    assert first == kept | one
+    told = second.pop("kv_transfer_params")
+    assert (told["do_remote_prefill"], "mine" in told) == (True, False)
+    assert second == sent
 
 
 @each_stock

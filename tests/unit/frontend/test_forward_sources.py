@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,6 @@ from pullfill.frontend.forward.sources import (
     bind_heartbeats,
     parse_list,
 )  # fmt: skip
-from pullfill.frontend.forward.stock import decode_body, prefill_body
 from pullfill.options import ForwarderName, FrontendOptions, parse_networks
 
 PREFILL = StockEntry("prefill", "http://a:1", "k:2")
@@ -203,21 +201,6 @@ def test_the_number_of_servers_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 # --------------------------------------------------------------------------- what they get
-
-
-def test_the_prefill_stage_has_one_token_and_the_decode_stage_is_as_it_came() -> None:
-    body = {
-        "messages": [], "max_tokens": 9, "max_completion_tokens": 9, "stream": True,
-        "stream_options": {"include_usage": True}, "min_tokens": 3, "logprobs": True,
-        "top_logprobs": 2, "tools": [1], "seed": 5, "stop": "x", "stop_token_ids": [1],
-    }  # fmt: skip
-    assert json.loads(prefill_body(body, {"a": 1})) == {
-        "messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": False,
-        "tools": [1], "seed": 5, "ignore_eos": True, "kv_transfer_params": {"a": 1},
-    }  # fmt: skip
-    assert json.loads(decode_body(body | {"kv_transfer_params": {"mine": 1}}, None)) == body
-    told = json.loads(decode_body(body | {"kv_transfer_params": {"mine": 1}}, {"b": 2}))
-    assert told == body | {"kv_transfer_params": {"b": 2}}
 
 
 def test_an_odd_prompt_has_no_blocks_but_a_length() -> None:
