@@ -20,6 +20,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
@@ -85,7 +86,9 @@ def run(cluster: ClusterRef, options: FrontendOptions, vllm_args: Sequence[str])
     front_app.set_environment(options.model)
     import uvloop  # comes with vLLM, which is there
 
-    uvloop.run(_end(_Frontend(cluster, options, vllm_args, listeners)))
+    instance_id = options.instance_id or new_instance_id("frontend")
+    log.identify(instance_id)
+    uvloop.run(_end(_Frontend(cluster, options, vllm_args, listeners, instance_id)))
 
 
 def listeners_of(options: FrontendOptions) -> list[socket.socket]:
@@ -169,31 +172,24 @@ class Server(uvicorn.Server):
         yield
 
 
+@dataclass(slots=True, eq=False)
 class _Frontend:
     """One run of the process."""
 
-    def __init__(
-        self,
-        cluster: ClusterRef,
-        options: FrontendOptions,
-        vllm_args: Sequence[str],
-        listeners: list[socket.socket],
-    ) -> None:
-        self._cluster = cluster
-        self._options = options
-        self._vllm_args = vllm_args
-        self._listeners = listeners
-        self._instance_id = options.instance_id or new_instance_id("frontend")
-        log.identify(self._instance_id)
-        self._url = ""
-        self._stop = Stop()
-        self._started_at = time.time()
+    cluster: ClusterRef
+    options: FrontendOptions
+    vllm_args: Sequence[str]
+    listeners: list[socket.socket]
+    instance_id: str
+    _url: str = ""
+    _stop: Stop = field(default_factory=Stop)
+    _started_at: float = field(default_factory=time.time)
 
     async def serve(self) -> int:
         """Build everything, serve, leave. Returns the exit code."""
         self._stop.starting = True  # vLLM takes seconds to load
         self._stop.install()
-        options, cluster = self._options, self._cluster
+        options, cluster = self.options, self.cluster
         async with AsyncExitStack() as stack:
             etcd = await EtcdClient.connect(
                 cluster.etcd_url,
@@ -205,13 +201,13 @@ class _Frontend:
             prepared = await asyncio.to_thread(
                 front_app.prepare,
                 options.model,
-                self._vllm_args,
+                self.vllm_args,
                 options.host,
-                options.port or self._listeners[0].getsockname()[1],
+                options.port or self.listeners[0].getsockname()[1],
             )
-            tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self._instance_id)
+            tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self.instance_id)
             tls = prepared.args.ssl_certfile is not None
-            self._url = options.advertise or url_of(self._listeners[0], tls=tls)
+            self._url = options.advertise or url_of(self.listeners[0], tls=tls)
             args, key_files = prepared.args, cluster.security.frontend.key_files()
             watched = WatchedFiles(*key_files)
             # Before `_route`, which hands these arguments to vLLM's app.
@@ -247,12 +243,12 @@ class _Frontend:
         """Build what takes requests and sends them to workers, in reading order.
 
         Returns the ASGI app, our own routes in it, and what ends all requests with an error."""
-        options, cluster, model = self._options, self._cluster, prepared.names[0]
+        options, cluster, model = self.options, self.cluster, prepared.names[0]
         ttl_s = float(options.lease_ttl_s)
         directory = Directory(etcd, cluster.namespace, (*ROLES, "frontend"), ttl_s=ttl_s)
         await directory.start()
         stack.push_async_callback(directory.close)
-        view = ClusterView(directory, etcd.health, cluster.namespace, self._instance_id)
+        view = ClusterView(directory, etcd.health, cluster.namespace, self.instance_id)
         stack.push_async_callback(view.close)
         settings = Settings(etcd, cluster.namespace, RouterConfig)
         await settings.start(options.connect_timeout_s)
@@ -290,7 +286,7 @@ class _Frontend:
             adapters.subscribe(front.client.adapters.on_change)
             await adapters.start(options.connect_timeout_s)
         hello = front_wire.FrontendHello(
-            frontend_instance=self._instance_id,
+            frontend_instance=self.instance_id,
             vllm_version=check.require_version(),
             model=model,
         )
@@ -334,13 +330,13 @@ class _Frontend:
     def _records(self, model: str, incarnation: str) -> list[WorkerRecord]:
         """Return what this frontend says of itself in the registry."""
         record = WorkerRecord(
-            instance_id=self._instance_id,
+            instance_id=self.instance_id,
             incarnation=incarnation,
             role="frontend",
             state=WorkerState.READY,
             model=model,
-            model_path=self._options.model,
-            host=self._options.host,
+            model_path=self.options.model,
+            host=self.options.host,
             host_id=host_id(),
             pid=os.getpid(),
             started_at=self._started_at,
@@ -358,7 +354,7 @@ class _Frontend:
         fail_all: Callable[[], None],
     ) -> int:
         args = prepared.args
-        as_json = self._options.log_format is LogFormat.JSON
+        as_json = self.options.log_format is LogFormat.JSON
         config = uvicorn.Config(
             app,
             log_level=args.uvicorn_log_level,
@@ -383,18 +379,18 @@ class _Frontend:
         config.load()
         refreshing = asyncio.create_task(_refresh(config, certificate, files), name="certificate")
         server = Server(config)
-        serving = asyncio.create_task(server.serve(sockets=self._listeners))
+        serving = asyncio.create_task(server.serve(sockets=self.listeners))
         self._stop.starting = False
-        _log.info("%s serves %s at %s", self._instance_id, prepared.names[0], self._url)
+        _log.info("%s serves %s at %s", self.instance_id, prepared.names[0], self._url)
         asked = asyncio.create_task(until(self._stop.drain, membership.revoked))
         await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
         if not serving.done():
             if not self._stop.drain.is_set():
                 self._stop.ask("lease revoked")
-            drain_s = self._options.drain_timeout_s
+            drain_s = self.options.drain_timeout_s
             # If nobody can serve, /ready has been 503 already.
-            grace_s = self._options.ready_grace_s if admin.can_serve() else 0.0
+            grace_s = self.options.ready_grace_s if admin.can_serve() else 0.0
             exit_within(grace_s + drain_s + EXIT_S, 1)
             admin.drain()
             membership.note_state(WorkerState.DRAINING)

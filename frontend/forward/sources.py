@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -152,6 +152,7 @@ class _Heard:
     at: float
 
 
+@dataclass(slots=True, eq=False)
 class Heartbeats:
     """Stock servers that register themselves over ZMQ. `run` it as a task, `close` it at the end.
 
@@ -163,24 +164,20 @@ class Heartbeats:
     publish: gets all servers that are heard, after each change.
     clock: seconds."""
 
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        networks: Sequence[Network],
-        publish: Callable[[tuple[StockEntry, ...]], None],
-        silence_s: float = SILENCE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._socket = socket
-        self._networks = networks
-        self._publish = publish
-        self._silence_s = silence_s
-        self._clock = clock
-        self._heard: dict[tuple[str, str], _Heard] = {}
-        self._published: tuple[StockEntry, ...] = ()
-        self._looked = clock()
-        self._seldom = log.Seldom(60.0)
-        self.url = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    socket: zmq.Socket[bytes]
+    networks: Sequence[Network]
+    publish: Callable[[tuple[StockEntry, ...]], None]
+    silence_s: float = SILENCE_S
+    clock: Callable[[], float] = time.monotonic
+    url: str = field(init=False)
+    _heard: dict[tuple[str, str], _Heard] = field(default_factory=dict)
+    _published: tuple[StockEntry, ...] = ()
+    _looked: float = field(init=False)
+    _seldom: log.Seldom = field(default_factory=lambda: log.Seldom(60.0))
+
+    def __post_init__(self) -> None:
+        self._looked = self.clock()
+        self.url = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         _log.info("stock servers may send heartbeats to %s", self.url)
 
     async def run(self) -> None:
@@ -189,7 +186,7 @@ class Heartbeats:
             for _ in range(BATCH):
                 try:
                     # Not copied: only such frames know the sender's address.
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
                 # The first frame is the sender's identity.
@@ -216,25 +213,25 @@ class Heartbeats:
 
     def look(self) -> None:
         """Forget the silent ones, and publish what has changed."""
-        now = self._clock()
+        now = self.clock()
         # Two looks are further apart if this process was stopped. It heard nobody meanwhile.
         if (stopped := now - self._looked) > 2.0:
             for heard in self._heard.values():
                 heard.at += stopped
         self._looked = now
         for key, heard in list(self._heard.items()):
-            if now - heard.at > self._silence_s:
+            if now - heard.at > self.silence_s:
                 del self._heard[key]
                 text = "stock %s server %s has sent no heartbeat for %g s"
-                _log.warning(text, *key, self._silence_s)
+                _log.warning(text, *key, self.silence_s)
         entries = tuple(heard.entry for heard in self._heard.values())
         if entries != self._published:
             self._published = entries
-            self._publish(entries)
+            self.publish(entries)
 
     def close(self) -> None:
         """Close the socket."""
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
 
     # ---------------------------------------------------------------- inside
 
@@ -242,12 +239,12 @@ class Heartbeats:
         address = ipaddress.ip_address(sender)
         # At a socket of IPv6, senders of IPv4 have addresses like ::ffff:10.0.0.1.
         address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or any(address in network for network in self._networks)
+        return address.is_loopback or any(address in network for network in self.networks)
 
     def _note(self, entry: StockEntry) -> None:
-        now, key = self._clock(), (entry.role, entry.url)
+        now, key = self.clock(), (entry.role, entry.url)
         heard = self._heard.get(key)
-        if heard is None or now - heard.at > self._silence_s:
+        if heard is None or now - heard.at > self.silence_s:
             if heard is None and len(self._heard) >= MAX_SERVERS:
                 raise ConfigError(f"{MAX_SERVERS} servers send heartbeats: no more are taken")
             self._heard[key] = _Heard(entry, now)
