@@ -33,6 +33,7 @@ from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.net.peer_link import NotInTime
 from pullfill.runtime import log, metrics
+from pullfill.runtime.lifecycle import Tasks
 from pullfill.wire import (
     Adapter,
     Lease,
@@ -98,6 +99,7 @@ class Fetch:
     key: object  # vLLM's hash of the tokens up to `end`
     cache_salt: str | None
     adapter: Adapter | None
+    blocks: asyncio.Future[Sequence[int]]  # has a result once `begin` was called
     within_s: float = 0.0  # most seconds for the connection, and again for the answer
     copy_s: float = 0.0  # most seconds for the copy
     # Written by the engine thread.
@@ -111,7 +113,6 @@ class Fetch:
     seconds: float = 0.0  # how long the read has taken
     kv_bytes: int = 0  # of the copy, as the transport is
     transport: str = ""
-    blocks: asyncio.Future[Sequence[int]] | None = None  # has a result once `begin` was called
     ended: bool = False  # nothing is asked for or copied any more
 
     @property
@@ -154,7 +155,8 @@ class PrefixFetches:
         # one look of vLLM at its queue asks about many prompts.
         self._going: list[Fetch] = []
         self._events: deque[Fetch] = deque()
-        self._running: dict[asyncio.Task[None], Fetch] = {}
+        # Never cancelled: the end of one says that no thread touches the blocks.
+        self._running = Tasks()
 
     # ------------------------------------------------------------------ engine thread
 
@@ -253,6 +255,7 @@ class PrefixFetches:
             key=key,
             cache_salt=request.cache_salt,
             adapter=adapter,
+            blocks=self._loop.create_future(),
         )
         compute_s = self._prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
         return None if self._ask(fetch, compute_s) else 0
@@ -293,27 +296,22 @@ class PrefixFetches:
         if fetch.turn is FetchTurn.WAITING:
             fetch.turn, fetch.wanted = FetchTurn.OVER, False
             if not fetch.ended:
-                self._loop.call_soon_threadsafe(self._stop, fetch)
+                self._loop.call_soon_threadsafe(fetch.blocks.cancel)
 
     # ------------------------------------------------------------------ asyncio thread
 
     async def close(self) -> None:
         """End all fetches. Afterwards nothing is copied."""
         await self._holders.close()
-        for fetch in list(self._running.values()):
-            self._stop(fetch)
+        for fetch in list(self._open.values()):
+            fetch.blocks.cancel()
         if self._running:
-            await asyncio.wait(list(self._running), timeout=_COPY_S[1])
+            await asyncio.wait(self._running, timeout=_COPY_S[1])
 
     def _start(self, fetch: Fetch) -> None:
-        fetch.blocks = self._loop.create_future()
-        # Never cancelled: its end says that no thread touches the blocks.
-        task = self._loop.create_task(self._run(fetch))
-        self._running[task] = fetch
-        task.add_done_callback(self._running.pop)
+        self._running.begin(self._run(fetch), "fetch a prefix")
 
     def _go(self, fetch: Fetch, blocks: list[int]) -> None:
-        assert fetch.blocks is not None
         if fetch.ended:  # the lease was given back while vLLM allocated
             self._tell(fetch)
         elif fetch.blocks.cancelled():  # by `close`: it ends in a moment
@@ -321,16 +319,11 @@ class PrefixFetches:
         else:
             fetch.blocks.set_result(blocks)
 
-    def _stop(self, fetch: Fetch) -> None:
-        if fetch.blocks is not None and not fetch.blocks.done():
-            fetch.blocks.cancel()
-
     def _tell(self, fetch: Fetch) -> None:
         self._events.append(fetch)
         self._wake()
 
     async def _run(self, fetch: Fetch) -> None:
-        assert fetch.blocks is not None
         holder: Holder | None = None
         lease: Lease | None = None
         began = first = time.monotonic()
@@ -346,12 +339,14 @@ class PrefixFetches:
             if blocks is None:
                 return
             began = time.monotonic()
-            kept, lease = lease, None
-            await self._copy(fetch, holder, kept, blocks)
+            await self._copy(fetch, holder, lease, blocks)
+            lease = None  # `_copy` has given it back
             fetch.seconds = asked_s + time.monotonic() - began
         except LeaseRefused as exc:
             known = exc.reason in (FetchOutcome.BUSY, FetchOutcome.NOT_HELD)
             fetch.outcome = FetchOutcome(exc.reason) if known else FetchOutcome.UNREACHABLE
+        except Fenced:  # the lease had ended before the copy
+            fetch.outcome = FetchOutcome.EXPIRED
         except (PullfillError, TimeoutError, RuntimeError) as exc:
             self._failed(fetch, exc)
         except Exception as exc:
@@ -377,7 +372,6 @@ class PrefixFetches:
 
     async def _turn(self, fetch: Fetch, lease: Lease) -> Sequence[int] | None:
         """Wait for our blocks. None: they are not wanted, or did not come in time."""
-        assert fetch.blocks is not None
         # Half of the lease's time is for vLLM to allocate them, and half for the copy.
         await asyncio.wait([fetch.blocks], timeout=max(0.0, lease.within_s / 2))
         if not fetch.blocks.done() or fetch.blocks.cancelled():
@@ -392,16 +386,9 @@ class PrefixFetches:
         """Copy, and have the holder confirm that the lease was valid until the end."""
         first = (fetch.begin_at - fetch.start) // self._block_size
         source = u32.unpack(lease.block_ids)[first : first + len(blocks)]
-        try:
-            moved, fetch.transport = await holder.read(
-                lease, source, blocks, lambda: fetch.wanted, fetch.copy_s
-            )
-        except BaseException as exc:
-            holder.forget(lease)
-            if not isinstance(exc, Fenced):
-                raise
-            fetch.outcome = FetchOutcome.EXPIRED
-            return
+        moved, fetch.transport = await holder.read(
+            lease, source, blocks, lambda: fetch.wanted, fetch.copy_s
+        )
         fetch.kv_bytes = moved.nbytes
         valid = await holder.end_lease(lease)
         fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED
@@ -419,7 +406,6 @@ class PrefixFetches:
             self._holders.failed(fetch.at.instance_id)
 
     def _end(self, fetch: Fetch) -> None:
-        assert fetch.blocks is not None
         fetch.ended = True
         metrics.PREFIX_FETCH.labels(fetch.outcome.value).inc()
         if fetch.blocks.done() and not fetch.blocks.cancelled():
