@@ -74,13 +74,13 @@ class Ours:
 class Checks:
     """The self-checks of this decode worker with all kinds of prefill workers.
 
-    kept: all results.
+    trials: the requests of the comparisons. kept: all results.
     joining: whether this worker is `checking`."""
 
     def __init__(self, ours: Ours, trials: Trials, kept: SelfChecks) -> None:
         self.computes = ours.computes
         self._ours = ours
-        self._trials = trials
+        self.trials = trials
         self._kept = kept
         self._peers: dict[str, tuple[Peer, str]] = {}
         self._changed = asyncio.Event()
@@ -107,26 +107,17 @@ class Checks:
     # ------------------------------------------------------------------ while this worker joins
 
     def join(self, etcd: EtcdClient, namespace: str, note: Callable[[], None]) -> None:
-        """Be `checking` until each kind of prefill worker in the registry has a result.
+        """Be `checking` until each kind of prefill worker in the registry has a result. Not for
+        longer than LONGEST_S.
 
         Call it once this worker is registered. Of two workers that join at the same moment, at
         least one then sees the other.
 
         note: called when this worker is not `checking` any more."""
+        work = self._join(etcd, namespace, note)
+        self._tasks.append(asyncio.create_task(work, name="self-checks of the registry"))
 
-        async def look() -> None:
-            try:
-                await self._all_compared(etcd, namespace)
-            except Exception:  # routers would never see a worker that stays `checking`
-                logger.exception("the registry could not be looked at")
-            self.joining = False
-            note()
-
-        self._tasks.append(asyncio.create_task(look(), name="self-checks of the registry"))
-
-    async def _all_compared(self, etcd: EtcdClient, namespace: str) -> None:
-        """Wait until each kind of prefill worker in the registry has a result. Not for longer than
-        LONGEST_S."""
+    async def _join(self, etcd: EtcdClient, namespace: str, note: Callable[[], None]) -> None:
         directory, changed = Directory(etcd, namespace, ["prefill"]), asyncio.Event()
         directory.subscribe(lambda _old, _new: changed.set())
         unsubscribe = self._kept.subscribe(changed.set)
@@ -138,9 +129,13 @@ class Checks:
                     await changed.wait()
         except (TimeoutError, RegistryUnavailable) as exc:
             logger.debug("serving before all kinds of prefill workers are compared: %s", exc)
+        except Exception:  # routers would never see a worker that stays `checking`
+            logger.exception("the registry could not be looked at")
         finally:
             unsubscribe()
             await directory.close()
+        self.joining = False
+        note()
 
     def _unknown(self, record: WorkerRecord) -> bool:
         """Whether a prefill worker will meet this one, and its kind has no result."""
@@ -241,7 +236,7 @@ class Checks:
 
     async def _compare(self, peer: Peer) -> tuple[SelfCheck, float]:
         """Return the result, and how long the local prefill took, in seconds."""
-        ours, run = self._ours, self._trials.run
+        ours, run = self._ours, self.trials.run
         # Not the first and last tokens of the vocabulary: there are the special tokens.
         ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
         blocks, size = ours.blocks, ours.compat.block_size
@@ -295,12 +290,10 @@ class Incomplete(Exception):
 class Trial:
     """One request of a comparison."""
 
-    request_id: str
     # Name of the prefill worker's connection. Empty: prefilled here.
     writer: str
     blocks: int  # how many of its first blocks are copied, in each KV cache group
-    settled: bool = False  # whether the remote prefill has ended
-    loaded: bool = False  # whether it brought the KV
+    loaded: bool | None = None  # whether a remote prefill brought the KV. None: it has not ended
     took_s: float = 0.0  # how long the request took
     # The copied KV, once for each group of ranks that hold the same heads.
     pages: list[Pages] = field(default_factory=list)
@@ -336,10 +329,10 @@ class Trials:
     ) -> Trial:
         """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
         name = f"self-check-{new_job_id()}"
-        trial = self._open[name] = Trial(name, writer, blocks)
+        trial = self._open[name] = Trial(writer, blocks)
 
         def settled(loaded: bool) -> None:
-            trial.settled, trial.loaded = True, loaded
+            trial.loaded = loaded
 
         self._traces.apart[name] = settled
         request = requests.own_request(
@@ -371,7 +364,7 @@ class Trials:
         if trial is None:
             return None
         # Asked again after the remote prefill has failed, the answer is local.
-        return Decision(bool(trial.writer) and not trial.settled, "self_check", to=trial.writer)
+        return Decision(bool(trial.writer) and trial.loaded is None, "self_check", to=trial.writer)
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
         """Copy the request's blocks. vLLM is done with it, and has not reused them yet.
@@ -400,23 +393,17 @@ class Trials:
         return pages
 
 
-def wanted_blocks(block_size: int) -> int:
-    """How many blocks of so many tokens the compared prompt should have.
-
-    At least two: the prefill worker computes the second one on top of the first."""
-    least, most = BLOCKS
-    return max(least, min(most, TOKENS // block_size))
-
-
 def checks_for(
     context: DecodeContext, config: Any, compat: Compat, submit: Submit, kept: SelfChecks
-) -> tuple[Trials, Checks] | None:
+) -> Checks | None:
     """Make the self-check of this worker, or return None if nothing can be compared.
 
     That is so if no transport reaches the KV memory, if there is no model or it generates no text,
     or if no prompt of whole blocks may be prefilled remotely."""
     block_size = config.cache_config.block_size
-    fits = context.blocks.longest_kept(wanted_blocks(block_size) * block_size)
+    # At least two: the prefill worker computes the second one on top of the first.
+    wanted = max(BLOCKS[0], min(BLOCKS[1], TOKENS // block_size))
+    fits = context.blocks.longest_kept(wanted * block_size)
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
@@ -437,4 +424,4 @@ def checks_for(
         kv_dtype=kv_dtype,
         groups=context.groups,
     )
-    return trials, Checks(ours, trials, kept)
+    return Checks(ours, trials, kept)

@@ -243,10 +243,7 @@ class DecodeRole(Role):
         )
 
         # The prefill workers' connections, and what they say about jobs.
-        trials, checks = checks_for(context, config, engine.compat, turns, servers.kept) or (
-            None,
-            None,
-        )
+        checks = checks_for(context, config, engine.compat, turns, servers.kept)
         if checks is not None:
             parts.push_async_callback(checks.close)
         handoff = Handoff(
@@ -310,7 +307,7 @@ class DecodeRole(Role):
             tier=view.tier,
             seats=view.seats(options.reserve_seats),
             in_flight=view.in_flight,
-            trials=trials,
+            trials=checks.trials if checks else None,
             of_frontend=server.has,
         )
         # From now on this side answers the engine. Before, the engine takes no request.
