@@ -54,34 +54,31 @@ if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 
-def _all_kept(tokens: int) -> tuple[int, ...]:
-    return (0,)
-
-
 class JobBlocks:
     """Which of vLLM's blocks jobs read and write, and who keeps them meanwhile. Engine thread.
 
-    Made when vLLM constructs the connector. vLLM then binds its block pool.
-
-    local_tokens: see `Situation`.
-    never: why this engine exchanges no KV with others. Empty: it does.
     pool: vLLM's BlockPool. Blocks in quarantine are held by its reference counts.
     kept_from: as `engine.groups.kept_from` returns it.
+    local_tokens: see `Situation`.
+    never: why this engine exchanges no KV with others. Empty: it does.
     _read: blocks that a job may read and its request does not hold, by request.
     _held: blocks that are held for each job whose writer is not proved quiet."""
 
-    def __init__(self, block_size: int, local_tokens: int = 1, never: str = "") -> None:
+    def __init__(
+        self,
+        block_size: int,
+        pool: Any,
+        kept_from: KeptFrom = lambda _tokens: (0,),
+        local_tokens: int = 1,
+        never: str = "",
+    ) -> None:
         self.block_size = block_size
+        self.pool = pool
+        self.kept_from = kept_from
         self.local_tokens = local_tokens
         self.never = never
-        self.pool: Any = None
-        self.kept_from: KeptFrom = _all_kept
         self._read: dict[str, list[Any]] = {}
         self._held: dict[str, list[Any]] = {}
-
-    def bind(self, pool: Any, kept_from: KeptFrom = _all_kept) -> None:
-        """Take vLLM's BlockPool, and what tells which blocks vLLM keeps."""
-        self.pool, self.kept_from = pool, kept_from
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
@@ -486,7 +483,7 @@ class DecodeHalf(SchedulerHalf):
     The calls about requests go to `DecodeScheduler`, which is made once the engine is built
     (side.py). Before that, vLLM only tells what there is: memory of each rank, and blocks.
 
-    blocks: made when vLLM constructs the connector."""
+    blocks: made when vLLM binds its KVCacheManager, once it has constructed the connector."""
 
     _scheduler: DecodeScheduler = LATER
     blocks: JobBlocks
@@ -499,15 +496,16 @@ class DecodeHalf(SchedulerHalf):
         self._scheduler = scheduler
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        never = "speculation" if speculation.why_local(vllm_config) else ""
+        self._block_size = vllm_config.cache_config.block_size
+        self._local_tokens = speculation.local_tokens(vllm_config)
+        self._never = "speculation" if speculation.why_local(vllm_config) else ""
         if groups.why_local(vllm_config, kv_cache_config):
-            never = "kv_groups"
-        self.blocks = JobBlocks(
-            vllm_config.cache_config.block_size, speculation.local_tokens(vllm_config), never
-        )
+            self._never = "kv_groups"
 
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
-        self.blocks.bind(manager.block_pool, kept_from)
+        self.blocks = JobBlocks(
+            self._block_size, manager.block_pool, kept_from, self._local_tokens, self._never
+        )
         self._by_position = by_position
 
     @property

@@ -437,8 +437,7 @@ def fetches_for(
 
     The fetches must be closed before the KV memory. hello, reach, key: see `Holders`. situation,
     prefill_s, wake: see `PrefixFetches`."""
-    pool = context.blocks.pool
-    caches = pool is not None and pool.enable_caching
+    caches = context.blocks.pool.enable_caching
     if reach is None or not keeps_all(context.groups) or not caches:
         return None
     return PrefixFetches(context, Holders(hello, reach, key), situation, prefill_s, wake)

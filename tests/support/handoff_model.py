@@ -118,8 +118,7 @@ class HandoffModel:
             remote_timeout_s=TIMEOUT_S,
             claim_timeout_s=CLAIM_S,
         )
-        blocks = JobBlocks(BLOCK)
-        blocks.bind(self.pool)
+        blocks = JobBlocks(BLOCK, self.pool)
         self.side = DecodeScheduler(
             blocks,
             self.ledger,

@@ -111,8 +111,7 @@ class DecodeHalf:
         )
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_REMOTE, remote_timeout_s=timeout_s)
         self.outlook: Outlook | None = None
-        blocks = JobBlocks(BLOCK)
-        blocks.bind(self.pool)
+        blocks = JobBlocks(BLOCK, self.pool)
         self.context = DecodeContext(
             instance_id=name,
             owner=self.region.owner,

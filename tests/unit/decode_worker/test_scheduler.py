@@ -30,8 +30,7 @@ class Rig:
         self.ledger = Ledger(LoopbackFences(8), incarnation="i", clock=self.clock)
         self.traces = RequestTraces("decode-1", self.clock)
         self.pool = FakePool(64)
-        self.blocks = JobBlocks(BLOCK)
-        self.blocks.bind(self.pool)
+        self.blocks = JobBlocks(BLOCK, self.pool)
         self.side = DecodeScheduler(
             self.blocks,
             self.ledger,

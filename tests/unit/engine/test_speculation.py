@@ -71,6 +71,7 @@ def test_a_decode_worker_whose_drafts_have_kv_knows_it(monkeypatch: pytest.Monke
     )
     half = scheduler.DecodeHalf()
     half.constructed(made, None)
+    half.bind(SimpleNamespace(block_pool=None), lambda _: (0,), lambda tables: tables)
     assert half.blocks.never == "speculation"
 
 

@@ -272,8 +272,7 @@ class Handoff:
         decode.start(self.hit, tokens - self.hit)
         decode.lose(self.case.dropped)
         request = FakeRequest("r", [0] * tokens, block_hashes=decode.hashes(tokens))
-        self.hit_blocks = JobBlocks(decode.size)
-        self.hit_blocks.pool, self.hit_blocks.kept_from = decode, decode.kept
+        self.hit_blocks = JobBlocks(decode.size, decode, decode.kept)
         kept, first = decode.kept(tokens), self.hit // decode.size
         tables = decode.get_block_ids("r")
         read_from, prefix = self.hit_blocks.read(request, tables, self.hit, kept)
