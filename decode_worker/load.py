@@ -13,7 +13,6 @@ from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
 from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.view import View
-from pullfill.runtime import metrics
 from pullfill.snapshot import FLOWS, Demand, OpenJob
 from pullfill.worker.sides import Engine
 
@@ -112,10 +111,3 @@ def demand_of(
         seats=(running + max(0, waiting - remote))
         / engine.view.config.scheduler_config.max_num_seqs,
     )
-
-
-def show_demand(demand: Demand) -> None:
-    """Set the gauges for autoscalers."""
-    metrics.BACKLOG_SECONDS.set(demand.backlog_s)
-    metrics.PREFILL_DEMAND.set(demand.prefill_demand)
-    metrics.DECODE_PRESSURE.set(demand.pressure)

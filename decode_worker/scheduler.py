@@ -397,12 +397,6 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------ step 9: finish
 
-    def before_step(self) -> list[str]:
-        """Return the requests whose KV is there, so that they run in the next step already.
-
-        Requests that failed are reported by `collect`."""
-        return self.finish() if self.has_events else []
-
     def plan(self) -> dict[str, bool]:
         """Plan the next step. Returns what it does not begin (`StepMeter.deferred`)."""
         self._meter.before_step()
@@ -522,7 +516,9 @@ class DecodeHalf(SchedulerHalf):
         self._scheduler.tier_loaded(output)
 
     def before_step(self) -> StepReport:
-        return StepReport(set(self._scheduler.before_step() if self._begun else ()))
+        # What is loaded runs in the next step already. `scheduled` reports what has failed.
+        arrives = self._begun and self._scheduler.has_events
+        return StepReport(set(self._scheduler.finish() if arrives else ()))
 
     def plan(self) -> None:
         if self._begun:

@@ -24,7 +24,7 @@ from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.load import demand_of, jobs_of, load_of, report_of, show_demand
+from pullfill.decode_worker.load import demand_of, jobs_of, load_of, report_of
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
@@ -46,6 +46,7 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
+from pullfill.runtime import metrics
 from pullfill.snapshot import Demand
 from pullfill.transfer.gpu import copies
 from pullfill.wire import (
@@ -133,7 +134,10 @@ class DecodeSide(Service):
 
     def refresh_metrics(self) -> None:
         self.outlook.refresh_metrics()
-        show_demand(self._demand())
+        demand = self._demand()  # for autoscalers
+        metrics.BACKLOG_SECONDS.set(demand.backlog_s)
+        metrics.PREFILL_DEMAND.set(demand.prefill_demand)
+        metrics.DECODE_PRESSURE.set(demand.pressure)
 
     def _demand(self) -> Demand:
         uncached = self.frontends.uncached_tokens
@@ -322,7 +326,19 @@ class DecodeRole(Role):
     # ------------------------------------------------------------------ as a Neighbour
 
     def take_back(self, body: bytes) -> bool:
-        return take_back(body, str(self._options.instance_id), self._side.context.ledger)
+        try:
+            job = decode(body, PrefillJob)
+        except BadMessage:
+            return False
+        if job.decode_instance != self._options.instance_id:
+            return False
+        ledger = self._side.context.ledger
+        if not ledger.give_up(job.job_id, Outcome.OWN_JOB, if_queued=True):
+            entry = ledger.find(job.job_id)
+            waits = entry is not None and entry.state is JobState.QUARANTINED
+            reason = RefuseReason.HELD if waits else RefuseReason.IN_PROGRESS
+            raise ClaimRefused("another worker has our own job", reason=reason)
+        return True
 
     def busy(self, step_s: float | None) -> str:
         # The policy `cost` computes jobs beside streams, in steps that spare them.
@@ -348,22 +364,6 @@ class DecodeRole(Role):
         # worker that always has streams would never measure one, so without a measure it pulls.
         target_s = self._router.current.itl_ms / 1e3
         return self._side.requests > 0 and step_s is not None and step_s > target_s
-
-
-def take_back(body: bytes, instance_id: str, ledger: Ledger) -> bool:
-    """See `Neighbour`."""
-    try:
-        job = decode(body, PrefillJob)
-    except BadMessage:
-        return False
-    if job.decode_instance != instance_id:
-        return False
-    if not ledger.give_up(job.job_id, Outcome.OWN_JOB, if_queued=True):
-        entry = ledger.find(job.job_id)
-        waits = entry is not None and entry.state is JobState.QUARANTINED
-        reason = RefuseReason.HELD if waits else RefuseReason.IN_PROGRESS
-        raise ClaimRefused("another worker has our own job", reason=reason)
-    return True
 
 
 # ---------------------------------------------------------------------- small parts of `build`

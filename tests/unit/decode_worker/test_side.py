@@ -11,7 +11,7 @@ import pytest
 
 from pullfill.decode_worker.ledger import JobState
 from pullfill.decode_worker.outlook import Outlook
-from pullfill.decode_worker.side import DecodeRole, DecodeSide, take_back
+from pullfill.decode_worker.side import DecodeRole, DecodeSide
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
 from pullfill.wire import Load, PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
@@ -53,8 +53,13 @@ def body(job_id: str, decode_instance: str = "me") -> bytes:
 def test_a_job_of_or_with_another_worker_is_not_taken_back() -> None:
     """It is granted, and then it waits for the proof that its writer is quiet."""
     model = HandoffModel()
-    assert not take_back(body("j", "other"), "me", model.ledger)
-    assert not take_back(b"junk", "me", model.ledger)
+    role: Any = SimpleNamespace(
+        _options=SimpleNamespace(instance_id="me"),
+        _side=SimpleNamespace(context=SimpleNamespace(ledger=model.ledger)),
+    )
+    take_back = partial(DecodeRole.take_back, role)
+    assert not take_back(body("j", "other"))
+    assert not take_back(b"junk")
     job = model.open(2)
     assert job is not None
     model.publish(job)
@@ -64,21 +69,21 @@ def test_a_job_of_or_with_another_worker_is_not_taken_back() -> None:
     entry = model.ledger.find(name)
     assert entry is not None
     with pytest.raises(ClaimRefused) as granted:
-        take_back(body(name), "me", model.ledger)
+        take_back(body(name))
     assert granted.value.reason == RefuseReason.IN_PROGRESS
     let_go = model.fences.hold(grant.fence)
     says.gave_up(model.ledger, name, grant.attempt, "i0", "a", "failed", retry=True)
     assert entry.state is JobState.QUARANTINED
     with pytest.raises(ClaimRefused) as waits:
-        take_back(body(name), "me", model.ledger)
+        take_back(body(name))
     assert waits.value.reason == RefuseReason.HELD
     let_go()
     model.ledger.tick()
     assert entry.state is JobState.QUEUED
-    assert take_back(body(name), "me", model.ledger)
+    assert take_back(body(name))
     model.ledger.take_events()
     assert [outcome for _, outcome in model.ledger.outcomes] == [Outcome.OWN_JOB]
-    assert take_back(body(name), "me", model.ledger), "nobody waits for it"
+    assert take_back(body(name)), "nobody waits for it"
 
 
 def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() -> None:
