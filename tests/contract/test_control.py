@@ -407,7 +407,6 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
         assert prefill.links.is_up(decode.name), "its copy is not proved quiet"
         faults.resume()
         await soon(lambda: not prefill.links.links)
-        await cluster.check_clean()
 
 
 async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
@@ -426,4 +425,3 @@ async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
         await soon(lambda: not prefill.credits.gone)
         faults.resume()
         await settled(served)
-        await cluster.check_clean()

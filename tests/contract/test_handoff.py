@@ -87,7 +87,6 @@ def test_any_mixture(nats: NatsServer, data: st.DataObject) -> None:
                 served.append(decode.send(tokens, hit[:use]))
             await settled(*served)
             assert all(decode.right(s) for s in served)
-            await cluster.check_clean()
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(go(Path(directory)))
@@ -215,7 +214,6 @@ async def test_pull_abort_in_a_read(make: Make) -> None:
         again = decode.send(prompt(30))
         await settled(again)
         assert decode.right(again)
-        await cluster.check_clean()
 
 
 async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> None:
@@ -250,7 +248,6 @@ async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(make: 
         again = decode.send(prompt(30, seed=2))
         await settled(again)
         assert decode.right(again)
-        await cluster.check_clean()
 
 
 async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
@@ -272,7 +269,6 @@ async def test_a_ready_of_nobody_we_read_from_ends_the_connection(
             served = decode.send(prompt(30))
             await settled(served)
             assert served.loaded is False
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ credits
@@ -295,7 +291,6 @@ async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
         faults.resume()
         await settled(first, *rest)
         assert all(decode.right(s) for s in (first, *rest))
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ the reader
@@ -334,7 +329,6 @@ async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_
         await soon(lambda: peer.name not in decode.control.peers and decode.control.peers)
         assert await served(4)
         assert tries == 2
-        await cluster.check_clean()
 
 
 @pytest.mark.parametrize("device", [None, 0], ids=["cpu", "gpu"])
@@ -373,7 +367,6 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         faults.resume()
         await asyncio.wait_for(drain, 20)
         await settled(served)
-        await cluster.check_clean()
 
 
 # --------------------------------------------------------------------------
@@ -478,7 +471,6 @@ async def test_a_burst_is_admitted_up_to_the_expected_wait(make: Make) -> None:
         prefill.puller.pause("check", "")
         await settled(*served)
         assert all(decode.right(s) for s in served)
-        await cluster.check_clean()
 
 
 @pytest.mark.essential
@@ -520,7 +512,6 @@ async def test_prompts_too_long_for_some_prefill_workers_go_to_the_others(
         assert all(request.loaded and decode.right(request) for request in served)
         await soon(lambda: large.budget.completed == len(served))  # a moment after the commit
         assert small.budget.failed == 0
-        await cluster.check_clean()
 
 
 async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: Make) -> None:
@@ -541,7 +532,6 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
         await settled(served)
         prefill.puller.pause("check", "")
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ withdrawn, lost, out of reach
@@ -616,7 +606,6 @@ async def test_it_is_not_computed(make: Make, when: str, how: str) -> None:
         assert not unwanted.loaded
         # The clock has passed for the first job, too.
         assert computed == ([29, 19] if how == "abort" else [19])
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ the queue loses it
@@ -671,7 +660,6 @@ async def test_a_job_whose_message_is_gone_is_local(
         last = decode.send(prompt(20, seed=3))
         await settled(last)
         assert decode.right(last)
-        await cluster.check_clean()
 
 
 # ------------------------------------------------------------------ unreadable frames

@@ -306,7 +306,8 @@ class PrefillHalf:
 
 @dataclass(eq=False)
 class Cluster:
-    """Everything on one loop; use as `async with make("loopback") as cluster` (conftest.py).
+    """Everything on one loop; use as `async with make("loopback") as cluster` (conftest.py). At the
+    end it checks that nothing is left (`check_clean`).
 
     server: has the queue.
     wrap: puts something between the decode workers and the queue (to corrupt what is published).
@@ -334,7 +335,14 @@ class Cluster:
         self.names = Names(f"ns{next(_serial)}", COMPATIBLE.hash())
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, failed: object, *exc: object) -> None:
+        try:
+            if not failed:
+                await self.check_clean()
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
         for prefill in self.prefills:
             regions = [d.region for d in self.decodes.values()] + [p.local for p in self.prefills]
             for region in regions:
