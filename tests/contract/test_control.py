@@ -32,7 +32,7 @@ from pullfill.wire import (
 )
 from tests.support.control_rig import Decode, Raw, hello
 from tests.support.framing import frame
-from tests.support.handoff_rig import Make, hold, prompt, settled, stuck_in_a_write
+from tests.support.handoff_rig import Make, hold, prompt, settled, stuck
 from tests.support.transfer_rigs import DENSE, shm_rig
 from tests.support.waiting import soon
 
@@ -400,7 +400,7 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
         await asyncio.sleep(0.3)
         assert prefill.links.is_up(decode.name), "its job is computed"
         prefill.engine.gate.set()
-        await stuck_in_a_write(decode)
+        await stuck(decode)
         decode.abort(served)
         await soon(lambda: not prefill.puller.in_flight)
         await asyncio.sleep(0.3)
@@ -418,7 +418,7 @@ async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
         decode, prefill = await cluster.decode(), await cluster.prefill()
         faults = hold(decode)
         served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
+        await stuck(decode)
         await soon(lambda: prefill.credits.gone)
         (peer,) = decode.control.peers.values()
         monkeypatch.setattr(peer.channel, "write", lambda *_, **__: None)

@@ -48,11 +48,11 @@ from tests.support.handoff_rig import (
     Make,
     PrefillHalf,
     Served,
+    faults_of,
     hold,
     prompt,
     settled,
-    stuck_in_a_read,
-    stuck_in_a_write,
+    stuck,
 )
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.nats import NatsServer
@@ -165,11 +165,11 @@ PULL = KvMode.PULL
 TRANSPORTS = ["loopback", "shm", "tcp"]
 
 
-async def reading(decode: DecodeHalf, prefill: PrefillHalf, after: int = 0) -> tuple[Any, Any]:
+async def reading(decode: DecodeHalf, prefill: PrefillHalf) -> tuple[Any, Any]:
     """A request that is stopped in the decode worker's read; and what lets it go on."""
-    faults = hold(prefill, after)
+    faults = hold(prefill)
     served = decode.send(prompt(30))
-    await stuck_in_a_read(prefill)
+    await stuck(prefill)
     return served, faults
 
 
@@ -281,7 +281,7 @@ async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=8)
         faults = hold(decode)
         first = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
+        await stuck(decode)
         await soon(lambda: prefill.credits.gone)
         rest = [decode.send(prompt(30, seed=2))]
         await soon(lambda: prefill.puller.in_flight == 2)
@@ -340,7 +340,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
     async with make(kv_mode=KvMode.PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         puller = prefill.puller
-        memory = dataclasses.replace(prefill.local.memory, device=device)
+        memory = dataclasses.replace(prefill.region.memory, device=device)
         engine: Any = SimpleNamespace(
             context=SimpleNamespace(memories=[memory]), dead=asyncio.Event()
         )
@@ -349,7 +349,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         service = PrefillService(engine, unused, prefill.puller, [nats], prefill.links.hello)
         faults = hold(prefill)
         served = decode.send(prompt(30))
-        await stuck_in_a_read(prefill)
+        await stuck(prefill)
         kept = {block for run in prefill.engine._runs.values() for block in run.table}
         await service.stop_taking()
         drain = asyncio.create_task(service.finished())
@@ -392,8 +392,7 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf) -> None:
         return session
 
     transport.connect = connect_for_small_batches
-    owner: Any = (half.region if isinstance(half, DecodeHalf) else half.local).owner
-    owner.faults.inside_batch = lambda: time.sleep(BATCH_S)
+    faults_of(half).inside_batch = lambda: time.sleep(BATCH_S)
 
 
 @pytest.mark.parametrize(("mode", "chunk"), [(KvMode.PUSH_ASYNC, 1000), (KvMode.PULL, 7)])
@@ -686,7 +685,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
         decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
         faults = hold(decode)
         served = decode.send(prompt(30))
-        await stuck_in_a_write(decode)
+        await stuck(decode)
         other = await cluster.prefill(pull=False)
         given = noting(other)
         other.puller.start()

@@ -252,18 +252,18 @@ class PrefillHalf:
         longest: int = 999,
     ) -> None:
         self.name, self._cluster = name, cluster
-        self.local = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
-        self.read_grants = ReadGrants(self.local.owner.fences)
+        self.region = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
+        self.read_grants = ReadGrants(self.region.owner.fences)
         self.budget = Budget(400)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
         self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
-        self.engine = KvEngine(self.local.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
+        self.engine = KvEngine(self.region.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
         self.links = DecodeLinks(
             cluster.directory,  # type: ignore[arg-type]
             Hello(
                 prefill_instance=name,
                 compat=COMPATIBLE.hash(),
-                regions=(self.local.descriptor,),
+                regions=(self.region.descriptor,),
                 max_prompt_tokens=longest,
             ),
             COMPATIBLE,
@@ -293,15 +293,15 @@ class PrefillHalf:
         self, name: str, regions: Sequence[RegionDescriptor]
     ) -> TransferWorker:
         connect = self._cluster.rig.transport.connect
-        session = await asyncio.to_thread(connect, self.local.memory, *regions)
-        return TransferWorker(session, name, [self.local.memory], self.credits)
+        session = await asyncio.to_thread(connect, self.region.memory, *regions)
+        return TransferWorker(session, name, [self.region.memory], self.credits)
 
     async def stop(self) -> None:
         await self.puller.close()
         await self.links.close()
         await self.consumer.close()
         await asyncio.to_thread(self.engine.stop)
-        self.local.owner.close()
+        self.region.owner.close()
 
 
 @dataclass(eq=False)
@@ -344,10 +344,9 @@ class Cluster:
 
     async def _stop(self) -> None:
         for prefill in self.prefills:
-            regions = [d.region for d in self.decodes.values()] + [p.local for p in self.prefills]
-            for region in regions:
+            for half in (*self.decodes.values(), *self.prefills):
                 with contextlib.suppress(Exception):
-                    region.owner.faults.resume()  # type: ignore[attr-defined]
+                    faults_of(half).resume()
             await prefill.stop()
         for decode in self.decodes.values():
             for stream in (self.names.stream, self.names.dead_stream):
@@ -415,7 +414,7 @@ class Cluster:
             )
             assert prefill.budget.tokens == 0
             assert prefill.engine.failure is None
-            assert prefill.local.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
+            assert prefill.region.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
             assert not any(prefill.credits.used.values())
         (producer, *_) = [decode.producer for decode in self.decodes.values()]
         await soon(lambda: producer.depth().depth_jobs == 0)
@@ -433,22 +432,19 @@ async def settled(*requests: Served) -> None:
     await soon(lambda: all(r.loaded is not None for r in requests))
 
 
-async def stuck_in_a_write(decode: DecodeHalf) -> None:
-    await _held(decode.region)
-
-
-async def stuck_in_a_read(prefill: PrefillHalf) -> None:
-    """Pull: the decode worker reads from its region."""
-    await _held(prefill.local)
-
-
-async def _held(region: Region) -> None:
-    owner: Any = region.owner
-    assert await asyncio.to_thread(owner.faults.wait_held)
-
-
-def hold(half: DecodeHalf | PrefillHalf, after: int = 0) -> Any:
-    """Stop whoever copies to or from its region, after so many batches."""
-    owner: Any = (half.region if isinstance(half, DecodeHalf) else half.local).owner
-    owner.faults.hold(after)
+def faults_of(half: DecodeHalf | PrefillHalf) -> Any:
+    """What happens to whoever copies to or from its region."""
+    owner: Any = half.region.owner
     return owner.faults
+
+
+async def stuck(half: DecodeHalf | PrefillHalf) -> None:
+    """Wait until `hold` has stopped somebody: who writes to a decode worker, or who reads from a
+    prefill worker in pull mode."""
+    assert await asyncio.to_thread(faults_of(half).wait_held)
+
+
+def hold(half: DecodeHalf | PrefillHalf) -> Any:
+    """Stop whoever copies to or from its region. Returns its faults."""
+    faults_of(half).hold()
+    return faults_of(half)

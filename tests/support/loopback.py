@@ -43,14 +43,14 @@ class Faults:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pass_first: int | None = None
+        self._holds = False
         self._held = 0
         self._kill = False
 
-    def hold(self, after: int = 0) -> None:
-        """Stop every batch but the next `after` ones, while it holds its fence, until `resume`."""
+    def hold(self) -> None:
+        """Stop every batch, while it holds its fence, until `resume`."""
         with self._changed:
-            self._pass_first, self._kill = after, False
+            self._holds, self._kill = True, False
 
     def wait_held(self, timeout_s: float = 10.0) -> bool:
         """Wait until a batch is stopped."""
@@ -67,19 +67,16 @@ class Faults:
 
     def _end(self, *, kill: bool) -> None:
         with self._changed:
-            self._pass_first, self._kill = None, kill
+            self._holds, self._kill = False, kill
             self._changed.notify_all()
 
     def inside_batch(self) -> None:
         with self._changed:
-            if self._pass_first is None:
-                return
-            if self._pass_first > 0:
-                self._pass_first -= 1
+            if not self._holds:
                 return
             self._held += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pass_first is None)
+            self._changed.wait_for(lambda: not self._holds)
             self._held -= 1
             if self._kill:
                 raise TransferFailed("the writer died in a batch")
