@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 logger = log.get("decode_worker.request_server")
 _WITHOUT_PAYLOAD = (front_wire.PING, front_wire.BYE)
-# Methods of the engine core that a frontend may call, beside `add_lora`.
-UTILITIES = frozenset({"reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "profile"})
+# Methods of the engine core that a frontend may call.
+UTILITIES = frozenset(
+    {"add_lora", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "profile"}
+)
 # Messages up to this size may be prepared on the engine thread. 4 KiB is a prompt of 1,000 tokens,
 # about 0.2 ms of work.
 SMALL_BYTES = 4 << 10
@@ -308,10 +310,16 @@ class RequestServer:
         except BadMessage as exc:
             return self._unreadable(frontend, front_wire.UTIL, exc)
 
-        run = _utility(self._loop, method, args)
+        if method == "add_lora":
+            # It reads the files of the adapter. The engine thread does not wait for them.
+            run = self._loop.adding(args[0] if args else None)
+        else:
+            run = partial(self._loop.utility, method, args)
 
         def call() -> None:
             try:
+                if method not in UTILITIES:
+                    raise PermissionError(f"{method} cannot be called from a frontend")
                 answer = requests.utility_outputs(call_id, run(), None)
             except Exception as exc:
                 answer = requests.utility_outputs(call_id, None, str(exc))
@@ -504,19 +512,3 @@ def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, config: An
     if prompt_tokens >= max_model_len:
         raise BadMessage(f"{prompt_tokens} prompt tokens, at most {max_model_len - 1}")
     speculation.check_params(config, request.sampling_params)
-
-
-def _utility(loop: EngineLoop, method: str, args: list[Any]) -> Callable[[], Any]:
-    """Return a function that calls a method of the engine core. Intake thread.
-
-    It reads the files of an adapter that is to be loaded. The engine thread does not wait for
-    them."""
-    if method == "add_lora":
-        return loop.adding(args[0] if args else None)
-
-    def run() -> Any:
-        if method not in UTILITIES:
-            raise PermissionError(f"{method} cannot be called from a frontend")
-        return loop.utility(method, args)
-
-    return run
