@@ -29,7 +29,8 @@ from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.prefix.block_events import BlockEvents
-from pullfill.decode_worker.prefix.fetches import fetches_for
+from pullfill.decode_worker.prefix.fetches import PrefixFetches
+from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
@@ -38,6 +39,7 @@ from pullfill.decode_worker.scheduler import DecodeHalf, DecodeScheduler
 from pullfill.decode_worker.self_check import Checks, checks_for
 from pullfill.engine import front_wire
 from pullfill.engine.compat import rounding_digest
+from pullfill.engine.groups import keeps_all
 from pullfill.engine.kv_events import KvEvents
 from pullfill.errors import BadMessage, ClaimRefused, Outcome
 from pullfill.ids import new_incarnation
@@ -260,10 +262,21 @@ class DecodeRole(Role):
             instance_id=told.instance_id,
             compat_hash=engine.compat.hash(),
         )
-        computes = rounding_digest(config)
-        leases = ReadLeases(context, turns, view, compat=engine.compat, computes=computes)
-        wake_after = partial(_wake_after, loop, wake_engine)
-        frontends = Frontends(turns, server, load, wake_after, self._events, ledger, leases)
+        hello = LeaseHello(
+            decode_instance=told.instance_id,
+            compat=engine.compat.hash(),
+            computes=rounding_digest(config),
+        )
+        leases = ReadLeases(context, turns, view, hello)
+        frontends = Frontends(
+            turns,
+            server,
+            load,
+            lambda delay_s: loop.call_soon_threadsafe(loop.call_later, delay_s, wake_engine),
+            self._events,
+            ledger,
+            leases,
+        )
         reach = reach_for(told.memories, options, key)
         control = ControlServer(
             handoff,
@@ -291,14 +304,14 @@ class DecodeRole(Role):
             draining,
             num_blocks,
         )
-        hello = LeaseHello(
-            decode_instance=told.instance_id, compat=engine.compat.hash(), computes=computes
-        )
-        fetches = fetches_for(
-            context, hello, reach, key, outlook.situation, meter.prefill_s, wake_engine
-        )
-        if fetches is not None:
-            parts.push_async_callback(fetches.close)
+        fetches = None
+        caches = context.blocks.pool.enable_caching and keeps_all(context.groups)
+        if reach is not None and caches:
+            holders = Holders(hello, reach, key)
+            fetches = PrefixFetches(
+                context, holders, outlook.situation, meter.prefill_s, wake_engine
+            )
+            parts.push_async_callback(fetches.close)  # before the KV memory
         scheduler = DecodeScheduler(
             self._half.blocks,
             ledger,
@@ -364,14 +377,6 @@ class DecodeRole(Role):
         # worker that always has streams would never measure one, so without a measure it pulls.
         target_s = self._router.current.itl_ms / 1e3
         return self._side.requests > 0 and step_s is not None and step_s > target_s
-
-
-# ---------------------------------------------------------------------- small parts of `build`
-
-
-def _wake_after(loop: asyncio.AbstractEventLoop, wake: Callable[[], None], delay_s: float) -> None:
-    """Have the engine's loop take a turn after so many seconds. Engine thread."""
-    loop.call_soon_threadsafe(loop.call_later, delay_s, wake)
 
 
 def _welcome(

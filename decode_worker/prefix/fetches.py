@@ -19,16 +19,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
-from pullfill.decode_worker.kv_reader import Reach
 from pullfill.decode_worker.prefix.holders import AGAIN_S, Holder, Holders, LeaseRefused
 from pullfill.decode_worker.rules import OF_THE_REQUEST, Situation, decide, first
-from pullfill.engine.groups import hash_at, keeps_all
+from pullfill.engine.groups import hash_at
 from pullfill.engine.request_limits import PREFIX_HOLDER
 from pullfill.errors import Fenced, IncompatibleError, PullfillError
 from pullfill.net.peer_link import NotInTime
@@ -38,14 +37,10 @@ from pullfill.wire import (
     Adapter,
     Lease,
     LeaseAsk,
-    LeaseHello,
     PrefixHolder,
     RouterPolicy,
     u32,
 )
-
-if TYPE_CHECKING:
-    from pullfill.net.security import ClusterKey
 
 logger = log.get("decode_worker.fetch")
 
@@ -422,22 +417,3 @@ def _question(rid: int, fetch: Fetch) -> LeaseAsk:
         cache_salt=fetch.cache_salt,
         adapter=fetch.adapter,
     )
-
-
-def fetches_for(
-    context: DecodeContext,
-    hello: LeaseHello,
-    reach: Reach | None,
-    key: ClusterKey | None,
-    situation: Callable[[Any, int], Situation],
-    prefill_s: Callable[[int, int], float],
-    wake: Callable[[], None],
-) -> PrefixFetches | None:
-    """Let this worker read prefixes from other ones. asyncio thread. None: it cannot.
-
-    The fetches must be closed before the KV memory. hello, reach, key: see `Holders`. situation,
-    prefill_s, wake: see `PrefixFetches`."""
-    caches = context.blocks.pool.enable_caching
-    if reach is None or not keeps_all(context.groups) or not caches:
-        return None
-    return PrefixFetches(context, Holders(hello, reach, key), situation, prefill_s, wake)

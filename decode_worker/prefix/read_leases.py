@@ -29,7 +29,6 @@ from pullfill.runtime.lifecycle import Tasks
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.shm.fence import proved
 from pullfill.wire import (
-    Compat,
     FenceToken,
     Goodbye,
     Lease,
@@ -88,16 +87,13 @@ class ReadLeases:
         context: DecodeContext,
         thread: EngineThread,
         view: View,
-        *,
-        compat: Compat,
-        computes: str,  # see `LeaseHello`
+        ours: LeaseHello,  # what this worker says itself when it asks others
     ) -> None:
         self._context = context
         self._thread = thread
         self._hashes = SerialExecutor()  # the hashes of a prompt of 128k tokens take 50 ms
         self._view = view
-        self._compat = compat
-        self._computes = computes
+        self._ours = ours
         self._block_size = context.blocks.block_size
         self._pool = context.blocks.pool
         self._loop = asyncio.get_running_loop()
@@ -151,9 +147,9 @@ class ReadLeases:
             await asyncio.sleep(0.01)
 
     def _why_refused(self, hello: LeaseHello) -> str:
-        if hello.compat != self._compat.hash():
+        if hello.compat != self._ours.compat:
             return f"compatibility hash differs: {hello.compat} is not ours"
-        if hello.computes != self._computes:
+        if hello.computes != self._ours.computes:
             return "the two workers round differently, and no self-check compares decode workers"
         return self.why_not
 

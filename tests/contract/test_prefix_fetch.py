@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, read_leases
@@ -115,7 +116,8 @@ async def test_another_salt_is_another_prompt(pair: Pair) -> None:
 async def test_workers_that_round_differently_read_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair.holder.leases, "_computes", "another")
+    other = replace(pair.holder.leases._ours, computes="another")
+    monkeypatch.setattr(pair.holder.leases, "_ours", other)
     assert (await pair.ask())[1].fetch == "unreachable"
     assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is not asked again at once"
 

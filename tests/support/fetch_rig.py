@@ -119,13 +119,11 @@ class FetchWorker(DecodeHalf):
         self.prefill_s = 4.0
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
-        self.leases = ReadLeases(
-            self.context, self.host, self.view, compat=COMPATIBLE, computes="c",  # type: ignore[arg-type]
-        )  # fmt: skip
+        hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes="c")
+        self.leases = ReadLeases(self.context, self.host, self.view, hello)  # type: ignore[arg-type]
         self.control = ControlServer(
             self.handoff, welcome=self.context.welcome, compat=COMPATIBLE, leases=self.leases
         )
-        hello = LeaseHello(decode_instance=name, compat=COMPATIBLE.hash(), computes="c")
         self.holders = Holders(hello, self._reach, None)
         self.fetches = PrefixFetches(
             self.context, self.holders, situation=self._situation,
