@@ -702,12 +702,12 @@ class Ledger:
         if entry.state is JobState.QUARANTINED:
             self._look_by(entry.quarantined_at + _ask_again_s(0.0))
 
-    def _ask_proof(self, entry: Entry) -> bool:
-        """Whether nobody can write to the blocks any more. Then the job is QUEUED, or closed."""
+    def _ask_proof(self, entry: Entry) -> None:
+        """If nobody can write to the blocks any more, the job is QUEUED, or closed."""
         if entry.reading:
-            return False
+            return
         if entry.fence is not None and not proved(self._fences, entry.fence):
-            return False
+            return
         entry.fence, entry.writer = None, ""
         entry.queued_at = self._clock.monotonic()
         self._enter(entry, JobState.QUEUED)
@@ -719,7 +719,6 @@ class Ledger:
             self._close(entry, JobState.CLOSED)
         else:
             self._look_by(entry.due)
-        return True
 
     # ------------------------------------------------------------------ settle, close
 

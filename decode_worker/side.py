@@ -23,8 +23,8 @@ from pullfill.decode_worker.forecast import Links
 from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
-from pullfill.decode_worker.ledger import JobState, Ledger
-from pullfill.decode_worker.load import demand_of, jobs_of, load_of, report_of
+from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
+from pullfill.decode_worker.load import jobs_of, report_of
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
@@ -62,6 +62,9 @@ from pullfill.wire import (
     decode,
 )
 from pullfill.worker.sides import Engine, Role, Servers, Service
+
+# States of the jobs that wait for a prefill worker, or that one has.
+_REMOTE = (JobState.QUEUED, *UNDER_WAY)
 
 
 @dataclass(eq=False)
@@ -111,16 +114,27 @@ class DecodeSide(Service):
         return self.outlook.reasons()
 
     def status(self) -> dict[str, Any]:
-        load = load_of(
-            self.engine,
-            self.context.ledger,
-            self.requests,
-            self.control.peers,
-            self.leases,
-            self.checks,
-        )
-        load["prefix"] = self.blocks.status()
-        load["demand"] = msgspec.to_builtins(self._demand())
+        ledger, view, peers = self.context.ledger, self.engine.view, self.control.peers
+        jobs = ledger.sums().jobs
+        running, waiting = view.counts()
+        load = {
+            "running": running,
+            "waiting": waiting,
+            "requests": self.requests,
+            "remote_prefills": sum(jobs[state] for state in _REMOTE),
+            "kv_reads": jobs[JobState.READING],
+            "quarantined_blocks": ledger.quarantined_blocks,
+            "open_jobs": ledger.open_jobs,
+            "read_leases": self.leases.open,
+            "kv_free_blocks": view.free_blocks,
+            "kv_blocks": view.usable_blocks,
+            "prefill_workers": peers.instances,
+            "prefill_workers_pulling": len(peers.pulling),
+            "claims_stalled": ledger.claims.stalled,
+            **(self.checks.told() if self.checks else {}),
+            "prefix": self.blocks.status(),
+            "demand": msgspec.to_builtins(self._demand()),
+        }
         return {"load": load, **self.outlook.servers()}
 
     def more(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -142,8 +156,26 @@ class DecodeSide(Service):
         metrics.DECODE_PRESSURE.set(demand.pressure)
 
     def _demand(self) -> Demand:
-        uncached = self.frontends.uncached_tokens
-        return demand_of(self.engine, self.context.ledger, self.control.peers, self.meter, uncached)
+        """What this worker tells the planner."""
+        view, ours = self.engine.view, self.context.ledger.sums()
+        remote = sum(ours.jobs[state] for state in _REMOTE)
+        running, waiting = view.counts()
+        blocks = view.usable_blocks
+        pulling = self.control.peers.pulling
+        rates = [peer.load.tokens_per_s for peer in pulling]
+        return self.meter.demand.figures(
+            open_tokens=ours.uncomputed,
+            # `uncached_tokens` has no job: of a request with one, vLLM counts all as computed. And
+            # jobs that are claimed are counted where they are computed.
+            queued_tokens=self.frontends.uncached_tokens + ours.queued_tokens,
+            rates=[rate for rate in rates if rate > 0],
+            pool=len(pulling),
+            connected=bool(self.control.peers),
+            own_rate=self.meter.own_rate,
+            kv=1.0 - view.free_blocks / blocks if blocks else 0.0,
+            # vLLM counts requests whose prompts are away as waiting. They take no seat yet.
+            seats=(running + max(0, waiting - remote)) / view.config.scheduler_config.max_num_seqs,
+        )
 
     def engine_stuck(self, stuck: bool) -> None:
         if stuck:

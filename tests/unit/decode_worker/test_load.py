@@ -11,8 +11,9 @@ import pytest
 from pullfill import wire
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.frontends import Frontends
-from pullfill.decode_worker.load import demand_of, jobs_of, report_of
+from pullfill.decode_worker.load import jobs_of, report_of
 from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.side import DecodeSide
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.worker.step_cost import StepCost
@@ -126,15 +127,19 @@ def test_what_waits_leaves_out_the_jobs_that_others_have_claimed(rig: Rig) -> No
     assert jobs > unclaimed > 0
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     blocks = {"free_blocks": 100, "usable_blocks": 100}
-    engine: Any = SimpleNamespace(
-        view=SimpleNamespace(config=config, counts=lambda: (0, 3), **blocks)
+    side: Any = SimpleNamespace(
+        engine=SimpleNamespace(
+            view=SimpleNamespace(config=config, counts=lambda: (0, 3), **blocks)
+        ),
+        context=SimpleNamespace(ledger=model.ledger),
+        control=SimpleNamespace(peers=Peers()),
+        meter=SimpleNamespace(demand=DemandMeter(), own_rate=100.0),
+        frontends=rig.frontends,
     )
-    meter: Any = SimpleNamespace(demand=DemandMeter(), own_rate=100.0)
     rig.look(uncached_tokens_queued=500)  # which has no tokens of jobs
 
     def queued_s() -> float:
-        uncached = rig.frontends.uncached_tokens
-        return demand_of(engine, model.ledger, Peers(), meter, uncached).queued_s
+        return DecodeSide._demand(side).queued_s
 
     assert queued_s() == pytest.approx((500 + jobs) / 100)
     model.claim(claimed, "a")
