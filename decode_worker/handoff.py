@@ -156,8 +156,10 @@ class Handoff:
             body = self._encode(job, brings)
             ledger.set_digest(job.job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
-            if job.to:
-                self._send(job.to, body)
+            if job.to:  # past the queue
+                if (peer := self.peers.get(job.to)) is None:
+                    raise PeerUnavailable(f"{job.to} is not connected any more")
+                peer.channel.write(Trial(job=body))
                 return
             tokens = len(job.token_ids) - job.hit_tokens
             receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
@@ -203,12 +205,6 @@ class Handoff:
                 trace=job.trace,
             )
         )
-
-    def _send(self, name: str, body: bytes) -> None:
-        """Send a job to one prefill worker, past the queue. name: of its connection."""
-        if (peer := self.peers.get(name)) is None:
-            raise PeerUnavailable(f"{name} is not connected any more")
-        peer.channel.write(Trial(job=body))
 
     async def _watch_queue(self) -> None:
         """Serve locally what waits for a message that the queue has no more, as long as any job is

@@ -284,9 +284,15 @@ class RequestServer:
         self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
-        self._send_out(
-            frontend, _refusal(request_id, why, self._welcome(self.draining).decode_instance)
-        )
+        """End a request that cannot be taken, and log why."""
+        fault, about = fault_of(why), log.ids(request_id=request_id)
+        if fault is Fault.REQUEST:
+            logger.warning("request %s is refused: %s", request_id, why, extra=about)
+            text = f"it is refused: {why}"
+        else:
+            logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
+            text = explained(why, f"decode worker {self._welcome(self.draining).decode_instance}")
+        self._send_out(frontend, requests.error_outputs(request_id, text, fault))
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
@@ -485,20 +491,6 @@ class Request:
     coming: bool = True  # it is not in the engine yet
     wanted: bool = True  # it was not aborted since it was accepted
     grammar: Any = None  # vLLM's Request, if it has structured output
-
-
-def _refusal(request_id: str, why: Exception, instance_id: str) -> Any:
-    """Return the EngineCoreOutputs that end a request that cannot be taken, and log why.
-
-    instance_id: of this worker."""
-    fault, about = fault_of(why), log.ids(request_id=request_id)
-    if fault is Fault.REQUEST:
-        logger.warning("request %s is refused: %s", request_id, why, extra=about)
-        text = f"it is refused: {why}"
-    else:
-        logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
-        text = explained(why, f"decode worker {instance_id}")
-    return requests.error_outputs(request_id, text, fault)
 
 
 def _check_fits(request: Any, prompt_tokens: int, max_model_len: int, config: Any) -> None:

@@ -326,7 +326,16 @@ class PrefixFetches:
             async with asyncio.timeout(fetch.within_s):
                 holder = await self._holders.use(fetch.at)
             began = time.monotonic()
-            lease = await holder.lease(lambda rid: _question(rid, fetch), fetch.within_s)
+            lease = await holder.lease(
+                lambda rid: LeaseAsk(
+                    rid=rid,
+                    token_ids=u32.pack(fetch.prompt[: fetch.end]),
+                    start=fetch.start,
+                    cache_salt=fetch.cache_salt,
+                    adapter=fetch.adapter,
+                ),
+                fetch.within_s,
+            )
             asked_s = time.monotonic() - began
             if not self._leased(fetch, lease):
                 return
@@ -407,13 +416,3 @@ class PrefixFetches:
             self._tell(fetch)
         else:
             self._wake()  # so that vLLM asks again
-
-
-def _question(rid: int, fetch: Fetch) -> LeaseAsk:
-    return LeaseAsk(
-        rid=rid,
-        token_ids=u32.pack(fetch.prompt[: fetch.end]),
-        start=fetch.start,
-        cache_salt=fetch.cache_salt,
-        adapter=fetch.adapter,
-    )
