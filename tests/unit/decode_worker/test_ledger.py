@@ -128,33 +128,6 @@ def test_a_job_in_quarantine_is_held_until_its_writer_is_quiet() -> None:
     assert model.claim(job, "b").grant is not None
 
 
-# ------------------------------------------------------------------ pull mode
-
-
-@pytest.mark.parametrize("ends", ["abort", "deadline", "incarnation"])
-def test_a_job_that_ends_while_it_is_read_keeps_its_blocks(ends: str) -> None:
-    model = HandoffModel()
-    job, grant = granted(model, targets=3, hits=0)
-    model.ready(grant)
-    match ends:
-        case "abort":
-            model.abort(job)
-        case "deadline":
-            model.tick(TIMEOUT_S + 1)
-        case "incarnation":
-            model.ledger.new_incarnation("i1")
-            model.act()
-    assert model.revokes[-1].writer == "a", "it need not keep its blocks any longer"
-    model.step()
-    assert job.reports == [False]
-    assert not set(job.blocks) & model.pool.free, "the reader still copies into them"
-    model.tick(1.0)
-    assert model.ledger.quarantined_blocks == 3, "time is no proof"
-    assert model.end_read(model.reads[0], good=True) == "stale"
-    model.step()
-    model.drain()
-
-
 # ------------------------------------------------------------------ without a model: time, sums
 
 
