@@ -24,6 +24,7 @@ from pullfill.engine.groups import EMPTY, BlockOrder, Tables
 from pullfill.engine.view import View
 from pullfill.errors import HandoffError
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import Copy
 from pullfill.rate import Rate
 from pullfill.runtime import log
 from pullfill.wire import Load, RouterConfig, RouterPolicy
@@ -46,25 +47,14 @@ _PLANS = RouterConfig(policy=RouterPolicy.COST)
 
 
 @dataclass(slots=True)
-class Write:
-    """Blocks of one task that are complete after this step, or may be read into."""
-
-    task: PrefillTask
-    local: list[int]
-    remote: list[int]
-    last: bool
-
-
-@dataclass(slots=True)
 class StepPlan:
-    """What to do when one step has run: write the blocks that it computes, and begin prefix reads
-    that had to wait for it.
+    """What to do when one step has run.
 
+    copies: prefix reads that had to wait for it, and writes of the blocks that it computes.
     tokens: number of tokens that it computes.
     planned: when it was scheduled."""
 
-    writes: list[Write] = field(default_factory=list)
-    reads: list[Write] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     tokens: int = 0
     planned: float = field(default_factory=time.monotonic, compare=False)
 
@@ -93,7 +83,7 @@ class PrefillScheduler(SchedulerHalf):
         self._sends_done: deque[str] = deque()
         self._scheduled: deque[StepPlan] = deque()
         # Prefix reads to begin after the step that is being scheduled.
-        self._reads: list[Write] = []
+        self._reads: list[Copy] = []
         self._manager: Any
         self._kept_from: Callable[[int], tuple[int, ...]]
         self._by_position: Callable[[Tables], Tables]
@@ -211,15 +201,15 @@ class PrefillScheduler(SchedulerHalf):
         start = end - missing
         order = BlockOrder(self._kept_from(task.job.hit_tokens))  # what this engine keeps of it
         local = order.ids(tables, start, end)
-        read = Write(task, local, task.source(order, start, end), last=False)
+        read = Copy(task, "read", local, task.source(order, start, end), self._read_done)
         if not self._scheduled and self.tier is None:
-            task.transfer_worker.read(task, read.remote, read.local, self._read_done)
+            task.transfer_worker.copy(read)
             return
         # A step that still runs may write into these blocks, for a request that has ended since.
         with task.lock:
             task.outstanding += 1
         if self.tier is None:
-            self._scheduled[-1].reads.append(read)
+            self._scheduled[-1].copies.append(read)
         else:
             # And the tier may copy from them until the step that is being scheduled.
             self.tier.claim(chain.from_iterable(tables))
@@ -235,7 +225,7 @@ class PrefillScheduler(SchedulerHalf):
         output: vLLM's SchedulerOutput of the step."""
         if self._steps is not None:
             self._steps.scheduled(output)
-        plan = StepPlan(reads=self._reads)
+        plan = StepPlan(self._reads)
         self._reads = []
         for request_id in output.preempted_req_ids or ():
             if (task := self.tasks.get(request_id)) is not None:
@@ -269,15 +259,16 @@ class PrefillScheduler(SchedulerHalf):
         task.scheduled = upto
         with task.lock:
             task.outstanding += 1  # vLLM may be done with the request before the write begins
-        plan.writes.append(Write(task, local, task.target(start, upto), last=whole))
+        target = task.target(start, upto)
+        plan.copies.append(Copy(task, "write", local, target, self._write_done, last=whole))
 
     def _preempted(self, task: PrefillTask) -> None:
         """Wait for copies from the blocks of a preempted task, and drop its planned writes."""
         self._turns.give_back(task.request_id)
         task.scheduled = task.first_target
         for plan in self._scheduled:
-            for write in [w for w in plan.writes if w.task is task]:
-                plan.writes.remove(write)
+            for write in [copy for copy in plan.copies if copy.task is task]:
+                plan.copies.remove(write)
                 self._let_go(task)
         if not task.transfer_worker.flush(task):
             task.cancel()
@@ -300,18 +291,15 @@ class PrefillScheduler(SchedulerHalf):
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()
             self.meter.step(plan.tokens, plan.planned, now)
-            for read in plan.reads:
-                read.task.transfer_worker.read(read.task, read.remote, read.local, self._read_done)
-                self._let_go(read.task)
-            for write in plan.writes:
-                task = write.task
-                task.last_compute = now
-                if write.last:
+            # Reads first: a prompt cannot begin without its prefix.
+            for copy in sorted(plan.copies, key=lambda copy: copy.verb == "write"):
+                task = copy.task
+                if copy.verb == "write":
+                    task.last_compute = now
+                if copy.last:
                     task.on_computed()
-                task.transfer_worker.write(
-                    task, write.local, write.remote, write.last, self._write_done
-                )
-                self._let_go(task)  # the transfer worker counts the write itself now
+                task.transfer_worker.copy(copy)
+                self._let_go(task)  # the transfer worker counts the copy itself now
 
     def _let_go(self, task: PrefillTask) -> None:
         """Stop counting one planned copy."""

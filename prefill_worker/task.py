@@ -206,12 +206,6 @@ class PrefillTask:
             timings=timings,
         )
 
-    def submitted_over(self) -> None:
-        """Count an operation, and its callback, as over."""
-        with self.quiet:
-            self.submitted -= 1
-            self.quiet.notify_all()
-
     def end(self, failure: BaseException | None) -> None:
         """End the task, and call `on_done` with the failure. Later calls do nothing."""
         with self.lock:

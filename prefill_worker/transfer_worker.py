@@ -1,13 +1,13 @@
 """Copies KV blocks between this worker and one decode worker, on a thread of its own.
 
-Operations run in order: a prefix read, then the writes of each chunk once it is computed. While a
+Copies are made in order: a prefix read, then the writes of each chunk once it is computed. While a
 chunk is written the engine computes the next one, because the copy does not hold the GIL. A small
 copy in shared memory is made on the engine's own thread. With `pull` nothing is written: the blocks
 are kept until `let_go`, for the decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
-transfer worker has a thread only while it has work (`SerialExecutor`). Every submitted operation
-ends with exactly one callback. With `pull` a task has one callback, which comes with `let_go`.
+transfer worker has a thread only while it has work (`SerialExecutor`). Every copy ends with exactly
+one callback. With `pull` a task has one callback, which comes with `let_go`.
 """
 
 from __future__ import annotations
@@ -37,25 +37,29 @@ _METRICS = {
     "write": (metrics.KV_WRITE_BYTES, metrics.KV_WRITE_SECONDS),
 }
 
-Done = Callable[[PrefillTask, BaseException | None], None]
-
 
 @dataclass(slots=True)
-class _Operation:
+class Copy:
+    """Blocks of one task to read, or to write, or in pull mode to keep.
+
+    local: our blocks. remote: the decode worker's.
+    done: called once, with the failure if there is one. On any thread, or inside `copy`.
+    last: with these blocks the task has ended well."""
+
     task: PrefillTask
     verb: Direction
     local: Sequence[int]
     remote: Sequence[int]
-    last: bool
-    done: Done
+    done: Callable[[PrefillTask, BaseException | None], None]
+    last: bool = False
     nbytes: int = 0
 
 
 class TransferWorker:
     """Owns one session.
 
-    `close` ends it. Operations that are queued then fail. Operations that are submitted later fail
-    at once, on the caller's thread.
+    `close` ends it. Copies that are queued then fail. Copies that are submitted later fail at once,
+    on the caller's thread.
 
     name: the decode worker's.
     memories: the memory of each rank that the session copies from.
@@ -90,30 +94,25 @@ class TransferWorker:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation runs or waits, or blocks are kept for the decode worker to read."""
+        """Whether a copy runs or waits, or blocks are kept for the decode worker to read."""
         return self._thread.busy or self._keeping > 0
 
-    def read(
-        self, task: PrefillTask, remote: Sequence[int], local: Sequence[int], done: Done
-    ) -> None:
-        """Read prefix blocks. `done` runs on a pool thread, or inside this call."""
-        self._submit(_Operation(task, "read", local, remote, False, done))
-
-    def write(
-        self,
-        task: PrefillTask,
-        local: Sequence[int],
-        remote: Sequence[int],
-        last: bool,
-        done: Done,
-    ) -> None:
-        """Write whole blocks, or keep them in pull mode.
-
-        last: with these blocks the task has ended well."""
-        operation = _Operation(task, "write", local, remote, last, done)
-        if task.mode is KvMode.PULL:
-            return self._keep(operation)
-        self._submit(operation)
+    def copy(self, copy: Copy) -> None:
+        """Read prefix blocks. Or write whole blocks, or keep them in pull mode."""
+        task = copy.task
+        if copy.verb == "write" and task.mode is KvMode.PULL:
+            return self._keep(copy)
+        with task.lock:
+            task.outstanding += 1
+            task.submitted += 1
+        copy.nbytes = len(copy.remote) * self._block_bytes
+        self._charge(copy, 1)
+        if self._is_quick(copy):
+            return self._do(copy)
+        with self._lock:
+            taken = not self._closed and self._put(partial(self._do, copy))
+        if not taken:
+            self._over(copy, HandoffError(_ENDED if self._closed else _NO_THREAD))
 
     def let_go(self, task: PrefillTask) -> None:
         """Pull mode: give the blocks of a task back to the engine. Any thread.
@@ -132,7 +131,7 @@ class TransferWorker:
             done(task, None)
 
     def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
-        """Block until all operations submitted for the task are over. Other tasks do not count.
+        """Block until all copies submitted for the task are over. Other tasks do not count.
 
         Call it before the task's blocks are reused. Returns False after `timeout_s`: a copy may
         still run."""
@@ -140,7 +139,7 @@ class TransferWorker:
             return task.quiet.wait_for(lambda: not task.submitted, timeout_s)
 
     def close(self) -> None:
-        """Stop after the running operation, which is interrupted if it waits for the peer.
+        """Stop after the running copy, which is interrupted if it waits for the peer.
 
         Its charges are refunded now, because the peer is gone or treated so. Idempotent."""
         with self._lock:
@@ -155,20 +154,20 @@ class TransferWorker:
         """After `close`: wait until nothing is copied any more. False: not in time."""
         return self._thread.wait(timeout_s)
 
-    def _keep(self, operation: _Operation) -> None:
+    def _keep(self, copy: Copy) -> None:
         """Keep blocks for the decode worker to read. `let_go` calls `done`.
 
         The engine frees none of the task's blocks before `done` was called."""
-        task = operation.task
+        task = copy.task
         with task.lock:
             if task.cancelled:
                 return
-            fresh = [block for block in operation.remote if block not in task.kept]
-            task.kept.update(zip(operation.remote, operation.local, strict=True))
+            fresh = [block for block in copy.remote if block not in task.kept]
+            task.kept.update(zip(copy.remote, copy.local, strict=True))
             nbytes = len(fresh) * self._block_bytes
             task.kept_bytes += nbytes
             if task.on_let_go is None:
-                task.on_let_go = operation.done
+                task.on_let_go = copy.done
                 task.outstanding += 1
                 with self._lock:
                     self._keeping += 1
@@ -176,32 +175,18 @@ class TransferWorker:
         if self._closed:
             task.cancel()
             task.end(HandoffError(_ENDED))
-        elif operation.last:
+        elif copy.last:
             task.end(None)
 
-    def _charge(self, operation: _Operation, sign: int) -> None:
+    def _charge(self, copy: Copy, sign: int) -> None:
         """Charge a write. sign: -1 when it is over."""
-        if operation.verb == "write":
-            self._credits.add(self._account, sign * operation.nbytes)
+        if copy.verb == "write":
+            self._credits.add(self._account, sign * copy.nbytes)
 
-    def _submit(self, operation: _Operation) -> None:
-        task = operation.task
-        with task.lock:
-            task.outstanding += 1
-            task.submitted += 1
-        operation.nbytes = len(operation.remote) * self._block_bytes
-        self._charge(operation, 1)
-        if self._is_quick(operation):
-            return self._do(operation)
-        with self._lock:
-            taken = not self._closed and self._put(partial(self._do, operation))
-        if not taken:
-            self._over(operation, HandoffError(_ENDED if self._closed else _NO_THREAD))
-
-    def _is_quick(self, operation: _Operation) -> bool:
+    def _is_quick(self, copy: Copy) -> bool:
         """Whether to do it now, on the caller's thread: it comes next, and waits for nobody."""
         return (
-            operation.nbytes <= _AT_ONCE
+            copy.nbytes <= _AT_ONCE
             and self.transport == "shm"  # other transports wait for the decode worker
             and not isinstance(self._session, GroupSession)  # it waits for a thread of each part
             and not self._thread.busy
@@ -227,24 +212,24 @@ class TransferWorker:
         except Exception:
             logger.exception("closing a session failed")
 
-    def _do(self, operation: _Operation) -> None:
+    def _do(self, copy: Copy) -> None:
         failure: BaseException | None = None
-        task = operation.task
+        task = copy.task
         try:
             if task.cancelled or self._closed:
                 failure = HandoffError("cancelled" if task.cancelled else _ENDED)
-            elif operation.remote:
-                self._move(operation)
+            elif copy.remote:
+                self._move(copy)
         except Exception as exc:
             failure = exc
             if isinstance(exc, Fenced):
-                metrics.STALE_REFUSED.labels(operation.verb).inc()
-        self._over(operation, failure)
+                metrics.STALE_REFUSED.labels(copy.verb).inc()
+        self._over(copy, failure)
 
-    def _move(self, operation: _Operation) -> None:
-        task, verb, transport = operation.task, operation.verb, self.transport
+    def _move(self, copy: Copy) -> None:
+        task, verb, transport = copy.task, copy.verb, self.transport
         failpoints.hit(f"prefill.before_{verb}")
-        source, target = operation.local, operation.remote
+        source, target = copy.local, copy.remote
         if verb == "read":
             source, target = target, source
         result = self._session.move(verb, task.grant.fence, source, target)
@@ -256,22 +241,24 @@ class TransferWorker:
             task.written_blocks += result.blocks
             failpoints.hit("prefill.after_write")
 
-    def _over(self, operation: _Operation, failure: BaseException | None) -> None:
-        task = operation.task
-        self._charge(operation, -1)
+    def _over(self, copy: Copy, failure: BaseException | None) -> None:
+        task = copy.task
+        self._charge(copy, -1)
         with task.lock:
             task.outstanding -= 1
         try:
             try:
-                operation.done(task, failure)
-                if failure is not None and operation.verb != "read":
+                copy.done(task, failure)
+                if failure is not None and copy.verb != "read":
                     task.cancel()
                     task.end(failure)
-                elif operation.last:
+                elif copy.last:
                     task.last_compute = task.last_compute or time.monotonic()
                     task.end(None)
             finally:
-                task.submitted_over()
+                with task.quiet:
+                    task.submitted -= 1
+                    task.quiet.notify_all()
         except Exception:
             logger.exception("a transfer callback failed")
 

@@ -28,7 +28,7 @@ from pullfill.errors import (
 )
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.prefill_worker.transfer_worker import Copy, Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction
 from pullfill.transfer.layout import dense_layout
@@ -526,7 +526,8 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     task = prefill_task(
         transfer_worker, ends.append, tokens=range(1024), block=16, blocks=BLOCKS, fence=token
     )
-    transfer_worker.write(task, list(BLOCKS), list(BLOCKS), True, lambda *_: None)
+    copy = Copy(task, "write", list(BLOCKS), list(BLOCKS), lambda *_: None, last=True)
+    transfer_worker.copy(copy)
     step = threading.Thread(target=transfer_worker.flush, args=(task,))  # before a preemption
     step.start()
     assert stuck.reached.wait(20)

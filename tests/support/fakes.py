@@ -17,6 +17,7 @@ from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Situation
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import Copy
 from pullfill.wire import FenceToken, Grant, KvMode, PrefillJob, RouterConfig, u32
 from tests.support.said import blank
 
@@ -192,33 +193,17 @@ class FakeManager:
         return (*tables, self.windows[request_id]) if request_id in self.windows else tables
 
 
-@dataclass(slots=True)
-class _Copy:
-    task: Any
-    read: bool
-    local: list[int]
-    remote: list[int]
-    last: bool
-    done: Callable[[Any, BaseException | None], None]
-
-
 class FakeTransferWorker:
     """A `TransferWorker` whose copies wait until `finish`. `log` lists what was done, in order."""
 
     transport = "fake"
 
     def __init__(self) -> None:
-        self.queue: list[_Copy] = []
-        self.log: list[tuple[str, list[int], list[int]]] = []
+        self.queue: list[Copy] = []
+        self.log: list[tuple[str, Sequence[int], Sequence[int]]] = []
         self.flushes = 0
 
-    def read(self, task: Any, remote: Any, local: Any, done: Any) -> None:
-        self._put(_Copy(task, True, list(local), list(remote), False, done))
-
-    def write(self, task: Any, local: Any, remote: Any, last: bool, done: Any) -> None:
-        self._put(_Copy(task, False, list(local), list(remote), last, done))
-
-    def _put(self, copy: _Copy) -> None:
+    def copy(self, copy: Copy) -> None:
         copy.task.outstanding += 1
         self.queue.append(copy)
 
@@ -229,15 +214,15 @@ class FakeTransferWorker:
             self.finish()
         return True
 
-    def finish(self, failure: BaseException | None = None) -> _Copy:
+    def finish(self, failure: BaseException | None = None) -> Copy:
         """End the oldest copy as the real transfer worker does."""
         copy = self.queue.pop(0)
-        self.log.append(("read" if copy.read else "write", copy.local, copy.remote))
-        if failure is None and not copy.read:
+        self.log.append((copy.verb, copy.local, copy.remote))
+        if failure is None and copy.verb == "write":
             copy.task.written_blocks += len(copy.remote)
         copy.task.outstanding -= 1
         copy.done(copy.task, failure)
-        if failure is not None and not copy.read:
+        if failure is not None and copy.verb == "write":
             copy.task.cancel()
             copy.task.end(failure)
         elif copy.last:

@@ -195,8 +195,8 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert engine.task.outstanding == 1
     engine.side.step_done(1)
     (copy,) = engine.transfer_worker.queue
-    assert copy.read
-    assert (copy.local, copy.remote) == ([LOCAL, LOCAL + 1], [REMOTE, REMOTE + 1])
+    assert (copy.verb, copy.local) == ("read", [LOCAL, LOCAL + 1])
+    assert copy.remote == [REMOTE, REMOTE + 1]
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
     assert engine.run(0).loaded == {"j.1"}
@@ -254,7 +254,7 @@ def test_a_read_begins_after_the_step_that_ends_copies_from_its_blocks() -> None
     assert engine.transfer_worker.queue == []
     engine.run(0)
     (copy,) = engine.transfer_worker.queue
-    assert (copy.read, copy.local) == (True, [LOCAL + 1, LOCAL + 2, LOCAL + 3])
+    assert (copy.verb, copy.local) == ("read", [LOCAL + 1, LOCAL + 2, LOCAL + 3])
     engine.run(0)
     assert len(engine.transfer_worker.queue) == 1
 

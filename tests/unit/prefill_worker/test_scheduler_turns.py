@@ -87,7 +87,9 @@ class Engine:
     def end_read(self) -> None:
         """End the oldest read, before any write."""
         queue = self.transfer_worker.queue
-        queue.insert(0, queue.pop(next(at for at, copy in enumerate(queue) if copy.read)))
+        read = next(copy for copy in queue if copy.verb == "read")
+        queue.remove(read)
+        queue.insert(0, read)
         self.transfer_worker.finish()
 
 

@@ -195,7 +195,7 @@ class Copier(FakeTransferWorker):
         for here, there in zip(copy.local, copy.remote, strict=True):
             assert NULL not in (here, there), "vLLM's null block holds no KV"
             ours, theirs = self._ours.memory[here], self._theirs.memory[there]
-            source, target = (theirs, ours) if copy.read else (ours, theirs)
+            source, target = (theirs, ours) if copy.verb == "read" else (ours, theirs)
             target[:] = source
         return super().finish(failure)
 

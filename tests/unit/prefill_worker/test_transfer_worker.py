@@ -10,7 +10,7 @@ import pytest
 
 from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
+from pullfill.prefill_worker.transfer_worker import Copy, Credits, TransferWorker
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction, MoveResult, PeerSession
 from pullfill.transfer.layout import dense_layout
@@ -67,6 +67,14 @@ class Calls:
             transfer_worker, self.ends.append, blocks=[5, 6, 7], fence=FENCE, mode=mode
         )
 
+    def read(self, local: list[int], remote: list[int]) -> None:
+        copy = Copy(self.task, "read", local, remote, self.done)
+        self.task.transfer_worker.copy(copy)
+
+    def write(self, local: list[int], remote: list[int], last: bool = False) -> None:
+        copy = Copy(self.task, "write", local, remote, self.done, last)
+        self.task.transfer_worker.copy(copy)
+
     def done(self, task: PrefillTask, failure: BaseException | None) -> None:
         assert task is self.task
         self.callbacks.append(failure)
@@ -99,13 +107,13 @@ def test_a_small_copy_in_shared_memory_is_made_at_once_if_it_comes_next(
     """Two wake-ups of threads would take longer."""
     session.transport = "shm"
     first = Calls(transfer_worker)
-    transfer_worker.read(first.task, [5], [0], first.done)
-    transfer_worker.write(first.task, [1], [6], True, first.done)
+    first.read([0], [5])
+    first.write([1], [6], last=True)
     assert (first.callbacks, first.ends, first.task.outstanding) == ([None] * 2, [None], 0)
     session.transport = "tcp"  # its peer may hang
     second = held_in_the_first_of_two(transfer_worker, session)
     session.transport = "shm"
-    transfer_worker.write(second.task, [3], [5], False, second.done)
+    second.write([3], [5])
     assert second.callbacks == []
     session.gate.set()
     eventually(lambda: len(second.callbacks) == 3)
@@ -117,11 +125,11 @@ def test_a_failed_write_ends_the_task_and_the_rest_is_dropped_but_no_failed_read
 ) -> None:
     calls = Calls(transfer_worker)
     session.fenced = True
-    transfer_worker.read(calls.task, [5], [0], calls.done)
+    calls.read([0], [5])
     assert transfer_worker.flush(calls.task)
     assert calls.ends == [], "the prefix is computed here"
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
+    calls.write([1], [6])
+    calls.write([2], [7], last=True)
     eventually(lambda: len(calls.callbacks) == 3)
     eventually(lambda: calls.ends)
     assert isinstance(calls.ends[0], Fenced)
@@ -134,8 +142,8 @@ def held_in_the_first_of_two(transfer_worker: TransferWorker, session: Session) 
     calls = Calls(transfer_worker)
     session.gate.clear()
     session.entered.clear()
-    transfer_worker.write(calls.task, [1], [6], False, calls.done)
-    transfer_worker.write(calls.task, [2], [7], True, calls.done)
+    calls.write([1], [6])
+    calls.write([2], [7], last=True)
     assert session.entered.wait(10)
     return calls
 
@@ -157,7 +165,7 @@ def test_a_callback_that_fails_leaves_nobody_waiting(transfer_worker: TransferWo
     def broken(task: PrefillTask, failure: BaseException | None) -> None:
         raise ValueError("a callback")
 
-    transfer_worker.write(calls.task, [1], [6], False, broken)
+    transfer_worker.copy(Copy(calls.task, "write", [1], [6], broken))
     assert transfer_worker.flush(calls.task, timeout_s=10)
 
 
@@ -169,7 +177,7 @@ def test_work_submitted_after_the_end_is_answered_too(
     transfer_worker.close()
     calls = Calls(transfer_worker)
     assert transfer_worker.flush(calls.task)
-    transfer_worker.write(calls.task, [1], [6], True, calls.done)
+    calls.write([1], [6], last=True)
     assert len(calls.callbacks) == 1
     assert isinstance(calls.ends[0], HandoffError)
     assert calls.task.outstanding == 0
@@ -183,9 +191,9 @@ def test_pull_after_a_preemption_keeps_the_new_blocks(
     transfer_worker: TransferWorker, credits: Credits
 ) -> None:
     calls = Calls(transfer_worker, KvMode.PULL)
-    transfer_worker.write(calls.task, [3, 1], [5, 6], False, calls.done)
+    calls.write([3, 1], [5, 6])
     assert transfer_worker.flush(calls.task)
-    transfer_worker.write(calls.task, [4, 0, 2], [5, 6, 7], True, calls.done)
+    calls.write([4, 0, 2], [5, 6, 7], last=True)
     eventually(lambda: calls.ends)
     assert calls.task.kept_blocks == [4, 0, 2]
     assert used(credits) == 3, "charged once"
@@ -200,7 +208,7 @@ def test_a_cancelled_task_keeps_nothing(transfer_worker: TransferWorker, credits
     calls = Calls(transfer_worker, KvMode.PULL)
     calls.task.cancel()
     transfer_worker.let_go(calls.task)
-    transfer_worker.write(calls.task, [1], [6], True, calls.done)
+    calls.write([1], [6], last=True)
     assert (calls.task.kept, calls.task.outstanding, used(credits)) == ({}, 0, 0)
 
 
