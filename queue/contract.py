@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class Urgency(enum.IntEnum):
@@ -89,18 +89,17 @@ class Turns:
 
     Deficit round robin, charged in uncached tokens. Each urgency has a credit, and the most urgent
     one that has any left is served first. When only urgencies without credit have jobs, each one
-    gets `weight * quantum` again, until one of them has credit. So urgent jobs come first as long
+    gets its share again, until one of them has credit. So urgent jobs come first as long
     as they ask for no more than their share, and no urgency is left without its share. An urgency
     without jobs saves one round at most.
 
-    Each prefill worker counts for itself. The shares of all workers are those of each.
+    Each prefill worker counts for itself. The shares of all workers are those of each."""
 
-    quantum: tokens per round and unit of weight."""
+    # In tokens. Each urgency gets so much in a round.
+    _SHARE: ClassVar = {Urgency.TIGHT: 8192, Urgency.NORMAL: 4096, Urgency.LOOSE: 2048}
 
-    def __init__(self, quantum: int = 2048) -> None:
-        weights = {Urgency.TIGHT: 4, Urgency.NORMAL: 2, Urgency.LOOSE: 1}
-        self._share = {urgency: weight * quantum for urgency, weight in weights.items()}
-        self._credit = dict(self._share)
+    def __init__(self) -> None:
+        self._credit = dict(self._SHARE)
 
     def order(self) -> list[Urgency]:
         """Return all urgencies. Take the next job from the first one that has a job."""
@@ -109,11 +108,11 @@ class Turns:
     def took(self, urgency: Urgency, tokens: int) -> None:
         """Charge a job that this worker has taken, in the order of `order`."""
         if rounds := self._rounds(urgency):  # no urgency that has a job had credit
-            for each, share in self._share.items():
+            for each, share in self._SHARE.items():
                 self._credit[each] = min(share, self._credit[each] + rounds * share)
         self._credit[urgency] -= tokens
 
     def _rounds(self, urgency: Urgency) -> int:
         """Rounds until it has credit. After a long job these are many."""
         credit = self._credit[urgency]
-        return 0 if credit > 0 else 1 + -credit // self._share[urgency]
+        return 0 if credit > 0 else 1 + -credit // self._SHARE[urgency]

@@ -8,10 +8,9 @@ twice. A job that ends during a snapshot may be counted wrongly until the next o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.queue.contract import Urgency
@@ -45,30 +44,6 @@ class Snapshot:
 MAX_HOLES = 20_000
 
 
-def read_snapshot(
-    stream: Mapping[str, Any], consumers: Iterable[Mapping[str, Any]] = ()
-) -> Snapshot:
-    """From STREAM.INFO (with `subjects_filter`) and the CONSUMER.INFO of consumers."""
-    state = stream["state"]
-    counts: Mapping[str, int] = state.get("subjects") or {}
-    jobs = sum(counts.values())
-    age = 0.0
-    if jobs and "ts" in stream:
-        now, first = map(datetime.fromisoformat, (stream["ts"], state["first_ts"]))
-        age = max(0.0, (now - first).total_seconds())
-    return Snapshot(
-        jobs=jobs,
-        tokens=sum(count * subject_tokens(subject) for subject, count in counts.items()),
-        in_flight=min(jobs, sum(int(one.get("num_ack_pending", 0)) for one in consumers)),
-        oldest_age_s=age,
-        first_seq=int(state.get("first_seq", 0)),
-        last_seq=int(state.get("last_seq", 0)),
-        stream_id=str(stream.get("created", "")),
-        num_holes=int(state.get("num_deleted", 0)),
-        holes=frozenset(state.get("deleted") or ()),
-    )
-
-
 async def ask_depth(
     connection: NatsConnection, names: Names, timeout_s: float, *, holes: bool
 ) -> Snapshot:
@@ -78,18 +53,35 @@ async def ask_depth(
 
     If a consumer is missing, or has no leader, its jobs in flight count as waiting."""
 
-    async def about(urgency: Urgency) -> dict[str, Any]:
+    async def claimed(urgency: Urgency) -> int:
         try:
             operation = f"CONSUMER.INFO.{names.stream}.{consumer_of(urgency)}"
-            return await connection.api(operation, None, timeout_s)
+            about = await connection.api(operation, None, timeout_s)
         except ApiError:
-            return {}
+            return 0
+        return int(about.get("num_ack_pending", 0))
 
     ask = {"subjects_filter": names.all_jobs, "deleted_details": holes}
     stream = await connection.api(f"STREAM.INFO.{names.stream}", ask, timeout_s)
-    if not stream["state"].get("subjects"):
-        return read_snapshot(stream)
-    return read_snapshot(stream, await asyncio.gather(*map(about, Urgency)))
+    state = stream["state"]
+    counts: Mapping[str, int] = state.get("subjects") or {}
+    jobs, in_flight, age = sum(counts.values()), 0, 0.0
+    if jobs:
+        in_flight = sum(await asyncio.gather(*map(claimed, Urgency)))
+    if jobs and "ts" in stream:
+        now, first = map(datetime.fromisoformat, (stream["ts"], state["first_ts"]))
+        age = max(0.0, (now - first).total_seconds())
+    return Snapshot(
+        jobs=jobs,
+        tokens=sum(count * subject_tokens(subject) for subject, count in counts.items()),
+        in_flight=min(jobs, in_flight),
+        oldest_age_s=age,
+        first_seq=int(state.get("first_seq", 0)),
+        last_seq=int(state.get("last_seq", 0)),
+        stream_id=str(stream.get("created", "")),
+        num_holes=int(state.get("num_deleted", 0)),
+        holes=frozenset(state.get("deleted") or ()),
+    )
 
 
 @dataclass(slots=True)
