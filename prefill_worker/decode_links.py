@@ -109,15 +109,12 @@ class DecodeLink(PeerLink):
         assert isinstance(reply, Grant)
         return reply
 
-    async def commit(
-        self, make: Callable[[int], Commit | Ready], *, within_s: float = 10.0
-    ) -> CommitReply:
+    async def commit(self, message: Commit | Ready, *, within_s: float = 10.0) -> CommitReply:
         """Send a commit, or in pull mode a `Ready`, and return the answer.
 
-        make: makes the message with a given request id.
         within_s: raise PeerUnavailable after this time."""
         load = self._links.load()
-        reply = await self.ask(lambda rid: replace(make(rid), load=load), within_s)
+        reply = await self.ask(lambda rid: replace(message, rid=rid, load=load), within_s)
         assert isinstance(reply, CommitReply)
         return reply
 

@@ -254,12 +254,10 @@ class Handoff:
         timings = task.timings((self._granted - self._asked) * 1e3)
         if task.mode is KvMode.PULL:
             fence = self._puller.read_grants.open(task)
-            reply = await self.link.commit(
-                lambda rid: task.ready(rid, timings, fence),
-                within_s=24 * 3600.0,  # a safety net. The decode worker replies when its read ends
-            )
+            # The time is a safety net. The decode worker replies when its read ends.
+            reply = await self.link.commit(task.ready(timings, fence), within_s=24 * 3600.0)
         else:
-            reply = await self.link.commit(lambda rid: task.commit(rid, timings))
+            reply = await self.link.commit(task.commit(timings))
         failpoints.hit("prefill.before_ack")
         self.succeeded = reply.ok
         if not reply.ok:

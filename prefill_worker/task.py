@@ -180,10 +180,10 @@ class PrefillTask:
             tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
         )
 
-    def commit(self, rid: int, timings: StageTimings) -> Commit:
-        """The message that says that all blocks are written."""
+    def commit(self, timings: StageTimings) -> Commit:
+        """The message that says that all blocks are written, without a request id."""
         return Commit(
-            rid=rid,
+            rid=0,
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=self.grant.incarnation,
@@ -194,10 +194,10 @@ class PrefillTask:
             why_not_better=tuple(self.transfer_worker.why_not_better),
         )
 
-    def ready(self, rid: int, timings: StageTimings, fence: FenceToken) -> Ready:
-        """Pull mode: the message that says that all blocks are kept. fence: over them."""
+    def ready(self, timings: StageTimings, fence: FenceToken) -> Ready:
+        """As `commit`, in pull mode: all blocks are kept. fence: over them."""
         return Ready(
-            rid=rid,
+            rid=0,
             job_id=self.job_id,
             attempt=self.attempt,
             incarnation=self.grant.incarnation,

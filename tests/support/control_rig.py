@@ -174,17 +174,11 @@ class Prefill:
         return await self.link.claim(job_id, incarnation, f"ack.{job_id}")
 
     async def commit(self, grant: Grant) -> Any:
-        return await self.link.commit(
-            lambda rid: Commit(
-                rid=rid,
-                job_id=grant.job_id,
-                attempt=grant.attempt,
-                incarnation=grant.incarnation,
-                blocks=2,
-                kv_bytes=10,
-                timings=StageTimings(),
-            )
-        )
+        message = Commit(
+            rid=0, job_id=grant.job_id, attempt=grant.attempt, incarnation=grant.incarnation,
+            blocks=2, kv_bytes=10, timings=StageTimings(),
+        )  # fmt: skip
+        return await self.link.commit(message)
 
 
 class Raw:
