@@ -33,7 +33,6 @@ from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.task import PrefillTask, TooLong, check
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics, tracing
-from pullfill.runtime.lifecycle import end
 from pullfill.wire import (
     Grant,
     KvMode,
@@ -200,19 +199,16 @@ class Handoff:
 
     async def _reach_memory(self, until: float) -> TransferWorker:
         """Connect to the decode worker's KV memory, until the attempt ends or its deadline."""
-        connects = asyncio.create_task(self.link.transfer.get())
+        attempt = self.link.transfer.connecting()
         left_s = until - asyncio.get_running_loop().time()
-        try:
-            ends: set[asyncio.Future[Any]] = {connects, self._done}
-            await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            self._check_alive()
-            if not connects.done():
-                raise TimeoutError
-            return connects.result()
-        finally:
-            await end(connects)  # it only waits: the attempt to connect goes on for other jobs
+        ends: set[asyncio.Future[Any]] = {attempt, self._done}
+        await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        self._check_alive()
+        if not attempt.done():
+            raise TimeoutError
+        return attempt.result()
 
-    async def _until_written(self, task: PrefillTask, until: float, every_s: float = 1.0) -> None:
+    async def _until_written(self, task: PrefillTask, until: float) -> None:
         """Wait until all KV is written. Raises what ends the task, or TimeoutError.
 
         until: the deadline. It moves while the attempt makes progress, which the decode worker is

@@ -97,30 +97,27 @@ class SharedTransferWorker:
         """Whether it copies, or keeps blocks to be read, maybe for a job that has ended."""
         return self.current is not None and self.current.busy
 
-    async def get(self) -> TransferWorker:
-        """Return the transfer worker. Connects if there is none. Raises OutOfReach.
+    def connecting(self) -> asyncio.Task[TransferWorker]:
+        """Return the attempt to connect: the last one, or a new one. It may raise OutOfReach.
 
-        If the caller is cancelled, the attempt to connect goes on: other jobs wait for it too."""
-        if self._closed:
-            raise self._failure("it is gone")
-        if self.current is not None:
-            return self.current
+        Never cancel it: other jobs wait for it too."""
+        # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
+        # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
         attempt = self._attempt
-        if attempt is None or (attempt.done() and self._clock.monotonic() >= self._again_at):
+        again = self.current is None and self._clock.monotonic() >= self._again_at
+        if attempt is None or (attempt.done() and again):
             attempt = self._attempt = asyncio.create_task(self._connect())
             # Or asyncio logs its failure as an error if nobody waits for it any more.
             attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
-        # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
-        return await asyncio.shield(attempt)
+        return attempt
 
     def forgive(self) -> None:
-        """Let the next `get` try to connect at once, because something has changed."""
+        """Let the next job try to connect at once, because something has changed."""
         self._backoff.reset()
         self._again_at = 0.0
 
     def drop(self) -> None:
-        """Close the current transfer worker. The next `get` makes a new one."""
+        """Close the current transfer worker. The next job makes a new one."""
         dropped, self.current = self.current, None
         if dropped is not None:
             self._attempt = None
@@ -136,6 +133,8 @@ class SharedTransferWorker:
 
     async def _connect(self) -> TransferWorker:
         """Try to connect. Raises OutOfReach."""
+        if self._closed:
+            raise self._failure("it is gone")
         try:
             made = await self._open()
         except Exception as exc:

@@ -109,7 +109,7 @@ class Worker:
         )  # fmt: skip
         self.link: Any = SimpleNamespace(
             name="d", record=SimpleNamespace(incarnation="i"), claim=self._claim,
-            transfer=SimpleNamespace(get=self._reach, current=None),
+            transfer=SimpleNamespace(connecting=self._connecting, current=None),
             commit=self._commit, send=self.sent.append, connected=True,
         )  # fmt: skip
         self.link.jobs = {}
@@ -157,11 +157,11 @@ class Worker:
     async def _claim(self, *_: Any) -> Grant:
         return self.grant
 
-    async def _reach(self) -> Any:
+    def _connecting(self) -> Any:
         self.asked.set()
-        return await self.reach()
+        return asyncio.create_task(self.reach())
 
-    async def _commit(self, make: Any, **_: float) -> CommitReply:
+    async def _commit(self, *_: Any, **__: float) -> CommitReply:
         return CommitReply(rid=1, ok=not self.reason, reason=self.reason)
 
     def begin(self, delivery: Any = None) -> Any:

@@ -53,7 +53,7 @@ async def test_each_failure_is_remembered_longer_until_something_changes(
         before, began = port.attempts, port.clock.now
         while port.attempts == before:
             with pytest.raises(OutOfReach):
-                await port.shared.get()
+                await port.shared.connecting()
             port.clock.advance(0.5)
         waits.append(port.clock.now - began)
     assert waits == sorted(waits)
@@ -61,12 +61,12 @@ async def test_each_failure_is_remembered_longer_until_something_changes(
     assert waits[-1] == waits[-2], "up to a bound"
     port.failure = None
     port.shared.forgive()
-    assert await port.shared.get() is port.shared.current
+    assert await port.shared.connecting() is port.shared.current
 
 
 async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port) -> None:
     port.go.clear()
-    asked = asyncio.create_task(port.shared.get())
+    asked = port.shared.connecting()
     await asyncio.sleep(0)
     port.shared.close()
     port.go.set()
@@ -74,5 +74,5 @@ async def test_an_attempt_that_outlives_the_link_leaves_nothing_open(port: Port)
         await asked
     assert (port.shared.current, port.closed) == (None, 1)
     with pytest.raises(OutOfReach, match="gone"):
-        await port.shared.get()
+        await port.shared.connecting()
     assert port.attempts == 1
