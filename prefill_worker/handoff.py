@@ -144,7 +144,7 @@ class Handoff:
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         if not self._puller.links.is_up(job.decode_instance):
-            budget.waits(self.job_id)
+            budget.counts_no_more(self.job_id)
         self.link = await self._puller.links.find(job.decode_instance, trial=self._trial)
         self.link.jobs[self.job_id] = self
         asked = time.monotonic()
@@ -163,7 +163,7 @@ class Handoff:
                 if job.features:  # its turn comes once the inputs of other jobs are sent
                     budget.counts(self.job_id)
                 else:
-                    budget.waits(self.job_id)
+                    budget.counts_no_more(self.job_id)
                 await asyncio.sleep(wait_s)
         budget.granted(self.job_id, grant.due_s)
         self.grant, self._holds_grant = grant, True
@@ -212,15 +212,14 @@ class Handoff:
         """Wait until all KV is written. Raises what ends the task, or TimeoutError.
 
         until: the deadline. It moves while the attempt makes progress, which the decode worker is
-        told.
-        every_s: longest pause between two looks."""
+        told."""
         # The deadline of a grant is an estimate: the link may not be measured yet, or may have
         # become slower. An attempt that makes progress must not lose its work to a wrong estimate.
         loop, deadline_s = asyncio.get_running_loop(), self.grant.deadline_s
         computed = moved = blocks = 0
         write_s = 0.0
         while True:
-            pause_s = min(every_s, deadline_s / 4, until - loop.time())
+            pause_s = min(1.0, deadline_s / 4, until - loop.time())
             await asyncio.wait([self._done], timeout=max(0.0, pause_s))
             if self._done.done():
                 return self._done.result()

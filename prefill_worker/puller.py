@@ -26,7 +26,7 @@ from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import PULLS, JetStreamConsumer
 from pullfill.runtime import log
 from pullfill.runtime.health import CONNECTION
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.snapshot import FLOWS, HeldJob
 from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
 
@@ -44,15 +44,14 @@ WAIT_S = 2.0
 _LOOK_S = WAIT_S / 40
 
 
-def budget_of(step_tokens: int, least_tokens: int = 4096) -> int:
+def budget_of(step_tokens: int) -> int:
     """Return the budget of the puller, in prompt tokens.
 
     Two steps' worth: while one prompt is written, the next is computed. It is not larger, so that
-    other workers get the rest. But at least `least_tokens`, because small steps do not make prompts
-    shorter.
+    other workers get the rest. But at least 4096, because small steps do not make prompts shorter.
 
     step_tokens: most tokens in a step."""
-    return max(least_tokens, 2 * step_tokens)
+    return max(4096, 2 * step_tokens)
 
 
 @dataclass(slots=True)
@@ -112,15 +111,8 @@ class Budget:
         # pull the next jobs before it knows that this one fills the budget, and other workers would
         # get none.
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._claim_s, self.waits, job_id)
+        timer = loop.call_later(self._claim_s, self.counts_no_more, job_id)
         self._charges[job_id] = _Charge(tokens, timer)
-
-    def waits(self, job_id: str) -> None:
-        """Stop counting a delivery whose claim has no answer, or that cannot be claimed yet."""
-        charge = self._charges[job_id]
-        if not charge.granted:
-            charge.counted = False
-            self.room.set()
 
     def granted(self, job_id: str, due_s: float | None = None) -> None:
         """due_s: in how many seconds the job is late. None: never."""
@@ -139,7 +131,8 @@ class Budget:
         charge.counted = True
 
     def counts_no_more(self, job_id: str) -> None:
-        """The job is late, or with `--concurrency` it is computed."""
+        """The claim has no answer, or cannot be made yet. Or the job is late, or with
+        `--concurrency` it is computed."""
         if (charge := self._charges.get(job_id)) is not None:
             charge.counted = False
             self.room.set()
@@ -188,7 +181,7 @@ class Puller:
         self._patience_s = patience_s
         self._take_back = take_back
         self._jobs: dict[str, Handoff] = {}
-        self._kept: set[asyncio.Task[None]] = set()
+        self._kept = Tasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._beats: asyncio.Task[None] | None = None
         self._pulling: asyncio.Timeout | None = None
@@ -413,13 +406,8 @@ class Puller:
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what may go on after its job, until this worker is idle."""
         self.idle.clear()
-        task = asyncio.create_task(work)
-        self._kept.add(task)
-        task.add_done_callback(self._kept_over)
-
-    def _kept_over(self, task: asyncio.Task[None]) -> None:
-        self._kept.discard(task)
-        self._look_if_idle()
+        task = self._kept.begin(work, "what goes on after a job")
+        task.add_done_callback(lambda _: self._look_if_idle())
 
     def _look_if_idle(self) -> None:
         if not self._jobs:
