@@ -356,31 +356,23 @@ class DecodeLinks:
             self._came(new)
         self._refresh()
 
-    def _fits(self, record: WorkerRecord) -> bool:
-        return record.compat is not None and not self._compat.differs_from(record.compat)
-
     def _came(self, new: WorkerRecord) -> None:
         """A decode worker is new, or its record has changed."""
-        name = new.instance_id
-        if self._fits(new) and new.control:
+        name, theirs = new.instance_id, new.compat
+        differences = self._compat.differs_from(theirs) if theirs is not None else ()
+        if theirs is not None and not differences and new.control:
             self._records[name] = new
         else:
             self._records.pop(name, None)
-            self._warn(new)
-        if (link := self.links.get(name)) is not None and not _same(link.record, new):
-            link.end()
-
-    def _warn(self, record: WorkerRecord) -> None:
-        """Warn about a decode worker that serves our model but is not compatible."""
-        theirs = record.compat
-        if theirs is None or theirs.model != self._compat.model:
-            return
-        if differences := self._compat.differs_from(theirs):
+        # It serves our model, but is not compatible.
+        if differences and theirs is not None and theirs.model == self._compat.model:
             field, our_value, their_value = differences[0]
             logger.warning(
                 "not connecting to %s: its %s is %r, ours is %r",
-                record.instance_id, field, their_value, our_value,
+                name, field, their_value, our_value,
             )  # fmt: skip
+        if (link := self.links.get(name)) is not None and not _same(link.record, new):
+            link.end()
 
 
 def _same(one: WorkerRecord, other: WorkerRecord) -> bool:

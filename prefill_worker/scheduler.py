@@ -323,9 +323,8 @@ class PrefillScheduler(SchedulerHalf):
         if task.scheduled < task.positions:
             task.cancel()
             task.end(HandoffError("the engine ended the request early"))
-        return (
-            kept  # not the flag: the transfer worker may have made its report by now, and reset it
-        )
+        # Not the flag: the transfer worker may have made its report by now, and reset it.
+        return kept
 
     # ------------------------------------------------------------------ any thread
 
