@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import features
 from pullfill.errors import (
@@ -106,13 +106,13 @@ class Handoff:
         except asyncio.CancelledError:
             self._give_up("stopping", retry=True)
             # The delay lets our GiveUp reach the decode worker before another claim does.
-            await self.settle("nak", delay_s=AGAIN_S)
+            await self._settling().nak(AGAIN_S)
             raise
         except Exception:
             self.succeeded = False
             self._give_up("failed", retry=True)
             logger.exception("job %s failed; its message gets a nak", self.job_id)
-            await self.settle("nak")
+            await self._settling().nak()
         finally:
             if hasattr(self, "link"):
                 self.link.jobs.pop(self.job_id, None)
@@ -258,7 +258,7 @@ class Handoff:
         if not reply.ok:
             logger.warning("commit of job %s refused: %s", self.job_id, reply.reason)
         if reply.reason != _STALE:  # if stale, another worker may have the message
-            await self.settle("ack")
+            await self._settling().ack()
 
     # ------------------------------------------------------------------ parts of the steps
 
@@ -283,7 +283,7 @@ class Handoff:
         )  # fmt: skip
         delay_s = _AGAIN_RENEWED_S * (self.first.number - 1) or AGAIN_S
         self._puller.leave_to_others(delay_s)
-        await self.settle("nak", delay_s=delay_s)
+        await self._settling().nak(delay_s)
 
     async def _check_grant(self) -> None:
         """Check that the job is the one that was granted, and that it fits here.
@@ -368,17 +368,20 @@ class Handoff:
             case BadMessage():
                 self.succeeded = False
                 logger.error("job %s is poison, dead-lettered: %s", self.job_id, why)
-                await self.settle("term", str(why))
+                try:
+                    await self._settling().term(str(why))
+                except QueueUnavailable as exc:  # the queue delivers the message again
+                    logger.warning("job %s is no dead letter yet: %s", self.job_id, exc)
             case TooLong():
                 self.succeeded = False
                 logger.warning("job %s attempt %d: %s", self.job_id, self.grant.attempt, why)
-                await self.settle("ack")
+                await self._settling().ack()
             case ClaimRefused():
                 metrics.CLAIM.labels(why.reason).inc()
                 # The worker that holds a job in progress keeps its message alive and settles it.
                 # But the last delivery is acked here: or it would become a dead letter.
                 if why.reason != RefuseReason.IN_PROGRESS or self._last_delivery:
-                    await self.settle("ack")
+                    await self._settling().ack()
             case PeerUnavailable():
                 # The decode worker naks a delivery only if it has granted the job. If its grant is
                 # lost on the way, both nak. The extra delivery then finds the job in progress.
@@ -402,13 +405,13 @@ class Handoff:
                 logger.info("job %s attempt %d: %s", self.job_id, attempt, why)
             case OutOfReach() if retry:
                 self._puller.leave_to_others(_AGAIN_RENEWED_S)
-                await self.settle("nak", delay_s=_AGAIN_RENEWED_S)
+                await self._settling().nak(_AGAIN_RENEWED_S)
             case OutOfReach():
                 logger.warning("job %s attempt %d: %s", self.job_id, attempt, why)
-                await self.settle("ack")
+                await self._settling().ack()
             case _:
                 logger.warning("job %s attempt %d: %s", self.job_id, attempt, why or "timeout")
-                await self.settle("nak", delay_s=AGAIN_S)
+                await self._settling().nak(AGAIN_S)
 
     async def _unreachable(self, why: PeerUnavailable) -> None:
         """Settle a job whose decode worker cannot be reached.
@@ -423,7 +426,8 @@ class Handoff:
             # It may be gone. Or it is not listed yet, or it drains. So others get the first chance.
             delay_s = max(delay_s, _AGAIN_RENEWED_S) if number == 1 else None
         logger.info("job %s: %s%s", self.job_id, why, "" if delay_s else "; dropped")
-        await self.settle("nak" if delay_s else "ack", delay_s=delay_s or 0.0)
+        newest = self._settling()
+        await (newest.nak(delay_s) if delay_s else newest.ack())
 
     def _give_up(self, cause: str, *, retry: bool) -> None:
         """Tell the decode worker that the attempt is over here. Once, and only with a grant."""
@@ -446,24 +450,10 @@ class Handoff:
             failpoints.hit("prefill.heartbeat")
             await self.latest.in_progress()
 
-    async def settle(
-        self, verb: Literal["ack", "nak", "term"], reason: str = "", delay_s: float = 0.0
-    ) -> None:
-        """Settle the newest delivery. A failure is logged, not raised.
-
-        reason: for `term`.
-        delay_s: for `nak`."""
-        latest = self._settled = self.latest
-        match verb:
-            case "ack":
-                await latest.ack()
-            case "nak":
-                await latest.nak(delay_s)
-            case "term":
-                try:
-                    await latest.term(reason)
-                except QueueUnavailable as exc:  # the queue delivers the message again
-                    logger.warning("job %s is no dead letter yet: %s", self.job_id, exc)
+    def _settling(self) -> Delivery:
+        """Return the newest delivery, which is settled now."""
+        self._settled = self.latest
+        return self.latest
 
     def _send_spans(self) -> None:
         """Send the spans of this delivery, once the job is over here.

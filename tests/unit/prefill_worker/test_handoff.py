@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,22 +64,14 @@ class Delivered:
         self.verbs: list[str] = []
         self.delay_s = 0.0
 
-    async def ack(self) -> None:
-        self.verbs.append("ack")
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        self.verbs.append("nak")
+    async def _told(self, verb: str, delay_s: Any = 0.0) -> None:
+        self.verbs.append(verb)
         self.delay_s = delay_s
-        if self._error:
+        if self._error and verb in ("nak", "in_progress"):
             raise self._error
 
-    async def term(self, reason: str) -> None:
-        self.verbs.append("term")
-
-    async def in_progress(self) -> None:
-        self.verbs.append("in_progress")
-        if self._error:
-            raise self._error
+    ack, nak = partialmethod(_told, "ack"), partialmethod(_told, "nak")
+    term, in_progress = partialmethod(_told, "term"), partialmethod(_told, "in_progress")
 
 
 class Worker:
