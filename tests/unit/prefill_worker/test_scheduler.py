@@ -101,22 +101,6 @@ def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
 # ------------------------------------------------------------------ who frees the blocks
 
 
-def test_finished_with_writes_under_way_keeps_the_blocks_until_the_last() -> None:
-    engine = Engine(4 * BLOCK)
-    engine.admit()
-    engine.run(2 * BLOCK)
-    engine.run(2 * BLOCK)
-    assert engine.side.finished(engine.request) is True
-    engine.transfer_worker.finish()
-    assert not engine.side.has_work, "one copy still reads the blocks"
-    engine.transfer_worker.finish()
-    assert engine.side.has_work
-    assert engine.ends == [None]
-    assert engine.wakes == 0, "nobody waits for them: it is told in the next step there is"
-    assert engine.run(0).sent == {"j.1"}
-    assert engine.run(0).sent == set()
-
-
 def test_the_last_copy_ending_as_the_request_does() -> None:
     """The transfer worker counts down before it calls back; a finish in between frees by itself."""
     engine = Engine(2 * BLOCK)
@@ -200,19 +184,6 @@ def test_a_prefix_is_read_only_after_the_steps_that_may_still_write_into_its_blo
     assert engine.task.outstanding == 1
     engine.transfer_worker.finish()
     assert engine.run(0).loaded == {"j.1"}
-
-
-def test_a_request_that_ends_before_its_last_write_begins_keeps_its_blocks() -> None:
-    """vLLM finishes a request while it processes the step's output, before `step_done`."""
-    engine = Engine(2 * BLOCK)
-    engine.admit()
-    engine.side.scheduled(step({"j.1": 2 * BLOCK}))
-    assert engine.side.finished(engine.request) is True
-    engine.side.step_done()
-    assert not engine.side.has_work, "the write has only begun"
-    engine.transfer_worker.finish()
-    assert engine.ends == [None]
-    assert engine.run(0).sent == {"j.1"}
 
 
 def test_a_preempted_request_loses_writes_of_steps_that_still_run() -> None:
