@@ -135,6 +135,7 @@ def test_the_last_copy_ending_while_the_engine_ends_the_request() -> None:
     engine.run(2 * BLOCK)
     engine.task.on_done = lambda _: engine.transfer_worker.finish()
     assert engine.side.finished(engine.request) is True
+    assert engine.wakes == 0, "nobody waits for the blocks: it is told in the next step there is"
     assert engine.run(0).sent == {"j.1"}
 
 
