@@ -4,7 +4,7 @@ Each row moves the same bytes in several ways, interleaved, and compares medians
 way synchronised with the device:
 
   copies   a fenced cuda_ipc write into another process's memory, against one device-to-device copy
-           of all bytes and against one queued copy per run; how long a batch holds the fence
+           of all bytes; how long a batch holds the fence
   cross    the run length at which the copy engines overtake the kernel (`small_run` in
            transfer/gpu/copies.py)
   gather   scattered runs into one dense buffer by the kernel alone, against one copy of as many
@@ -12,7 +12,6 @@ way synchronised with the device:
   slices   how long a kernel waits while another process computes on the GPU (gpu_serving.py)
   serving  ITL of 16 streams beside 8,000-token prompts, which either worker prefills, both on one
            GPU; the KV copies as a share of a prefill; the ITL beside copies only
-  nccl     bytes sent to this process itself, within one NCCL group
 
 Both memories are on the first GPU. With `--peer` the memory of this process is on the second.
 `--save` writes benchmarks/results/gpu-CARD.md, such as gpu-h100-80gb-hbm3.md. Without a
@@ -45,7 +44,7 @@ from pullfill.transfer.runs import Copies, Planner
 KIB = 1 << 10
 PAGES = (4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 1024 * KIB)
 LAYERS = 32
-PARTS = ("copies", "cross", "gather", "nccl", "slices", "serving")
+PARTS = ("copies", "cross", "gather", "slices", "serving")
 QUICK = PARTS[:-1]
 """The parts that need no engine."""
 PAYLOAD_GB_S, KERNEL_TARGET = 1000.0, 0.7
@@ -102,15 +101,6 @@ class Device:
         self.has_kernel = lane_of(number).has_kernel
         self.stream = load().stream(number)
 
-    def plain(self, source: int, target: int, batch: Copies) -> None:
-        """One queued copy per run, by hand: no plan, no fence."""
-        sources, targets, nbytes = batch.flat()
-        columns = (targets + target, sources + source, nbytes)
-        arrays = [column.astype(np.uint64) for column in columns]
-        for index in range(len(nbytes)):
-            self.stream.copy_batch(*(array[index : index + 1] for array in arrays))
-        self.stream.synchronize()
-
     def queue_once(self, source: int, target: int, nbytes: int) -> None:
         """Queue all bytes in one copy."""
         one = np.zeros(1, np.uint64)
@@ -158,10 +148,8 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
             token = owner.open()
             there = session._remote_address  # type: ignore[attr-defined]
             here = mine.memory.address
-            runs = scattered(moved, page, 1)
             ways: Ways = {
                 "write": lambda: session.move("write", token, source, target),  # noqa: B023
-                "loop": lambda: device.plain(here, there, runs),  # noqa: B023
                 "once": lambda: device.once(here, there, moved),  # noqa: B023
             }
             took = interleaved(ways, rounds)
@@ -176,9 +164,6 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
         batches = -(-moved // min(link.batch_bytes, page * BATCH_RUNS))
         held = 1000 * took["write"] / batches
         yield row(f"{name}: fence held over {link.name}", held, "ms", at_most=HELD_MS)
-        # The loop moves as many runs as a batch holds.
-        loop = speed(runs.total, took["loop"])
-        yield versus(name, write, "GB/s", "a copy per run", loop)
 
 
 def cross_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
@@ -238,30 +223,6 @@ def gather_rows(device: Device, moved: int, rounds: int, there: int, here: int) 
         )
 
 
-def nccl_rows(device: Device, moved: int, rounds: int, there: int, here: int) -> Iterator[Row]:
-    from pullfill.transfer.nccl.nccl_backend import make_kind
-    from tests.support.gpu_programs import NcclToItself
-
-    kind = make_kind()
-    if (why := kind.why_not()) is not None:
-        yield missing("NCCL to ourselves", "one device copy", why)
-        return
-    nccl = NcclToItself(device.number)
-    ways: Ways = {
-        "send": lambda: nccl.move(here, there, moved),
-        "once": lambda: device.once(here, there, moved),
-    }
-    took = interleaved(ways, rounds)
-    nccl.close()
-    yield versus(
-        f"NCCL {kind.version()} to ourselves",
-        speed(moved, took["send"]),
-        "GB/s",
-        "one device copy",
-        speed(moved, took["once"]),
-    )
-
-
 def measure(options: argparse.Namespace) -> list[Row]:
     import torch
 
@@ -275,7 +236,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     here = torch.zeros(2 * moved, dtype=torch.uint8, device=f"cuda:{options.peer}")
     there[:1].copy_(here[:1])  # with --peer, torch lets the second GPU reach the first one's memory
     torch.cuda.synchronize()
-    for name, part in (("cross", cross_rows), ("gather", gather_rows), ("nccl", nccl_rows)):
+    for name, part in (("cross", cross_rows), ("gather", gather_rows)):
         if name in options.parts:
             rows += part(device, moved, rounds, there.data_ptr(), here.data_ptr())
     del there, here
