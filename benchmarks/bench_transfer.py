@@ -192,21 +192,15 @@ def fence_rows(rig: Rig, rounds: int) -> list[Row]:
 def plan_rows(rounds: int) -> list[Row]:
     """Plan and merge 10,000 blocks of a 32-layer model."""
     layout = dense_layout(32, 40_000, 8, 8192)
-    rng = np.random.default_rng(2)
-    scattered = rng.permutation(40_000)[:10_000], rng.permutation(40_000)[:10_000]
-    run = np.arange(10_000), np.arange(10_000) + 7
-    mixed = (np.arange(10_000) + np.arange(10_000) // 16, np.arange(10_000))
+    rng, first = np.random.default_rng(2), np.arange(10_000)
     rows = []
-    for name, (source, target) in {
-        "scattered": scattered,
-        "runs of 16": mixed,
-        "one run": run,
-    }.items():
-        s, t = source.tolist(), target.tolist()
-        ways: dict[str, Callable[[], object]] = {
-            "plan": partial(Planner(layout, layout).plan, s, t)
-        }
-        took = interleaved(ways, rounds)["plan"]
+    for name, source, target in (
+        ("scattered", rng.permutation(40_000)[:10_000], rng.permutation(40_000)[:10_000]),
+        ("runs of 16", first + first // 16, first),
+        ("one run", first, first + 7),
+    ):
+        plan = partial(Planner(layout, layout).plan, source.tolist(), target.tolist())
+        took = interleaved({"plan": plan}, rounds)["plan"]
         rows.append(row(f"plan and merge 10,000 blocks, {name}", took * 1e3, "ms", at_most=5))
     return rows
 
@@ -216,8 +210,9 @@ def plan_rows(rounds: int) -> list[Row]:
 
 def serve(directory: Path) -> None:
     """For each line on stdin, the layout of a case: make its region, say where it is."""
-    raw = RawReceiver()
     held: list[Region] = []  # owners do not keep their memory alive
+    raw = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=receive_raw, args=(raw, held), daemon=True).start()
     for line in sys.stdin:
         while held:
             held.pop().owner.close()
@@ -226,42 +221,21 @@ def serve(directory: Path) -> None:
         region = tcp_rig(directory).region(layout, instance_id="bench")
         token = region.owner.fences.open(range(layout.num_blocks))
         held.append(region)
-        raw.target = region.data
-        told = encode(region.descriptor).hex(), token.slot, token.epoch, raw.port
+        told = encode(region.descriptor).hex(), token.slot, token.epoch, raw.getsockname()[1]
         print(json.dumps(told), flush=True)
 
 
-class RawReceiver:
-    """Over and over on one connection at a time: a length, that many bytes, one byte back."""
-
-    def __init__(self) -> None:
-        self.target = np.zeros(1, np.uint8)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection:
-                self._receive(connection)
-
-    def _receive(self, connection: socket.socket) -> None:
-        while head := connection.recv(8, socket.MSG_WAITALL):
-            nbytes, view = int.from_bytes(head), memoryview(self.target)  # type: ignore[arg-type]
-            done = 0
-            while done < nbytes:
-                done += connection.recv_into(view[done : min(nbytes, done + _PIECE)])
-            connection.sendall(b"1")
+def receive_raw(listener: socket.socket, held: list[Region]) -> None:
+    """Over and over: a length, that many bytes into the region that is held, one byte back."""
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            while head := connection.recv(8, socket.MSG_WAITALL):
+                nbytes, view = int.from_bytes(head), memoryview(held[-1].data)  # type: ignore[arg-type]
+                done = 0
+                while done < nbytes:
+                    done += connection.recv_into(view[done : min(nbytes, done + _PIECE)])
+                connection.sendall(b"1")
 
 
 @contextmanager
