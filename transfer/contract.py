@@ -117,8 +117,7 @@ class PeerSession(Protocol):
     `move` blocks the caller. Any thread may call it, one at a time. Any thread may call `interrupt`
     at any time."""
 
-    @property
-    def transport(self) -> str: ...
+    transport: str
 
     @property
     def moved_bytes(self) -> int:

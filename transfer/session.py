@@ -37,6 +37,8 @@ Copier = Callable[[int, int, Copies], None]
 class MappedSession(PeerSession):
     """Over memory mapped at `remote_address`. Owns the hold; closes it once."""
 
+    moved_bytes = 0
+
     def __init__(
         self,
         transport: str,
@@ -57,7 +59,7 @@ class MappedSession(PeerSession):
         """
         self._writes = Planner(local.layout, remote)
         self._reads = Planner(remote, local.layout)
-        self._transport = transport
+        self.transport = transport
         self._local = local
         self._remote_address = remote_address
         self._hold = hold
@@ -65,22 +67,13 @@ class MappedSession(PeerSession):
         self._on_close = on_close
         self._busy = threading.Lock()
         self._closed = False
-        self._moved = 0
-
-    @property
-    def transport(self) -> str:
-        return self._transport
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> MoveResult:
         started = time.perf_counter()
         todo = (self._writes if verb == "write" else self._reads).plan(source, target)
-        transport, src, dst = self._transport, self._local.address, self._remote_address
+        transport, src, dst = self.transport, self._local.address, self._remote_address
         if verb == "read":
             src, dst = dst, src
         with self._busy:
@@ -94,7 +87,7 @@ class MappedSession(PeerSession):
                     self._copy(src, dst, batch)
                 finally:
                     self._hold.leave(fence)
-                self._moved += batch.total
+                self.moved_bytes += batch.total
         return MoveResult(len(source), todo.total, time.perf_counter() - started)
 
     def close(self) -> None:
@@ -118,11 +111,8 @@ class GroupSession(PeerSession):
         here and one there."""
         self._parts: dict[Direction, Sequence[PeerSession]] = {"write": writers, "read": readers}
         self._members = list(dict.fromkeys([*writers, *readers]))
-
-    @property
-    def transport(self) -> str:
-        """The name they share, or all names joined by `+`."""
-        return "+".join(dict.fromkeys(member.transport for member in self._members))
+        # The name they share, or all names joined by `+`.
+        self.transport = "+".join(dict.fromkeys(member.transport for member in self._members))
 
     @property
     def moved_bytes(self) -> int:

@@ -81,11 +81,14 @@ class StreamTransport:
 class StreamSession(PeerSession):
     """Thread-safe; one operation at a time."""
 
+    moved_bytes = 0
+
     def __init__(
         self, over: StreamTransport, local: LocalMemory, descriptor: RegionDescriptor
     ) -> None:
         """local: what the session moves (`layout.both_sides`)."""
         self._over, self._kind = over, over.kind
+        self.transport = over.name
         self._local = local
         self._descriptor = descriptor
         self._theirs = local.rect.within(rect_of(descriptor))
@@ -94,15 +97,6 @@ class StreamSession(PeerSession):
         self._interrupted = False
         self._connection: SocketConnection | None = None
         self._backend: Backend | None = None
-        self._moved = 0
-
-    @property
-    def transport(self) -> str:
-        return self._kind.name
-
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved
 
     def open(self) -> None:
         """Connect. Raises what `PeerTransport.connect` raises."""
@@ -225,7 +219,7 @@ class StreamSession(PeerSession):
             connection.mark(BATCH)
             failpoints.hit("stream.write.batch")
             backend.send(batch)
-            self._moved += batch.total
+            self.moved_bytes += batch.total
         return decode(connection.receive(), Answer)
 
     def _receive(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
@@ -241,7 +235,7 @@ class StreamSession(PeerSession):
                 raise BadMessage(f"{mark!r} where a batch must begin")
             failpoints.hit("stream.read.batch")
             backend.receive(batch)
-            self._moved += batch.total
+            self.moved_bytes += batch.total
         if connection.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
         return decode(connection.receive(), Answer)
