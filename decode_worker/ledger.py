@@ -22,7 +22,7 @@ from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.errors import Outcome, OverloadedError
 from pullfill.runtime import log
-from pullfill.transfer.shm.fence import ShmFences, proved
+from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import (
     Claim,
     Commit,
@@ -583,7 +583,7 @@ class Ledger:
             self._give_up(entry, Outcome.REJECTED)
             return "wrong_block_count"
         assert entry.fence is not None
-        if not proved(self._fences, entry.fence):
+        if not self._fences.try_revoke(entry.fence):
             # It claims to be done and still writes: nothing of it can be trusted.
             self._give_up(entry, Outcome.REJECTED)
             return "writer_not_quiet"
@@ -706,7 +706,7 @@ class Ledger:
         """If nobody can write to the blocks any more, the job is QUEUED, or closed."""
         if entry.reading:
             return
-        if entry.fence is not None and not proved(self._fences, entry.fence):
+        if entry.fence is not None and not self._fences.try_revoke(entry.fence):
             return
         entry.fence, entry.writer = None, ""
         entry.queued_at = self._clock.monotonic()

@@ -17,7 +17,7 @@ from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
-from pullfill.transfer.shm.fence import ShmFences, proved
+from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import FenceToken
 
 logger = log.get("prefill_worker.read_grants")
@@ -48,7 +48,7 @@ class ReadGrants:
 
         Returns whether it is proved that nobody reads the blocks any more."""
         fence = self._open.get(task)
-        return fence is None or proved(self._fences, fence)
+        return fence is None or self._fences.try_revoke(fence)
 
     async def let_go(self, task: PrefillTask) -> None:
         """Revoke the fence, wait for the proof, then let the engine free the blocks.

@@ -27,7 +27,6 @@ from pullfill.net.channel import Channel
 from pullfill.runtime import failpoints, log
 from pullfill.runtime.lifecycle import Tasks
 from pullfill.runtime.serial_executor import SerialExecutor
-from pullfill.transfer.shm.fence import proved
 from pullfill.wire import (
     FenceToken,
     Goodbye,
@@ -262,7 +261,7 @@ class ReadLeases:
     def _let_go(self, lease: _Lease) -> None:
         """Revoke the fence, and look again until it is proved that nobody reads."""
         try:
-            quiet = proved(self._context.owner.fences, lease.fence)
+            quiet = self._context.owner.fences.try_revoke(lease.fence)
         except ConfigError as exc:
             logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
             return

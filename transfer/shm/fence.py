@@ -134,12 +134,17 @@ class ShmFences:
 
         True: it is proved that nothing can land any more. The slot is free for reuse.
         False: a batch of the writer is under way, or the writer's process is stopped. Where the
-        transport can, it refuses every new batch already. The caller asks again.
+        transport can, it refuses every new batch already. Or the kernel has no memory for a lock,
+        which is logged. The caller asks again.
 
         Every token ends this way, committed ones too. That frees the slot."""
-        if not (proved := self._revoke(token)):
-            self.hurry(token)
-        return proved
+        try:
+            if self._revoke(token):
+                return True
+        except OSError:
+            logger.exception("cannot ask for the proof that a peer is quiet; asking again soon")
+        self.hurry(token)
+        return False
 
     def _revoke(self, token: FenceToken) -> bool:
         if token.slot >= self._slots:
@@ -174,15 +179,6 @@ class ShmFences:
             self._words[_INCARNATION_AT] = 0
             self._words.release()
             self._map.close()
-
-
-def proved(fences: ShmFences, token: FenceToken) -> bool:
-    """Revoke the fence, as `try_revoke`. An error of the kernel is logged, and proves nothing."""
-    try:
-        return fences.try_revoke(token)
-    except OSError:  # the kernel has no memory for a lock
-        logger.exception("cannot ask for the proof that a peer is quiet; asking again soon")
-        return False
 
 
 class ShmHold:

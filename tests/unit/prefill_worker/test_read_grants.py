@@ -10,7 +10,7 @@ import pytest
 from pullfill.errors import Fenced
 from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
-from pullfill.wire import FenceToken, KvMode
+from pullfill.wire import KvMode
 from tests.support.fakes import prefill_task
 from tests.support.loopback import LoopbackFences
 
@@ -29,26 +29,6 @@ def kept_task(transfer_worker: Any) -> PrefillTask:
     task = prefill_task(transfer_worker, hit=4, blocks=[5, 6, 7], mode=KvMode.PULL)
     task.kept = {6: 11, 7: 3}
     return task
-
-
-async def test_a_fence_that_cannot_be_looked_at_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fences, transfer_worker = LoopbackFences(2), TransferWorker()
-    readers, task = ReadGrants(fences), kept_task(transfer_worker)
-    readers.open(task)
-    real, refused = fences.try_revoke, [OSError(37, "no locks available")]
-
-    def try_revoke(fence: FenceToken) -> bool:
-        if refused:
-            raise refused.pop()
-        return real(fence)
-
-    monkeypatch.setattr(fences, "try_revoke", try_revoke)
-    await asyncio.wait_for(readers.let_go(task), 10)
-    assert not refused
-    assert transfer_worker.let_go_of == [task]
-    assert readers.kept_blocks == 0
 
 
 async def test_blocks_come_back_when_nobody_reads() -> None:

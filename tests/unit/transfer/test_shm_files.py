@@ -14,9 +14,9 @@ import pytest
 from pullfill.errors import ConfigError, Fenced, PeerUnavailable
 from pullfill.transfer.layout import dense_layout
 from pullfill.transfer.shm import fence, lock
-from pullfill.transfer.shm.fence import proved
 from pullfill.transfer.shm.files import RegionFiles, create_kv, open_same, sweep
 from pullfill.wire import FenceToken
+from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import Rig, shm_rig
 
 
@@ -87,9 +87,15 @@ def test_nobody_waits_for_an_owner_that_is_stopped_in_a_revoke(
     hold.close()
 
 
-def test_an_error_of_the_kernel_proves_nothing() -> None:
-    fences: Any = Mock(try_revoke=Mock(side_effect=OSError(37, "no locks available")))
-    assert not proved(fences, FenceToken(slot=0, epoch=1))
+def test_an_error_of_the_kernel_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fences = LoopbackFences(2)
+    token = fences.open([1])
+    no_memory = Mock(side_effect=OSError(37, "no locks available"))
+    monkeypatch.setattr(lock, "try_exclusive", no_memory)
+    assert not fences.try_revoke(token)
+    monkeypatch.undo()
+    assert fences.in_use == 1
+    assert fences.try_revoke(token)
 
 
 def test_a_live_name_is_not_taken_twice(tmp_path: Path) -> None:
