@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,30 +17,6 @@ from pullfill.transfer.shm.files import RegionFiles, create_kv, open_same, sweep
 from pullfill.wire import FenceToken
 from tests.support.loopback import LoopbackFences
 from tests.support.transfer_rigs import Rig, shm_rig
-
-
-@pytest.fixture
-def two_fds(tmp_path: Path) -> Iterator[tuple[int, int]]:
-    path = tmp_path / "x"
-    path.write_bytes(bytes(64))
-    fds = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
-    yield fds
-    for fd in fds:
-        os.close(fd)
-
-
-def test_locks_exclude_by_description_and_range(two_fds: tuple[int, int]) -> None:
-    a, b = two_fds
-    assert lock.try_exclusive(a, 0, 8)
-    assert not lock.try_exclusive(b, 0, 8)
-    assert not lock.try_shared(b, 7, 1)
-    assert lock.try_exclusive(b, 8, 8)
-    lock.unlock(a, 0, 8)
-    assert lock.try_shared(a, 0, 8)
-    assert lock.try_shared(b, 0, 8)
-    assert not lock.try_exclusive(a, 0, 8)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        lock.try_shared(-1, 0, 1)
 
 
 def test_a_lock_that_cannot_be_taken_or_let_go_is_no_fence(tmp_path: Path) -> None:
