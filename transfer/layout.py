@@ -98,12 +98,6 @@ def crop(layout: KvLayout, rect: Rect) -> KvLayout:
     )
 
 
-def part_of(memory: LocalMemory, rect: Rect) -> LocalMemory:
-    """The same memory, of which only `rect` is moved. Raises IncompatibleError."""
-    layout = crop(memory.layout, rect.within(memory.rect))
-    return replace(memory, layout=layout, first_head=rect.first_head, first_layer=rect.first_layer)
-
-
 def both_sides(
     local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None
 ) -> tuple[LocalMemory, KvLayout]:
@@ -122,8 +116,10 @@ def both_sides(
             "block size",
             field="page_bytes",
         )
-    local = part_of(local, part or local.rect)
-    return local, crop(theirs, local.rect.within(rect_of(descriptor)))
+    part = part or local.rect
+    ours = crop(local.layout, part.within(local.rect))
+    local = replace(local, layout=ours, first_head=part.first_head, first_layer=part.first_layer)
+    return local, crop(theirs, part.within(rect_of(descriptor)))
 
 
 class Route(NamedTuple):

@@ -180,8 +180,6 @@ def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
     if not rank.path:
         return {}
     info = os.stat(rank.path)
-    if info.st_size < memory.nbytes:
-        raise ConfigError(f"{rank.path} has {info.st_size} bytes, the KV memory {memory.nbytes}")
     shm = ShmEndpoint(
         kv=rank.path,
         kv_inode=(info.st_dev, info.st_ino),
@@ -220,17 +218,16 @@ class Owner:
         kinds: the backends that the port serves, by name.
         offered: the transports that are published. None: all.
 
-        Raises ConfigError when a file is smaller than its memory, and BadMessage.
+        Raises BadMessage when a layout does not fit its memory.
         """
-        self._files, self._instance_id = files, instance_id
-        self._memories = [rank.memory for rank in ranks]
+        self._files = files
         self._endpoints = [_mappable(rank, files) for rank in ranks]
-        self._kinds = dict(kinds or {})
         self._offered = offered
         self._incarnation = incarnation
         self.fences = ShmFences(files.fence_fd, incarnation, slots)
+        memories = [rank.memory for rank in ranks]
         self._server = StreamServer(
-            instance_id, self._memories, self._kinds, self.fences, key=key, stall_s=stall_s
+            instance_id, memories, kinds or {}, self.fences, key=key, stall_s=stall_s
         )
         self.fences.hurry = self._server.interrupt
 
@@ -238,12 +235,12 @@ class Owner:
         """Serve the backends, if there are any. Raises ConfigError.
 
         advertise: published instead of the bound address (a forwarded port)."""
-        if not self._kinds:
+        if not self._server.kinds:
             return
         self._server.start(host, port)
         address = advertise or self._server.address
-        for found, memory in zip(self._endpoints, self._memories, strict=True):
-            for name, kind in self._kinds.items():
+        for found, memory in zip(self._endpoints, self._server.memories, strict=True):
+            for name, kind in self._server.kinds.items():
                 # Once, not for each peer that is told: NCCL takes GPU memory for it.
                 if (detail := kind.detail(memory)) is not None:
                     found[name] = endpoint_of(address, detail)
@@ -256,7 +253,7 @@ class Owner:
     @property
     def transports(self) -> list[str]:
         """The names of those that reach every rank. One that misses a rank brings no KV."""
-        found = [set(self.endpoints(rank)) for rank in range(len(self._memories))]
+        found = [set(self.endpoints(rank)) for rank in range(len(self._endpoints))]
         return sorted(set.intersection(*found)) if found else []
 
     def describe(self) -> tuple[RegionDescriptor, ...]:
@@ -265,10 +262,10 @@ class Owner:
             return ()
         return tuple(
             RegionDescriptor(
-                instance_id=self._instance_id,
+                instance_id=self._server.instance_id,
                 incarnation=self._incarnation,
                 rank=rank,
-                world_size=len(self._memories),
+                world_size=len(self._endpoints),
                 host_id=host_id(),
                 nbytes=memory.nbytes,
                 first_head=memory.first_head,
@@ -276,7 +273,7 @@ class Owner:
                 endpoints=self.endpoints(rank),
                 **asdict(memory.layout),
             )
-            for rank, memory in enumerate(self._memories)
+            for rank, memory in enumerate(self._server.memories)
         )
 
     def close(self) -> None:

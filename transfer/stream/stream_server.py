@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints, log
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Rect
-from pullfill.transfer.layout import part_of
+from pullfill.transfer.layout import crop
 from pullfill.transfer.runs import Offsets, Runs, checked_ids, pieces, stream_of
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.stream.backends import Backend, BackendKind
@@ -231,8 +232,8 @@ def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
             f"pages of {layout.page_bytes} bytes here, of {said.page_bytes} there",
             field="page_bytes",
         )
-    first_head, first_layer = memory.first_head + said.head, memory.first_layer + said.layer
-    return part_of(memory, Rect(first_head, said.heads, first_layer, said.layers))
+    part = Rect(said.head, said.heads, said.layer, said.layers)
+    return replace(memory, layout=crop(layout, part))
 
 
 # File descriptors of one connection: its socket and its fence hold.

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pullfill.errors import BadMessage, IncompatibleError
-from pullfill.transfer.contract import KvLayout, LocalMemory, Rect
-from pullfill.transfer.layout import check_bounds, crop, dense_layout, part_of
+from pullfill.transfer.contract import KvLayout, Rect
+from pullfill.transfer.layout import check_bounds, crop, dense_layout
 from pullfill.transfer.runs import (
     Copies,
     Iovec,
@@ -147,18 +147,6 @@ def test_overlapping_or_empty_layouts_are_refused() -> None:
 
 def content(iovec: Iovec) -> bytes:
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in iovec.tolist())
-
-
-def test_a_part_is_counted_from_what_its_region_begins_with() -> None:
-    part, region = Rect(5, 2, 7, 4), Rect(4, 4, 4, 8)
-    assert part.within(region) == Rect(1, 2, 3, 4)
-    layout = dense_layout(8, 40, 4, PAGE)
-    memory = LocalMemory(1 << 40, 1 << 30, layout, first_head=4, first_layer=4)
-    assert memory.rect == region
-    moved = part_of(memory, part)
-    assert moved.rect == part
-    assert moved.layout == crop(layout, Rect(1, 2, 3, 4))
-    assert moved.layout.base_offset == 3 * layout.layer_stride + PAGE
 
 
 def test_a_part_beyond_its_region_is_refused() -> None:
