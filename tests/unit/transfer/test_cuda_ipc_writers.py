@@ -117,23 +117,6 @@ def mapped(fd: int) -> memoryview:
     return memoryview(mmap.mmap(fd, 8192)).cast("Q")
 
 
-def test_a_record_names_its_slot_while_copies_may_be_in_flight(fds: list[int]) -> None:
-    words = mapped(fds[0])
-    record, other = WriterRecord(fds[1]), WriterRecord(fds[2])
-    assert quiet(words, 3)
-    record.begin(3)
-    other.begin(4)
-    assert not quiet(words, 3)
-    assert not quiet(words, 4)
-    assert quiet(words, 5)
-    record.end()
-    assert quiet(words, 3)
-    assert not quiet(words, 4)
-    other.end()
-    record.close()
-    other.close()
-
-
 def holders(fence: Path) -> list[int]:
     """The processes in the first two records."""
     return [struct.unpack_from("<Q", fence.read_bytes(), 1024 + 16 * i)[0] for i in (0, 1)]
