@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -89,46 +88,31 @@ class RankedWorker:
 SPLITS = {"whole": WHOLE, "halves": HALVES, "replicas": REPLICAS, "stages": STAGES}
 
 
-@dataclass
-class Owned:
-    """A decode worker: the memory of its ranks in files, behind one fence, mapped or by a port."""
+class DecodeWorker(RankedWorker):
+    """The memory of its ranks is in files, behind one fence."""
 
-    worker: RankedWorker
-    owner: Owner
-    descriptors: Sequence[RegionDescriptor]
-
-
-def own(directory: Path, rects: list[Rect], *, listen: bool = True, **options: Any) -> Owned:
-    worker = RankedWorker(rects, seed=2)
-    files = RegionFiles("decode-1", directory)
-    paths: list[str] = []
-    for rank, memory in enumerate(worker.memories):
-        paths.append(str(create_kv(directory, "decode-1", rank, memory.nbytes)))
-        shared = np.asarray(np.memmap(paths[-1], np.uint8, "r+"))
-        shared[:] = worker.data[rank]
-        worker.data[rank] = shared
-        worker.memories[rank] = replace(memory, address=shared.ctypes.data)
-    ranks = [MappedRank(m, path) for m, path in zip(worker.memories, paths, strict=True)]
-    owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds={"tcp": TcpKind()}, **options)
-    if listen:
-        owner.listen("127.0.0.1")
-    return Owned(worker, owner, owner.describe())
+    def __init__(self, directory: Path, rects: Sequence[Rect]) -> None:
+        super().__init__(rects, seed=2)
+        files, ranks = RegionFiles("decode-1", directory), []
+        for rank, memory in enumerate(self.memories):
+            path = create_kv(directory, "decode-1", rank, memory.nbytes)
+            shared = np.asarray(np.memmap(path, np.uint8, "r+"))
+            shared[:] = self.data[rank]
+            self.data[rank] = shared
+            self.memories[rank] = replace(memory, address=shared.ctypes.data)
+            ranks.append(MappedRank(self.memories[rank], str(path)))
+        kinds = {"tcp": TcpKind()}
+        self.owner = Owner(files, ranks, "i1", instance_id="decode-1", kinds=kinds)
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_open(tmp_path: Path) -> Iterator[None]:
     """A session that is not closed still has the fence."""
-
-    def sessions() -> int:
-        found, fence = 0, str(tmp_path / "pullfill-decode-1.fence")
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed by now, as that of the listed folder is
-                found += os.readlink(f"/proc/self/fd/{fd}").startswith(fence)
-        return found
-
-    assert sessions() == 0
     yield
-    assert sessions() == 0
+    fence = str(tmp_path / "pullfill-decode-1.fence")
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed by now, as that of the listed folder is
+            assert not os.readlink(f"/proc/self/fd/{fd}").startswith(fence)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +126,16 @@ def nothing_stays_open(tmp_path: Path) -> Iterator[None]:
 def test_blocks_reach_every_rank_and_come_back(
     tmp_path: Path, here: str, there: str, transport: PeerTransport
 ) -> None:
-    prefill, decode = RankedWorker(SPLITS[here], seed=1), own(tmp_path, SPLITS[there])
-    session = connect(prefill.memories, decode.descriptors, [transport])
+    prefill, decode = RankedWorker(SPLITS[here], seed=1), DecodeWorker(tmp_path, SPLITS[there])
+    decode.owner.listen("127.0.0.1")
+    session = connect(prefill.memories, decode.owner.describe(), [transport])
     assert session.transport == transport.name
     token = decode.owner.fences.open([5, 3, 2])
-    before = decode.worker.block(2)
+    before = decode.block(2)
     assert session.move("write", token, [0, 1], [5, 3]).blocks == 2
-    assert decode.worker.block(5) == prefill.block(0)
-    assert decode.worker.block(3) == prefill.block(1)
-    assert decode.worker.block(2) == before
+    assert decode.block(5) == prefill.block(0)
+    assert decode.block(3) == prefill.block(1)
+    assert decode.block(2) == before
     session.move("read", token, [2], [7])
     assert prefill.block(7) == before
     assert all(len(copies) == 1 for copies in prefill.block(7).values())
@@ -175,9 +160,10 @@ class BreaksAtRank1(ShmTransport):
 def test_a_rank_out_of_reach_leaves_nothing_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, decode = RankedWorker(WHOLE, seed=1), own(tmp_path, HALVES)
+    prefill, decode = RankedWorker(WHOLE, seed=1), DecodeWorker(tmp_path, HALVES)
+    first, second = described = decode.owner.describe()
     with pytest.raises(PeerUnavailable):
-        connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+        connect(prefill.memories, described, [BreaksAtRank1()])
     close = MappedSession.close
 
     def close_badly(session: MappedSession) -> None:
@@ -186,16 +172,15 @@ def test_a_rank_out_of_reach_leaves_nothing_connected(
 
     monkeypatch.setattr(MappedSession, "close", close_badly)
     with pytest.raises(PeerUnavailable):  # why there is no session, and not what came of it
-        connect(prefill.memories, decode.descriptors, [BreaksAtRank1()])
+        connect(prefill.memories, described, [BreaksAtRank1()])
     monkeypatch.undo()
-    first, second = decode.descriptors
     renewed = msgspec.structs.replace(second, incarnation="i2")
     for wrong in ([first], [second, first], [first, renewed]):
         with pytest.raises(BadMessage, match="expected"):
             connect(prefill.memories, wrong, [ShmTransport()])
     os.unlink(tmp_path / "pullfill-decode-1-1.kv")
     with pytest.raises(IncompatibleError, match="rank 1"):
-        connect(prefill.memories, decode.descriptors, [ShmTransport()])
+        connect(prefill.memories, described, [ShmTransport()])
     decode.owner.close()
 
 
@@ -249,10 +234,11 @@ def test_best_reachable_transport_is_chosen_with_reasons(tmp_path: Path) -> None
 
 def test_a_reason_of_any_length_fits_a_commit(tmp_path: Path) -> None:
     """What a library says when it cannot be loaded may be pages long; the commit must be read."""
-    decode = own(tmp_path, WHOLE)
+    owner = DecodeWorker(tmp_path, WHOLE).owner
+    owner.listen("127.0.0.1")
     absent = {"nccl": "not installed: " + "x" * 10_000, "shm": "y" * 10_000}
-    reasons = why_not_better(decode.descriptors[0], [StreamTransport(TcpKind())], absent)
-    decode.owner.close()
+    reasons = why_not_better(owner.describe()[0], [StreamTransport(TcpKind())], absent)
+    owner.close()
     assert [reason.partition(":")[0] for reason in reasons] == ["shm", "nccl"]
     commit = Commit(
         rid=1, job_id="j", attempt=1, incarnation="i", blocks=1, kv_bytes=1,
@@ -264,7 +250,7 @@ def test_a_reason_of_any_length_fits_a_commit(tmp_path: Path) -> None:
 def test_an_address_to_publish_takes_the_place_of_the_bound_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = own(tmp_path, WHOLE, listen=False).owner
+    owner = DecodeWorker(tmp_path, WHOLE).owner
     assert "tcp" not in owner.endpoints(), "nothing listens yet"
     owner.listen("127.0.0.1", advertise="tcp://10.0.0.1:99")
     # Of NCCL this takes GPU memory, and every peer that connects is told the endpoints.
