@@ -77,16 +77,14 @@ def _import() -> Any:
     return api
 
 
-class Pauses:
-    """The pauses of a wait that polls: short at first, then longer.
+def pause(began: float) -> None:
+    """One pause of a wait that polls: short at first, then longer.
 
-    UCX moves bytes only when it is called. So they stay short for as long as most batches take."""
+    began: when the wait began, by `time.monotonic`.
 
-    def __init__(self) -> None:
-        self._fast_until = time.monotonic() + _FAST_S
-
-    def pause(self) -> None:
-        time.sleep(_SHORT_S if time.monotonic() < self._fast_until else _LONG_S)
+    UCX moves bytes only when it is called. So pauses stay short for as long as most batches take.
+    """
+    time.sleep(_SHORT_S if time.monotonic() < began + _FAST_S else _LONG_S)
 
 
 class Agent:
@@ -143,11 +141,10 @@ class Agent:
 
     def _wait(self, handle: Any, check: Callable[[], None]) -> None:
         try:
-            state = self._agent.transfer(handle)
-            pauses = Pauses()
+            state, began = self._agent.transfer(handle), time.monotonic()
             while state == "PROC":
                 check()
-                pauses.pause()
+                pause(began)
                 state = self._agent.check_xfer_state(handle)
         finally:
             del handle

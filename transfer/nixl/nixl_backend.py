@@ -9,7 +9,7 @@ An agent is made at the first batch of a connection, and closed with it.
 
 from __future__ import annotations
 
-import select
+import time
 from typing import Annotated
 
 import numpy as np
@@ -18,7 +18,7 @@ from msgspec import Meta
 from pullfill.errors import BadMessage
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
-from pullfill.transfer.nixl.agent import Agent, Pauses
+from pullfill.transfer.nixl.agent import Agent, pause
 from pullfill.transfer.runs import Iovec, Runs, pairs
 from pullfill.transfer.stream.backends import Backend, BackendKind, LazyBackend
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
@@ -93,36 +93,30 @@ class NixlPeer(LazyBackend[Agent]):
 
     def send(self, runs: Runs) -> None:
         """Name the bytes of a batch, and wait until the owner has moved them."""
-        try:
-            metadata = b""
-            if self.resource is None:
-                self.resource = Agent(self._memory)
-                metadata = self.resource.metadata
-            said = NixlRuns(
-                metadata=metadata,
-                device=-1 if self._memory.device is None else self._memory.device,
-                iovec=runs.iovec.astype("<u8").tobytes(),
-            )
-            self._link.send(encode(said))
-            self._help(self.resource)
-            self._hear(NixlMoved)
-        except BaseException:
-            self._drop()
-            raise
+        metadata = b""
+        if self.resource is None:
+            self.resource = Agent(self._memory)
+            metadata = self.resource.metadata
+        said = NixlRuns(
+            metadata=metadata,
+            device=-1 if self._memory.device is None else self._memory.device,
+            iovec=runs.iovec.astype("<u8").tobytes(),
+        )
+        self._link.send(encode(said))
+        self._help(self.resource)
+        self._hear(NixlMoved)
 
-    # The owner does the same to receive. After a fault, dropping the agent takes the memory away
-    # from it.
+    # The owner does the same to receive. After a fault the session closes this backend before its
+    # move raises, and the closed agent takes the memory away from the owner.
     receive = send
 
     def _help(self, agent: Agent) -> None:
         """Let UCX answer the owner until the owner says something or leaves."""
-        poll = select.poll()
-        poll.register(self._link.fd, select.POLLIN)
-        pauses, watch = Pauses(), self._watch(_LOOK_EVERY)
-        while not poll.poll(0):
+        began, watch = time.monotonic(), self._watch(_LOOK_EVERY)
+        while not self._link.input_waits():
             watch()
             agent.progress()
-            pauses.pause()
+            pause(began)
 
 
 def _checked(said: NixlRuns, total: int) -> Iovec:
