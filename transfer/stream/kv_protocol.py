@@ -328,7 +328,5 @@ def refuse(link: SocketConnection, exc: Exception) -> None:
     elif isinstance(exc, BadMessage):
         why = Why.WRONG
     goodbye = StreamGoodbye(why=why, reason=str(exc)[:512], stale=isinstance(exc, StalePeer))
-    try:
+    with contextlib.suppress(TransferFailed, BadMessage):
         link.send(encode(goodbye))
-    except (TransferFailed, BadMessage):
-        pass

@@ -111,7 +111,9 @@ class ServedPeer:
                 self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))
         finally:
             if self._ending:
-                self._say_goodbye()
+                # Between operations the next thing that a peer reads is an answer: this one.
+                with contextlib.suppress(TransferFailed):
+                    self._answer(Status.FENCED, "the owner closed its region")
 
     def hurry(self, token: FenceToken, now: float, patience_s: float) -> None:
         """A revoke of `token` waits for this thread's batch: interrupt the batch if it still runs
@@ -213,13 +215,6 @@ class ServedPeer:
         if marked:  # a batch could come in its place
             self._connection.mark(ANSWER)
         self._connection.send(encode(Answer(status=status, reason=reason[:512])))
-
-    def _say_goodbye(self) -> None:
-        """Between operations the next thing a peer reads is an answer: this one."""
-        try:
-            self._answer(Status.FENCED, "the owner closed its region")
-        except TransferFailed:
-            pass
 
 
 def _asked_for(memory: LocalMemory, said: StreamHello) -> LocalMemory:
