@@ -62,9 +62,6 @@ class Rows:
         return source, target
 
 
-SINGLE = Rows()
-
-
 @dataclass(frozen=True, slots=True)
 class Copies:
     """All copies of some blocks, or those that are made under one hold of the fence.
@@ -78,7 +75,7 @@ class Copies:
     source: list[int]
     target: list[int]
     nbytes: list[int]
-    rows: Rows = SINGLE
+    rows: Rows = Rows()  # the runs alone
 
     @property
     def total(self) -> int:

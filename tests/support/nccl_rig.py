@@ -133,9 +133,6 @@ class Here:
         self.world = world
         gpus: list[Any] = [FakeGpu(world, f"GPU-{n}") for n in range(1 + peers)]
         self.devices = [Device(gpu, Nccl(world)) for gpu in gpus]
-        self.begin()
-
-    def begin(self) -> None:
         self.ours: list[Communicator] = []
         self.theirs: list[Communicator] = []
         for other in self.devices[1:]:
