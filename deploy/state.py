@@ -62,14 +62,14 @@ def identify(pid: int) -> ProcessId | None:
     return None if started is None else ProcessId(pid, started)
 
 
-def is_alive(process: ProcessId | ProcessEntry) -> bool:
+def is_alive(process: ProcessId) -> bool:
     """Whether exactly this process still runs. A stopped process runs.
 
     False for one of another host, boot or pid namespace: see `StateDir.refuse_foreign`."""
     return is_own_space(process.space) and start_time(process.pid) == process.started
 
 
-def send(process: ProcessId | ProcessEntry, sig: int) -> bool:
+def send(process: ProcessId, sig: int) -> bool:
     """Send a signal to exactly this process. False: it is gone."""
     # The pid could be used again between the check and the signal. A pidfd rules that out.
     with suppress(OSError):
@@ -256,11 +256,11 @@ class StateDir:
         """Raise ConfigError if the record is of another host, boot or container."""
         # Its pids are not valid here, so nobody can tell what still runs.
         cluster = self.readable()
-        entries = [entry.space for entry in cluster.processes] if cluster else []
-        for space in [cluster.supervisor.space, *entries] if cluster else []:
-            if not is_own_space(space):
+        for process in [cluster.supervisor, *cluster.processes] if cluster else []:
+            if not is_own_space(process.space):
                 raise ConfigError(
-                    f"the cluster of {self.path} was started on host {space.partition('/')[0]}, "
+                    f"the cluster of {self.path} was started on host "
+                    f"{process.space.partition('/')[0]}, "
                     "which is another one, or another container, or was restarted since: run this "
                     f"command there. If nothing of it runs any more, delete {CLUSTER_FILE} in that "
                     "directory"

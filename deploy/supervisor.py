@@ -46,7 +46,6 @@ from pullfill.deploy.state import (
 )
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
-from pullfill.net.this_host import pid_space
 from pullfill.options import UpOptions
 from pullfill.registry.live_settings import store as store_setting
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
@@ -112,7 +111,6 @@ class Children:
             pid=child.pid,
             log=str(log),
             started=start_time(child.pid) or 0,
-            space=pid_space(),
             url=spec.url,
             restarts=restarts,
             drain_s=spec.drain_s,

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -40,31 +40,24 @@ class OtherCluster(ConfigError):
     """A URL is given that is not the one in cluster.json."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessId:
+class ProcessId(msgspec.Struct):
     """One process, also if its pid is used again later, in its boot and pid namespace.
 
     started: clock ticks since boot, field 22 of /proc/PID/stat.
     space: as of `this_host.pid_space`."""  # records may lie on a disk that several hosts share
 
     pid: int
-    started: int
-    space: str = field(default_factory=pid_space)
+    started: int = 0
+    space: str = msgspec.field(default_factory=pid_space)
 
 
-class ProcessEntry(msgspec.Struct, kw_only=True):
+class ProcessEntry(ProcessId, kw_only=True):
     """One process of a local cluster."""
 
     name: str
     role: str
     instance_id: str | None
-    pid: int
     log: str
-    # The kernel's start time in clock ticks since boot (field 22 of /proc/PID/stat). A pid may be
-    # used again, but not with the same start time.
-    started: int = 0
-    # Where the pid is valid (`this_host.pid_space`). Empty: an older pullfill recorded it.
-    space: str = ""
     # Where a frontend answers.
     url: str = ""
     # How often the process died and was started again.
@@ -91,7 +84,7 @@ class ClusterFile(msgspec.Struct, kw_only=True):
     processes: list[ProcessEntry] = []
     security: str = ""
     cluster_id: str = ""
-    supervisor: ProcessId = ProcessId(0, 0, "")
+    supervisor: ProcessId = msgspec.field(default_factory=lambda: ProcessId(0))
     restart: bool = True
     model: str = ""
     engine_args: list[str] = []

@@ -46,10 +46,10 @@ def pid_namespace() -> str:
 
 
 def is_own_space(space: str) -> bool:
-    """Whether pids of `space` are valid here. Empty: of an older pullfill, which did not record it.
+    """Whether pids of `space` are valid here.
 
     The name of the host is for people. It may change, and several hosts may have the same."""
-    return not space or space.partition("/")[2] == pid_space().partition("/")[2]
+    return space.partition("/")[2] == pid_space().partition("/")[2]
 
 
 def _boot() -> str:

@@ -33,4 +33,3 @@ def test_pids_of_another_namespace_are_not_valid_here() -> None:
 def test_a_host_keeps_its_pids_when_it_gets_another_name() -> None:
     _, _, rest = this_host.pid_space().partition("/")
     assert this_host.is_own_space(f"new-name/{rest}")
-    assert this_host.is_own_space(""), "recorded by an older pullfill"
