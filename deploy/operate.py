@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import click
@@ -67,16 +67,17 @@ async def drain(
     if not wait:
         click.echo(f"{instance_id} drains: it takes no new work and exits when its work is done")
         return 0
-    took_s = await _until(
-        f"{instance_id} drains", lambda: asyncio.to_thread(_gone, worker, process), timeout_s
-    )
-    if took_s is None:
-        click.echo(
-            f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
-            f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
-        )
-        return 1
-    click.echo(f"{instance_id} is gone after {took_s:.1f} s")
+    began = time.monotonic()
+    with Console().status(f"{instance_id} drains ..."):
+        while not await asyncio.to_thread(_gone, worker, process):
+            if time.monotonic() - began > timeout_s:
+                click.echo(
+                    f"{instance_id} still drains after {timeout_s:.0f} s: wait longer with "
+                    f"--timeout S, or end it with kill -9 {worker.pid} on {worker.host}"
+                )
+                return 1
+            await asyncio.sleep(0.1)
+    click.echo(f"{instance_id} is gone after {time.monotonic() - began:.1f} s")
     return 0
 
 
@@ -87,19 +88,6 @@ def _named(records: Sequence[WorkerRecord], instance_id: str) -> WorkerRecord:
             return record
     there = ", ".join(dict.fromkeys(record.instance_id for record in records)) or "none"
     raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
-
-
-async def _until(
-    what: str, reached: Callable[[], Awaitable[bool]], within_s: float
-) -> float | None:
-    """Wait, and show `what` meanwhile. Return how long it took. None: longer than `within_s`."""
-    began = time.monotonic()
-    with Console().status(f"{what} ..."):
-        while not await reached():
-            if time.monotonic() - began > within_s:
-                return None
-            await asyncio.sleep(0.1)
-    return time.monotonic() - began
 
 
 def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:

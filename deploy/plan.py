@@ -229,20 +229,6 @@ def served_name(options: UpOptions) -> str:
     return name
 
 
-def role_command(role: str, cluster: ClusterRef, model: str, options: RoleOptions) -> list[str]:
-    """Return the command line of one worker or frontend, without vLLM flags."""
-    where = ClusterOptions(
-        etcd=cluster.etcd_url,
-        nats=cluster.nats_url,
-        namespace=cluster.namespace,
-        state_dir=str(cluster.state_dir) if cluster.state_dir else None,
-        security=cluster.security.path or None,
-    )
-    # -P: what lies in the user's directory must not shadow modules.
-    argv = [sys.executable, "-P", "-m", "pullfill.deploy.cli", role]
-    return [*argv, *arguments(where), *arguments(replace(options, model=model), role)]
-
-
 def _ranks(options: UpOptions) -> list[int]:
     """Return TP x PP of each worker, in the order of ROLES."""
     ranks = {role: ranks_of(worker_arguments(options, role)) for role in ROLES}
@@ -289,8 +275,7 @@ def worker_spec(
 
     instance: its instance id. own_port: of a frontend. 0: any free one."""
     role = name.partition("-")[0]
-    model, url = named_model(options.model), ""
-    flags = worker_arguments(options, role)
+    url, flags = "", worker_arguments(options, role)
     told: RoleOptions = replace(options.workers, cores=place.cores)
     if role == "frontend":
         url = frontend_url(options.host, own_port or options.port)
@@ -304,11 +289,20 @@ def worker_spec(
         )
     else:
         flags = vllm_flags.for_worker(flags)
-    argv = role_command(role, cluster, model, replace(told, instance_id=instance)) + flags
+    told = replace(told, model=named_model(options.model), instance_id=instance)
+    where = ClusterOptions(
+        etcd=cluster.etcd_url,
+        nats=cluster.nats_url,
+        namespace=cluster.namespace,
+        state_dir=str(cluster.state_dir) if cluster.state_dir else None,
+        security=cluster.security.path or None,
+    )
+    # -P: what lies in the user's directory must not shadow modules.
+    python = [sys.executable, "-P", "-m", "pullfill.deploy.cli"]
     return ProcessSpec(
         name=name,
         role=role,
-        argv=argv,
+        argv=[*python, role, *arguments(where), *arguments(told, role), *flags],
         env=device_env(place),
         instance_id=instance,
         url=url,

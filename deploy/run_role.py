@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pullfill.config import ClusterFile, ClusterRef, split_urls
+from pullfill.config import ClusterRef, split_urls
 from pullfill.deploy import accelerator, machine, plan, vllm_flags
 from pullfill.deploy.local_servers import check_port, port_problem, split_url
 from pullfill.deploy.state import StateDir
@@ -148,27 +148,17 @@ def _prepare(
     here = None
     if ref.state_dir is not None and not (cluster.etcd and cluster.nats):
         here = StateDir(ref.state_dir).readable()
-    model, arguments = _model_and_flags(role, options.model, vllm_args, here)
-    plan.check_model(model)
-    if model == plan.DEMO:
-        plan.make_demo_model()
-    return ref, plan.resolve_model(model), arguments
-
-
-def _model_and_flags(
-    role: str, given: str, vllm_args: Sequence[str], here: ClusterFile | None
-) -> tuple[str, list[str]]:
-    """Return the model, and the vLLM flags.
-
-    given: the value of `--model`. Empty: that of the local cluster."""
-    model = given or (here.model if here else "")
+    model = options.model or (here.model if here else "")
     if not model:
         raise ConfigError("which model? Give --model PATH, the same as the cluster's")
+    base: list[str] = []
     # A worker that joins the local cluster gets the flags that the cluster was started with. With
     # another dtype or block size it could not exchange KV.
     if here and here.model and plan.resolve_model(model) == plan.resolve_model(here.model):
-        return model, [*here.engine_args, *here.role_args.get(role, []), *vllm_args]
-    base: list[str] = []
-    if model == plan.DEMO:
+        base = [*here.engine_args, *here.role_args.get(role, [])]
+    elif model == plan.DEMO:
         base = plan.engine_flags(model, gpus=accelerator.gpu_count(), workers=2)
-    return model, [*base, *vllm_args]
+    plan.check_model(model)
+    if model == plan.DEMO:
+        plan.make_demo_model()
+    return ref, plan.resolve_model(model), [*base, *vllm_args]

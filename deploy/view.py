@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-# Columns of a log.
-_LOG_WIDTH = 200
 _BEGINNINGS = ("waiting", "starting", "draining", "stopping")
 _STYLES = {"ready": "green", "stopped": "dim", "killed": "red", "failed": "bold red"}
 
@@ -37,7 +35,7 @@ class ProcessView:
 
     def to_log(self) -> None:
         """Write lines for a log from now on: standard output is one."""
-        self.console = SteadyConsole(width=_LOG_WIDTH)
+        self.console = SteadyConsole()
 
     def set(self, name: str, state: str, note: str = "") -> None:
         """Tell that the process `name` is now `state`, and how long that took."""
