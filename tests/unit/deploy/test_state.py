@@ -32,20 +32,6 @@ from tests.support.state_dir import entry, recorded
 from tests.support.waiting import eventually
 
 
-def test_a_live_cluster_is_refused_by_name_and_pid(tmp_path: Path) -> None:
-    state = StateDir(tmp_path)
-    own = os.getpid()
-    started = start_time(own)
-    assert started is not None
-    ghost = entry("ghost", pid=own, started=started + 1)
-    recorded(tmp_path, entry(pid=own, started=started), ghost)
-    assert [each.name for each in state.live()] == ["decode-0"]
-    with pytest.raises(ConfigError, match=rf"decode-0 \(pid {own}\)") as caught:
-        state.refuse_if_live()
-    assert "ghost" not in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("where", ["another host/another boot/pid:[1]", None])
 def test_processes_of_another_host_or_container_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None

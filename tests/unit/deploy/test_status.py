@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote, unquote
 from uuid import UUID
 
@@ -126,20 +126,6 @@ def test_status_and_doctor_name_what_was_drained(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ pullfill doctor
 
 
-class _Empty:
-    """An etcd without a key."""
-
-    @classmethod
-    async def connect(cls, *_: object, **__: object) -> Self:
-        return cls()
-
-    async def get_prefix(self, _: str) -> tuple[list[Any], int]:
-        return [], 1
-
-    async def close(self) -> None:
-        """Nothing was opened."""
-
-
 @pytest.mark.essential
 def test_workers_that_do_not_fit() -> None:
     other = record("prefill-p", compat=compat(dtype="bfloat16"))
@@ -155,12 +141,11 @@ def test_dead_letters_without_nats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says that it is down, and no library prints tracebacks."""
-    with serving(lambda *_: (200, {"health": "true"})) as etcd:
-        monkeypatch.setattr(EtcdClient, "connect", _Empty.connect)
-        login = etcd.replace("://", "://user:s3cr3t@")
-        ref = ClusterRef("ns", login, f"nats://user:s3cr3t@127.0.0.1:{free_port()}")
-        told = [f.what for f in doctor.cluster(ref)]
-    assert f"etcd answers at {etcd}" in told
+    monkeypatch.setattr(members, "ask_etcd", lambda *_, **__: {})  # an etcd without a key
+    login = "user:s3cr3t@127.0.0.1"
+    ref = ClusterRef("ns", f"http://{login}:1", f"nats://{login}:{free_port()}")
+    told = [f.what for f in doctor.cluster(ref)]
+    assert "etcd answers at http://127.0.0.1:1" in told
     assert "s3cr3t" not in str(told)
     assert "no frontend" in told
     assert sum("NATS" in what for what in told) == 1
