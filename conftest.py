@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pullfill.deploy.accelerator import gpu_count
+from pullfill.options import UpOptions
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.forks import Forks
 from tests.support.late import READ_WITH_TESTS, loaded_large, uses_late
@@ -147,6 +148,14 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "state"
     monkeypatch.setenv("PULLFILL_STATE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture
+def ups(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
+    """What `pullfill up` is called with. It starts nothing."""
+    calls: list[UpOptions] = []
+    monkeypatch.setattr("pullfill.deploy.up.up", lambda options, *_, **__: calls.append(options))
+    return calls
 
 
 @pytest.fixture(scope="session")

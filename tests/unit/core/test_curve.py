@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import metrics
 from tests.support.request_server_rig import engine_loop
+from tests.support.said import blank
 from tests.support.waiting import soon
 from tests.support.workers import record
 
@@ -40,10 +41,7 @@ async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
     """The address of a request server whose engine loop is a task of the test's loop."""
     handlers: dict[Any, Any] = {}
     core = SimpleNamespace(vllm_config=None)
-    welcome = front_wire.DecodeWelcome(
-        decode_instance="decode-1", vllm_version=check.require_version(),
-        max_model_len=1, num_gpu_blocks=1, block_size=1, supported_tasks=[],
-    )  # fmt: skip
+    welcome = blank(front_wire.DecodeWelcome, vllm_version=check.require_version())
     server = RequestServer(
         engine_loop(core, lambda *_: None, handlers.__setitem__), RequestTraces("decode-1"),
         welcome=lambda _: welcome, models=["m"], key=key,
@@ -68,30 +66,6 @@ async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
         server.close()
 
 
-async def _meet(
-    decode_key: ClusterKey | None,
-    frontend_key: ClusterKey | None,
-    heard: Callable[[], object] = lambda: True,
-) -> tuple[ConnectionState, str, list[str]]:
-    """How the link ended up, its trouble, and what its owner was told, when that is known and
-    `heard` says that the decode worker noticed too."""
-    context, owner = zmq.Context(), mock.Mock()
-    hello = front_wire.FrontendHello(
-        frontend_instance="f", vllm_version=check.require_version(), model="m"
-    )
-    async with decoding(decode_key) as address:
-        at = record("decode-1", data=address)
-        link = DecodeConnection(context, at, hello, owner, frontend_key)
-        try:
-            await soon(lambda: link.state is not ConnectionState.CONNECTING or link.trouble)
-            await soon(heard)
-            refused = [told.args[1] for told in owner.on_refused.mock_calls]
-            return link.state, link.trouble, refused
-        finally:
-            link.close()
-            context.destroy(0)
-
-
 @pytest.fixture(autouse=True)
 def codec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
@@ -110,17 +84,28 @@ async def test_unequal_keys_do_not_and_both_ends_say_which_to_check(
     caplog.set_level(logging.INFO)
     counter = metrics.AUTH_REFUSED.labels("frontend")
     before = counter._value.get()
-    turned: list[logging.LogRecord] = []
+    context, owner = zmq.Context(), mock.Mock()
+    hello = front_wire.FrontendHello(
+        frontend_instance="f", vllm_version=check.require_version(), model="m"
+    )
 
-    def heard() -> list[logging.LogRecord]:
-        turned[:] = [r for r in caplog.records if r.name == "pullfill.net.curve"]
-        return turned
+    def turned() -> list[logging.LogRecord]:
+        return [r for r in caplog.records if r.name == "pullfill.net.curve"]
 
-    state, trouble, refused = await _meet(decode_key, frontend_key, heard)
-    assert state is not ConnectionState.READY
-    assert "[cluster] key_file" in "".join([trouble, *refused])
-    certain = [r for r in turned if r.levelno == logging.WARNING]
-    assert all("key_file" in r.getMessage() for r in turned)
+    async with decoding(decode_key) as address:
+        at = record("decode-1", data=address)
+        link = DecodeConnection(context, at, hello, owner, frontend_key)
+        try:
+            await soon(lambda: link.state is not ConnectionState.CONNECTING or link.trouble)
+            await soon(turned)
+            assert link.state is not ConnectionState.READY
+            refused = [told.args[1] for told in owner.on_refused.mock_calls]
+            assert "[cluster] key_file" in "".join([link.trouble, *refused])
+        finally:
+            link.close()
+            context.destroy(0)
+    certain = [r for r in turned() if r.levelno == logging.WARNING]
+    assert all("key_file" in r.getMessage() for r in turned())
     assert (counter._value.get() > before) == bool(certain)
     # Where one has no key, the frontend may see it first and be gone before it is known here.
     assert certain or OTHER is not frontend_key

@@ -12,7 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from pullfill.deploy import cli, run_role
-from pullfill.deploy import up as command_up
 from pullfill.errors import ConfigError
 from pullfill.options import (
     ClusterOptions,
@@ -88,12 +87,10 @@ def test_a_command_line_gives_the_options_that_made_it(role: str, ran: list[Any]
     [([], 60.0, 600.0), (["--drain-timeout", "7"], 7.0, 7.0)],
 )
 def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
-    given: list[str], workers_s: float, frontends_s: float, monkeypatch: pytest.MonkeyPatch
+    given: list[str], workers_s: float, frontends_s: float, ups: list[UpOptions]
 ) -> None:
-    told: list[UpOptions] = []
-    monkeypatch.setattr(command_up, "up", lambda options, *_, **__: told.append(options) or 0)
     assert CliRunner().invoke(cli.app, ["up", *given]).exit_code == 0
-    (options,) = told
+    (options,) = ups
     assert options.drain_s("decode") == workers_s
     assert options.drain_s("frontend") == frontends_s + options.frontend.ready_grace_s
 

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from pullfill.deploy import cli, vllm_flags
-from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError
 from pullfill.options import UpOptions
 from pullfill.wire import KvMode
@@ -32,7 +31,6 @@ pin: no
 detach: false
 max-inflight: 7
 namespace: 010          # in YAML 1.1 this would be 8
-state-dir: /s
 vllm-args:
   max-model-len: 8192
   enforce-eager: true
@@ -47,39 +45,32 @@ set:
 """
 
 
-class Up:
-    """Runs `up` on a file. options: what it was called with."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "cluster.yaml"
-        self.options: UpOptions | None = None
-        self.state_dir: str | None = None
-
-    def __call__(self, text: str | bytes, *flags: str) -> UpOptions:
-        self.path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        result = CliRunner().invoke(cli.app, ["up", "-f", str(self.path), *flags])
-        if result.exception is not None:
-            raise result.exception
-        assert self.options is not None, result.output
-        return self.options
+Up = Callable[..., UpOptions]
 
 
 @pytest.fixture
-def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Up:
-    it = Up(tmp_path)
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cluster.yaml"
 
-    def start(options: UpOptions, state: StateDir, *, detach: bool) -> int:
-        it.options, it.state_dir = options, str(state.path)
-        return 0
 
-    monkeypatch.setattr("pullfill.deploy.up.up", start)
-    return it
+@pytest.fixture
+def up(path: Path, ups: list[UpOptions]) -> Up:
+    """Runs `up` on a file of this text. Gives what it was called with."""
+
+    def run(text: str | bytes, *flags: str) -> UpOptions:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        result = CliRunner().invoke(cli.app, ["up", "-f", str(path), *flags])
+        if result.exception is not None:
+            raise result.exception
+        return ups[-1]
+
+    return run
 
 
 def test_every_key_is_a_flag(up: Up) -> None:
     got = up(GOOD)
     assert (got.model, got.decode, got.prefill, got.frontends) == ("org/m", 2, 3, 2)
-    assert (got.port, got.namespace, up.state_dir) == (9000, "010", "/s")
+    assert (got.port, got.namespace) == (9000, "010")
     assert got.workers.transports == {"shm", "tcp"}
     assert got.workers.kv_mode is KvMode.PULL
     assert (got.pin, got.restart, got.frontend.max_inflight) == (False, True, 7)
@@ -133,8 +124,8 @@ def test_make_up_leaves_the_model_to_the_file(variable: list[str], called: str) 
         (b"[" * 600, ": not YAML: maximum recursion depth exceeded"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line(up: Up, text: str | bytes, told: str) -> None:
-    with pytest.raises(ConfigError, match=f"{up.path}{told}") as caught:
+def test_what_cannot_be_read_is_one_line(up: Up, path: Path, text: str | bytes, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{path}{told}") as caught:
         up(text)
     assert "\n" not in str(caught.value)
 
@@ -149,12 +140,13 @@ def test_what_cannot_be_read_is_one_line(up: Up, text: str | bytes, told: str) -
         ("decode-args: {kv-transfer-config: x}\n", "--decode-args: --kv-transfer-config is"),
     ],
 )
-def test_values_are_judged_as_on_the_command_line(up: Up, text: str, told: str) -> None:
-    with pytest.raises((ConfigError, click.ClickException, SystemExit)):
-        up(text)
-    result = CliRunner().invoke(cli.app, ["up", "-f", str(up.path)])
+def test_values_are_judged_as_on_the_command_line(
+    path: Path, ups: list[UpOptions], text: str, told: str
+) -> None:
+    path.write_text(text)
+    result = CliRunner().invoke(cli.app, ["up", "-f", str(path)])
     assert told in result.output + str(result.exception)
-    assert up.options is None
+    assert ups == []
 
 
 def test_a_key_that_is_no_flag_of_up_is_one_of_vllm(up: Up) -> None:
@@ -163,7 +155,7 @@ def test_a_key_that_is_no_flag_of_up_is_one_of_vllm(up: Up) -> None:
         vllm_flags.check(["--decod=2"])
 
 
-def test_a_file_that_is_not_there(up: Up, tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["up", "--file", str(tmp_path / "no")])
+def test_a_file_that_is_not_there(path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["up", "--file", str(path)])
     assert "cannot read" in str(result.exception)
     assert "--file" in str(result.exception)

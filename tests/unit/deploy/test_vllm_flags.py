@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -68,23 +67,14 @@ class TestRefused:
 
 
 class TestOneRole:
-    @pytest.fixture
-    def options(self, monkeypatch: pytest.MonkeyPatch) -> list[plan.UpOptions]:
-        """What `up` was called with."""
-        calls: list[Any] = []
-        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
-        monkeypatch.setattr(
-            "pullfill.deploy.up.up", lambda options, *_, **__: calls.append(options) or 0
-        )
-        return calls
-
     def test_frontends_learn_how_decode_workers_speculate(
-        self, options: list[plan.UpOptions]
+        self, ups: list[plan.UpOptions], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setenv(accelerator.DEVICE_ENV, "cpu")
         given = ["--speculative-config", '{"a": 1}', "-sc.method=ngram", "--spec-tokens=3"]
         value = shlex.join(["-tp", "2", *given])
         assert runner.invoke(cli.app, ["up", "--decode-args", value]).exit_code == 0
-        argvs = {s.role: s.argv for s in plan.worker_specs(options[0], REF)}
+        argvs = {s.role: s.argv for s in plan.worker_specs(ups[0], REF)}
         assert argvs["decode"][-4:] == argvs["frontend"][-4:] == given
         assert not set(given) & set(argvs["prefill"])
         assert "-tp" not in argvs["frontend"]
@@ -101,12 +91,10 @@ class TestOneRole:
             ("--seed 1 --ssl_keyfile=k", "--ssl_keyfile in --decode-args is a flag of frontends"),
         ],
     )
-    def test_what_is_wrong_in_them(
-        self, options: list[plan.UpOptions], value: str, why: str
-    ) -> None:
+    def test_what_is_wrong_in_them(self, ups: list[plan.UpOptions], value: str, why: str) -> None:
         result = runner.invoke(cli.app, ["up", "--decode-args", value])
         assert isinstance(result.exception, ConfigError)
         assert why in str(result.exception)
         assert "--decode-args" in str(result.exception)
         assert "\n" not in str(result.exception)
-        assert options == []
+        assert ups == []
