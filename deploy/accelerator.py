@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 
 DEVICE_ENV = "PULLFILL_DEVICE"
 DEVICES = ("cpu", "cuda13")
@@ -22,9 +21,9 @@ def _nvidia_smi(*arguments: str) -> str:
         return ""
 
 
-def visible(env: Mapping[str, str]) -> list[str] | None:
+def visible() -> list[str] | None:
     """Return the devices that CUDA_VISIBLE_DEVICES names, each once. None: it is not set."""
-    names = env.get("CUDA_VISIBLE_DEVICES")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return None
     found = (part.strip() for part in names.split(","))
@@ -35,7 +34,7 @@ def gpu_count() -> int:
     """Return the number of CUDA devices that workers may use. 0 with PULLFILL_DEVICE=cpu."""
     if os.environ.get(DEVICE_ENV) == "cpu":
         return 0
-    names = visible(os.environ)
+    names = visible()
     if names is not None:
         return len(names)
     return sum(line.startswith("GPU ") for line in _nvidia_smi("-L").splitlines())
@@ -68,7 +67,7 @@ def why_not_mig() -> str | None:
     # nor copies, so no transport moves KV.
     if os.environ.get(DEVICE_ENV) == "cpu":
         return None
-    names = visible(os.environ)
+    names = visible()
     if names is None:
         split = any(line.lstrip().startswith("MIG ") for line in _nvidia_smi("-L").splitlines())
     else:

@@ -34,7 +34,6 @@ AsJson = Annotated[bool, Flag("Print JSON", name="--json")]
 OneUrl = Annotated[
     str | None, Flag("Ask only the frontend at this URL", name="--url", metavar="URL")
 ]
-LongestWait = Annotated[float, Flag("Longest --wait, in seconds", metavar="S", least=0)]
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

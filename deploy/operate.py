@@ -16,14 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pullfill.config import ClusterRef, ProcessId
-from pullfill.deploy.members import (
-    AsJson,
-    LongestWait,
-    ask_worker,
-    etcd_of,
-    http_get,
-    workers,
-)
+from pullfill.deploy.members import AsJson, ask_worker, etcd_of, http_get, workers
 from pullfill.deploy.state import identify, is_alive
 from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.this_host import host_id
@@ -33,15 +26,13 @@ from pullfill.registry.directory import revoke_worker
 from pullfill.registry.live_settings import UNSET, find, read_all, store
 from pullfill.wire import WorkerRecord
 
-InstanceId = Annotated[str, Flag("", name="INSTANCE_ID")]
-
 
 async def drain(
     ref: ClusterRef,
-    instance_id: InstanceId,
+    instance_id: Annotated[str, Flag("", name="INSTANCE_ID")],
     *,
     wait: Annotated[bool, Flag("Return when it is gone")] = False,
-    timeout_s: LongestWait = 120.0,
+    timeout_s: Annotated[float, Flag("Longest --wait, in seconds", metavar="S", least=0)] = 120.0,
 ) -> int:
     """Revoke the worker's lease, so that it drains. Return the exit code: 1 after `timeout_s`."""
     async with etcd_of(ref) as etcd:

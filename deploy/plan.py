@@ -366,7 +366,7 @@ def device_env(place: Place) -> dict[str, str]:
     """Return the variable by which a worker on GPUs sees only its own devices."""
     if not place.gpus:
         return {}
-    visible = accelerator.visible(os.environ)
+    visible = accelerator.visible()
     names = [visible[gpu] if visible else str(gpu) for gpu in place.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 

@@ -28,10 +28,10 @@ class SteadyConsole(Console):
 
 @dataclass(slots=True)
 class ProcessView:
-    """The states of processes, by name: state, note, and when its last beginning was."""
+    """Tells the states of processes. Knows, by name, when the last beginning of each was."""
 
     console: Console
-    _seen: dict[str, tuple[str, str, float]] = field(default_factory=dict)
+    _since: dict[str, float] = field(default_factory=dict)
 
     def to_log(self) -> None:
         """Write lines for a log from now on: standard output is one."""
@@ -39,13 +39,11 @@ class ProcessView:
 
     def set(self, name: str, state: str, note: str = "") -> None:
         """Tell that the process `name` is now `state`, and how long that took."""
-        now = time.monotonic()
-        *before, since = self._seen.get(name, ("", "", now))
-        if before == [state, note]:
-            return
-        begins = state in _BEGINNINGS
-        self._seen[name] = (state, note, now if begins else since)
-        took = "" if begins or not before[0] else f" after {now - since:.1f} s"
+        took, begins = "", state in _BEGINNINGS
+        if begins:
+            self._since[name] = time.monotonic()
+        elif name in self._since:
+            took = f" after {time.monotonic() - self._since[name]:.1f} s"
         style = _STYLES.get(state, "yellow" if begins else "")
         tail = f"  {note}" if note else ""
         self._print(Text.assemble(f"{name:<12} ", (state, style), f"{took}{tail}"))
