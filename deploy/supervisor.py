@@ -81,11 +81,6 @@ class Children:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _recorded: bool = True
 
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment of every child."""
-        return {"PYTHONUNBUFFERED": "1", **os.environ, CLUSTER_ENV: self.cluster.cluster_id}
-
     def entry(self, name: str) -> ProcessEntry:
         """Return the process's record in cluster.json."""
         return next(entry for entry in self.cluster.processes if entry.name == name)
@@ -93,7 +88,8 @@ class Children:
     def launch(self, spec: ProcessSpec, note: str = "", restarts: int = 0) -> None:
         """Start a process, or start it again, and record it. Raises StartFailed."""
         log = self.state.log_of(spec.name)
-        env = {**self.env, **spec.env, RESTARTS_ENV: str(restarts)}
+        env = {"PYTHONUNBUFFERED": "1", **os.environ, CLUSTER_ENV: self.cluster.cluster_id}
+        env |= {**spec.env, RESTARTS_ENV: str(restarts)}
         if spec.instance_id:
             env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
         try:

@@ -119,7 +119,6 @@ class MockExecutor(Executor):  # type: ignore[misc]
         self._settings = settings_of(self.vllm_config.additional_config)
         self._model = MockModel(self._settings)
         self._connector: Any = None
-        self._output: ModelRunnerOutput | None = None
 
     def collective_rpc(
         self,
