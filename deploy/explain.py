@@ -131,20 +131,19 @@ def _others(record: Explained) -> Iterator[Text]:
 
 
 def _lines(record: ExplainRecord) -> Iterator[Text]:
-    if record.path == "none":
-        yield Text(f"  {_what_happened(record)}")
-        return
-    here = record.prefix_hit_tokens + record.fetched_tokens
-    local = max(0, record.prompt_tokens - here - record.remote_tokens)
     yield Text(f"  {_what_happened(record)}")
-    off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
-    fetched = f" + {record.fetched_tokens} fetched" if record.fetched_tokens else ""
+    if record.path == "none":
+        return
     if record.stages:
         yield from _stages(record)
         return
     if record.path == "unknown":
         yield Text(f"  prompt: {record.prompt_tokens} tokens")
     else:
+        here = record.prefix_hit_tokens + record.fetched_tokens
+        local = max(0, record.prompt_tokens - here - record.remote_tokens)
+        off = f" ({record.offloaded_tokens} offloaded)" if record.offloaded_tokens else ""
+        fetched = f" + {record.fetched_tokens} fetched" if record.fetched_tokens else ""
         yield Text(
             f"  prompt: {record.prompt_tokens} tokens = {record.prefix_hit_tokens} cached{off}"
             f"{fetched} + {record.remote_tokens} prefilled remotely + {local} locally"
