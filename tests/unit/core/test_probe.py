@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import aiohttp
 import pytest
 
@@ -29,31 +27,22 @@ PROMISED = {
 }
 
 
-@pytest.fixture
-async def probe() -> AsyncIterator[tuple[dict[str, bool], ProbeServer]]:
-    """A server, and what decides whether it is ready."""
-    state = {"ready": True}
-    server = ProbeServer(
-        "127.0.0.1",
-        lambda: (state["ready"], {"degraded": False}),
-        lambda: {"state": "ready"},
-        more=dict,
-    )
-    await server.start()
-    yield state, server
-    await server.stop()
-
-
 async def _get(url: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.get(url) as reply:
         return reply.status, await reply.text()
 
 
-async def test_routes(probe: tuple[dict[str, bool], ProbeServer]) -> None:
-    state, server = probe
+async def test_routes() -> None:
+    ready = iter((True, False))
+    server = ProbeServer(
+        "127.0.0.1",
+        lambda: (next(ready), {"degraded": False}),
+        lambda: {"state": "ready"},
+        more=dict,
+    )
+    await server.start()
     assert (await _get(f"{server.url}/live"))[0] == 200
     assert await _get(f"{server.url}/ready") == (200, '{"ready": true, "degraded": false}')
-    state["ready"] = False
     assert (await _get(f"{server.url}/ready"))[0] == 503
     assert await _get(f"{server.url}/status") == (200, '{"state": "ready"}')
     more = '{"state": "ready", "jobs": "", "request": "a/b"}'
@@ -64,6 +53,7 @@ async def test_routes(probe: tuple[dict[str, bool], ProbeServer]) -> None:
     taken = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"127.0.0.1:{taken} .*--http-port"):
         await ProbeServer("127.0.0.1", lambda: (True, {}), dict).start(taken)
+    await server.stop()
 
 
 @pytest.mark.essential

@@ -133,12 +133,6 @@ def test_every_process_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ devices
 
 
-def here(monkeypatch: pytest.MonkeyPatch, *, gpus: int, cores: int = 8) -> None:
-    monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(accelerator, "why_not_mig", lambda: None)
-    monkeypatch.setattr(plan, "usable_cores", lambda: list(range(cores)))
-
-
 TP_2 = {"prefill": ["-tp", "2"]}
 
 
@@ -167,7 +161,8 @@ def test_where_workers_run_and_frontends_beside_them(
     free: set[int],
 ) -> None:
     """free: the cores of frontends. Those that no worker has, or else those that decode."""
-    here(monkeypatch, gpus=gpus, cores=cores)
+    monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(plan, "usable_cores", lambda: list(range(cores)))
     options = plan.UpOptions(**{"model": "org/m", **given})
     assert [place.gpus or place.cores for place in plan.placements(options)] == where
     assert plan.frontend_cores(options) == free

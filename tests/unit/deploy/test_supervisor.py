@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pullfill import wire
-from pullfill.config import ProcessEntry
+from pullfill.config import ClusterRef, ProcessEntry
 from pullfill.deploy import local_servers, members, plan, supervisor
 from pullfill.deploy.down import SERVERS
 from pullfill.deploy.state import StateDir, is_alive, tagged
@@ -35,8 +34,8 @@ from pullfill.deploy.view import ProcessView
 from pullfill.errors import RegistryUnavailable
 from pullfill.net.security import Security, ServerSecurity
 from pullfill.options import FrontendOptions
-from pullfill.registry.client import EtcdClient, KeyValue
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
+from pullfill.wire import WorkerRecord
 from tests.support.http_stub import serving
 from tests.support.waiting import eventually
 from tests.support.workers import record
@@ -63,22 +62,18 @@ class _Registry:
         self.away = False
         self.logins: list[ServerSecurity] = []
 
-    async def connect(self, *_: object, security: ServerSecurity, **__: object) -> Self:
-        self.logins.append(security)
-        return self
+    @asynccontextmanager
+    async def connected(self, ref: ClusterRef, **_: object) -> AsyncIterator[None]:
+        self.logins.append(ref.security.etcd)
+        yield
 
-    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
+    async def workers(self, *_: object) -> list[WorkerRecord]:
         if self.away:
             raise RegistryUnavailable("etcd is away")
         self._looks.update(str(entry.instance_id) for entry in self._state.live())
-        ready = [
+        return [
             record(n, http=self.http) for n, looks in self._looks.items() if looks >= self.ready_at
         ]
-        keys = [f"{prefix}{r.role}/{r.instance_id}".encode() for r in ready]
-        return [KeyValue(key, wire.encode(r)) for key, r in zip(keys, ready, strict=True)], 1
-
-    async def close(self) -> None:
-        """Nothing was opened."""
 
 
 class Rig:
@@ -146,7 +141,8 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig(tmp_path)
     monkeypatch.setattr(local_servers, "nats_ready", lambda *_: None)
     monkeypatch.setattr(local_servers, "etcd_ready", lambda *_: None)
-    monkeypatch.setattr(EtcdClient, "connect", rig.registry.connect)
+    monkeypatch.setattr(members, "etcd_of", rig.registry.connected)
+    monkeypatch.setattr(members, "workers", rig.registry.workers)
     monkeypatch.setattr(plan, "worker_specs", lambda *_: rig.specs)
     rig.self_check(pulling=1)
     with serving(lambda *_: (200, {"load": rig.load})) as url:
