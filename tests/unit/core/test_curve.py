@@ -31,11 +31,6 @@ KEY = ClusterKey(b"k" * 32)
 OTHER = ClusterKey(b"o" * 32)
 
 
-class _Codec:
-    def encode(self, obj: Any) -> list[bytes]:
-        return []
-
-
 @asynccontextmanager
 async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
     """The address of a request server whose engine loop is a task of the test's loop."""
@@ -68,7 +63,7 @@ async def decoding(key: ClusterKey | None) -> AsyncIterator[str]:
 
 @pytest.fixture(autouse=True)
 def codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
+    monkeypatch.setattr(front_wire, "WorkerCodec", mock.Mock)
 
 
 @pytest.mark.parametrize(
