@@ -142,7 +142,11 @@ async def take_down(
     if cluster is not None:
         await _kill_stragglers(cluster.cluster_id)
     gone = [entry for entry in entries if not is_alive(entry)]
-    remove_shared_memory([entry.instance_id for entry in gone if entry.instance_id])
+    # The shared-memory files that the dead left.
+    for instance in filter(None, (entry.instance_id for entry in gone)):
+        for file in shm_dir().glob(f"pullfill-{instance}*"):
+            with suppress(OSError):
+                file.unlink()
     if len(gone) == len(entries):
         state.clear()
     deadline = time.monotonic() + 2 * GRACE_S
@@ -220,11 +224,3 @@ async def _kill_stragglers(cluster_id: str) -> None:
     deadline = time.monotonic() + GRACE_S
     while any(map(is_alive, killed)) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.05)
-
-
-def remove_shared_memory(instances: Sequence[str]) -> None:
-    """Delete the shared-memory files that dead instances left."""
-    for instance in instances:
-        for file in shm_dir().glob(f"pullfill-{instance}*"):
-            with suppress(OSError):
-                file.unlink()
