@@ -79,7 +79,7 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
 
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
     same ones. Raises ConfigError (bad flag, bad model path)."""
-    from pullfill.engine import migration, release
+    from pullfill.engine import migration
 
     _do_without_device()
     args = _parse(model, vllm_args)
@@ -94,9 +94,13 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
         if model_config.runner_type == "pooling":
             raise ConfigError(f"{model!r} is a pooling model: name one that generates text")
         model_config.quantization = None  # weights are the workers' business
+        structured = engine_args.structured_outputs_config
+        for flag in ("reasoning_parser", "reasoning_parser_plugin"):
+            if value := getattr(engine_args, flag):
+                setattr(structured, flag, value)  # vLLM 0.31 has no function for it
         config = VllmConfig(
             model_config=model_config,
-            structured_outputs_config=release.this.structured_outputs(engine_args),
+            structured_outputs_config=structured,
             observability_config=engine_args.create_observability_config(),
             # More than one engine: so each request brings its multimodal inputs, and none refers
             # to what another worker was sent.

@@ -29,7 +29,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from pullfill.engine import release, request_limits
+from pullfill.engine import request_limits
 from pullfill.engine.blame import Fault, explained, fault_of
 from pullfill.engine.front_adapters import Board, FrontAdapters
 from pullfill.engine.front_patches import failure
@@ -216,8 +216,9 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
                 self.failed(request.request_id, str(exc), fault)
             if request.request_id not in self._processor.request_states:
                 return  # it has failed, or was aborted meanwhile
-        if request.sampling_params is not None:
-            release.this.settle_watermark(request.sampling_params, self._config)
+        if request.sampling_params is not None and self._config.watermark_config is None:
+            # vLLM 0.31 leaves True in all requests, and such a request does not migrate.
+            request.sampling_params.watermarking = False
         self.port.submit(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -18,8 +18,9 @@ front_client: Any = Late("pullfill.engine.front_client")
 
 def config() -> Any:
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=4096), cache_config=SimpleNamespace()
-    )
+        model_config=SimpleNamespace(max_model_len=4096), cache_config=SimpleNamespace(),
+        watermark_config=None,
+    )  # fmt: skip
 
 
 def client_of(configured: Any = None, processor: Any = None, renderer: Any = None) -> Any:
@@ -85,6 +86,17 @@ async def test_a_request_whose_adapter_was_unloaded_is_refused_and_not_sent() ->
     await client.add_request_async(request)
     refused = told[0].cause
     assert (refused.status_code, str(refused)) == (400, "LoRA adapter x was unloaded")
+
+
+async def test_a_request_without_a_watermark_can_migrate() -> None:
+    """vLLM 0.31 leaves its default True in all requests."""
+    client, sent = client_of(), list[Any]()
+    client.port.submit = sent.append
+    params = SimpleNamespace(watermarking=True, extra_args=None)
+    await client.add_request_async(
+        SimpleNamespace(abort_immediately=False, sampling_params=params, lora_request=None)
+    )
+    assert not sent[0].sampling_params.watermarking
 
 
 async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there(
