@@ -19,13 +19,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
-from pullfill.engine import environment, speculation
+from pullfill.engine import environment, requests, speculation
 from pullfill.engine.view import tier_of
 from pullfill.runtime import failpoints, log
 
@@ -41,15 +39,6 @@ logger = log.get("engine.host")
 # How long the loop sleeps while a request waits for what does not wake it, such as a grammar that
 # is compiled.
 _BLOCKED_MS = 2
-
-
-@cache
-def _vllm() -> Any:
-    """vLLM's classes that steps use. Cached, since even a repeated `import` is slow for a step."""
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import RequestStatus
-
-    return SimpleNamespace(Report=KVConnectorOutput, Status=RequestStatus)
 
 
 class EngineHooks(Protocol):
@@ -157,10 +146,10 @@ class EngineHost:
 
     def pulse(self) -> Pulse:
         """What the engine thread does, for the watchdog. Maybe a moment old."""
-        requests = len(self._todo)
+        count = len(self._todo)
         if self.core is not None:
-            requests += sum(self.core.scheduler.get_request_counts())
-        return Pulse(self._beat, self._doing, requests)
+            count += sum(self.core.scheduler.get_request_counts())
+        return Pulse(self._beat, self._doing, count)
 
     def stop(self) -> None:
         """Leave the loop after the current step. Requests still inside are dropped."""
@@ -275,10 +264,12 @@ class EngineHost:
         received: waiting requests whose KV has arrived. The next step runs them, and makes their
         first tokens.
         sent: finished requests whose blocks nobody reads any more. vLLM frees the blocks."""
+        from vllm.v1.outputs import KVConnectorOutput
+
         assert self.core is not None
         scheduler: Any = self.core.scheduler
         scheduler._update_from_kv_xfer_finished(
-            _vllm().Report(finished_recving=set(received), finished_sending=set(sent))
+            KVConnectorOutput(finished_recving=set(received), finished_sending=set(sent))
         )
 
     def waiting_for_blocks(self, longer_than_s: float) -> set[str]:
@@ -287,11 +278,11 @@ class EngineHost:
         Empty unless no step has run any request for `longer_than_s`. Any thread."""
         if (since := self._blocked_at) is None or time.monotonic() - since < longer_than_s:
             return set()
-        status = _vllm().Status
+        status = requests.statuses()
         assert self.core is not None
         waiting = (status.WAITING, status.PREEMPTED)
-        requests: Any = self.core.scheduler.requests
-        return {r.request_id for r in list(requests.values()) if r.status in waiting}
+        inside: Any = self.core.scheduler.requests
+        return {r.request_id for r in list(inside.values()) if r.status in waiting}
 
     def _copies_run(self) -> bool:
         """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""
@@ -336,7 +327,7 @@ class EngineHost:
             return 0  # the next step schedules them
         if self._copies_run():
             return _BLOCKED_MS
-        status = _vllm().Status
+        status = requests.statuses()
         for request in scheduler.requests.values():
             waits = request.status is status.WAITING_FOR_REMOTE_KVS
             if not waits and not status.is_finished(request.status):
@@ -348,12 +339,11 @@ def untouched(scheduler: Any, error: BaseException) -> set[str]:
     """Return the waiting requests that a failed step cannot have touched.
 
     scheduler: vLLM's. error: what the step has raised."""
-    from vllm.v1.request import RequestStatus
-
+    waits = requests.statuses().WAITING
     fresh = [
         request
         for request in scheduler.waiting
-        if request.status == RequestStatus.WAITING and not request.num_computed_tokens
+        if request.status == waits and not request.num_computed_tokens
     ]
     code = type(scheduler).schedule.__code__
     frames = traceback.walk_tb(error.__traceback__)

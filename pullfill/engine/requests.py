@@ -21,6 +21,14 @@ UNTRACKED = 256
 OWN_CLIENT, FRONTENDS = -1, 1 << 16
 
 
+@cache
+def statuses() -> Any:
+    """vLLM's RequestStatus. Cached, since even a repeated `import` is slow for a step."""
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus
+
+
 def own_request(
     request_id: str,
     token_ids: Sequence[int],

@@ -29,20 +29,11 @@ _BYTES = {
 
 
 class Tier(OffloadingConnector):  # type: ignore[misc]
-    """See the module. All methods here are of the scheduler half: engine thread."""
+    """See the module. All methods here are of the scheduler half: engine thread.
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._in_flight = set[Any]()
+    in_flight: vLLM's set of requests for which it reserves blocks. `view.tier_of` sets it."""
 
-    @classmethod
-    def of(cls, core: Any) -> Tier | None:
-        """Return the tier of vLLM's EngineCore. None: it offloads no KV."""
-        for connector in getattr(core.scheduler.connector, "sub_connectors", ()):
-            if isinstance(connector, cls):
-                connector._in_flight = core.scheduler._inflight_prefills
-                return connector
-        return None
+    in_flight: set[Any]
 
     @property
     def busy(self) -> bool:
@@ -73,7 +64,7 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
         # The request has no blocks. But if a load into its blocks has failed, vLLM still reserves
         # as many for it. So it would need them twice, and if its prompt takes more than half of the
         # KV cache, it would wait forever.
-        self._in_flight.discard(request)
+        self.in_flight.discard(request)
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens
         )

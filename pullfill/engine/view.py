@@ -7,7 +7,6 @@ read, and two of its limits are changed between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -124,11 +123,13 @@ class View:
 
 def tier_of(core: Any) -> Tier | None:
     """Return vLLM's own KV offloading beside our connector. None: this EngineCore has none."""
-    if not hasattr(core.scheduler.connector, "sub_connectors"):
+    connectors = getattr(core.scheduler.connector, "sub_connectors", None)
+    if connectors is None:
         return None
-    from pullfill.engine.tier import Tier  # imports vLLM's offloading: seconds
-
-    return Tier.of(core)
+    _, tier = connectors  # as `args.beside` has told vLLM
+    tier.in_flight = core.scheduler._inflight_prefills
+    found: Tier = tier
+    return found
 
 
 # --------------------------------------------------------------------------- tokens of a step
@@ -136,14 +137,6 @@ def tier_of(core: Any) -> Tier | None:
 _LAST = 1 << 30
 # Prompts that wait and that a plan looks at. Beside 1,000 of them it must take no milliseconds.
 _MOST = 128
-
-
-@cache
-def _loading() -> Any:
-    """vLLM's status of a request whose KV has not come. Cached: an import is slow for a step."""
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class PrefillChunks:
@@ -197,7 +190,8 @@ class PrefillChunks:
             request for request in scheduler.running
             if request.num_tokens - request.num_computed_tokens > self.each
         ]  # fmt: skip
-        loading, come = _loading(), scheduler.finished_recving_kv_req_ids
+        loading = requests.statuses().WAITING_FOR_REMOTE_KVS
+        come = scheduler.finished_recving_kv_req_ids
         held = [
             request for request in scheduler.kv_holding_waiting
             if request.status != loading or request.request_id in come

@@ -55,6 +55,7 @@ class Rig:
         self.kv = {n: torch.randn(BLOCKS, 1, BLOCK, 2 * 8) for n in LAYERS}
         self.worker.register_kv_caches(self.kv)
         self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
+        self.scheduler.in_flight = set()
 
     def request(self, name: str, blocks: int) -> Any:
         made = Request(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from pullfill.engine import host as hosts
+from pullfill.engine import requests
 from pullfill.engine.host import EngineHost, untouched
 from tests.support.engine_host import HostOf, looping
 from tests.support.waiting import eventually
@@ -61,7 +61,7 @@ def engine(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[tuple[EngineHost, Scheduler]]:
     """A host whose loop runs, and its core. Its idle poll outlasts what the tests wait for."""
-    monkeypatch.setattr(hosts, "_vllm", lambda: SimpleNamespace(Status=STATUS))
+    monkeypatch.setattr(requests, "statuses", lambda: STATUS)
     core = Scheduler()
     with looping(host := HostOf(core, idle_ms=getattr(request, "param", 20_000))):
         yield host, core
@@ -147,8 +147,7 @@ class RequestStatus(Enum):
 
 @pytest.fixture
 def own_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = SimpleNamespace(RequestStatus=RequestStatus)
-    monkeypatch.setitem(sys.modules, "vllm.v1.request", own)
+    monkeypatch.setattr(requests, "statuses", lambda: RequestStatus)
 
 
 class Queue(deque[Any]):

@@ -75,7 +75,7 @@ def core() -> Any:
 
 @pytest.fixture
 def host(core: Any, monkeypatch: pytest.MonkeyPatch) -> StockHost:
-    monkeypatch.setattr("pullfill.engine.host._vllm", lambda: SimpleNamespace(Status=None))
+    monkeypatch.setattr("pullfill.engine.requests.statuses", lambda: None)
     return StockHost(core, lambda: core.done.append("ending"), lambda: None)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import view
+from pullfill.engine import requests, view
 from pullfill.engine.kv_events import Places
 from pullfill.engine.view import PrefillChunks, Seats, View
 from pullfill.errors import Outcome
@@ -114,7 +114,8 @@ def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
 
 
 def test_streams_come_first_then_prompts_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view, "_loading", lambda: "loading")
+    loading = SimpleNamespace(WAITING_FOR_REMOTE_KVS="loading")
+    monkeypatch.setattr(requests, "statuses", lambda: loading)
     made = Scheduler()
     running = [made.add(name, 100) for name in ("b", "a", "stream")]
     made.running = running
