@@ -8,7 +8,7 @@ prefill side, or, as `pullfill worker`, both. The rooms of the sides say how eac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -50,21 +50,19 @@ def run(
     eager = "--enforce-eager" in vllm_args
     ranks = ranks_of(list(vllm_args))
     environment.prepare(model=options.model, eager=eager, ranks=ranks)
-
-    async def serve() -> int:
-        own = replace(options, instance_id=options.instance_id or new_instance_id(kind))
-        return await WorkerProcess(kind, cluster, own, list(vllm_args)).serve()
-
-    asyncio.run(_serve(serve))
+    own = replace(options, instance_id=options.instance_id or new_instance_id(kind))
+    asyncio.run(_serve(kind, cluster, own, list(vllm_args)))
     raise AssertionError("unreachable")
 
 
-async def _serve(serve: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
+async def _serve(
+    kind: str, cluster: ClusterRef, options: WorkerOptions, vllm_args: list[str]
+) -> NoReturn:
     """Serve, and end the process from inside the loop."""
     # Closing the loop would wait for whatever its threads still do.
     try:
         check.require_version()
-        code = await serve()
+        code = await WorkerProcess(kind, cluster, options, vllm_args).serve()
     except PullfillError as exc:
         log.complain(exc)
         code = exit_code(exc)

@@ -40,14 +40,15 @@ async def test_a_worker_that_ends_shows_where_if_asked(
     kind: type[ConfigError],
     code: int,
 ) -> None:
-    async def serve() -> int:
+    def serve(*_: Any) -> Any:
         raise kind("no good")
 
     codes: list[int] = []
     monkeypatch.setenv(log.DEBUG_ENV, debug)
     monkeypatch.setattr(process, "leave", codes.append)
     monkeypatch.setattr(process.check, "require_version", lambda: "")
-    await process._serve(serve)
+    monkeypatch.setattr(process, "WorkerProcess", serve)
+    await process._serve("decode", ClusterRef("n", "e", "q"), WorkerOptions(model="m"), [])
     told = capsys.readouterr().err
     assert codes == [code]
     assert told.endswith("error: no good\n")
