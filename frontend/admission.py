@@ -109,8 +109,7 @@ class Admission:
                 "send it again later, or to another frontend (--max-inflight sets the limit)",
             )  # fmt: skip
             return
-        request_limits.note_targets(scope.get("headers", ()))
-        request_limits.begin()
+        request_limits.begin(scope.get("headers", ()))
         body: list[Message] = []
         self.in_flight += 1
         try:

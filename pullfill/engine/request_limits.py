@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from pullfill.wire import PrefixHolder
@@ -29,13 +30,30 @@ MAX_STOPS = 256
 PREFIX_HOLDER = "prefix_holder"
 _TRANSFER_KEYS = ("kv_transfer_params", "ec_transfer_params")
 
-# How many choices the HTTP request that is being served has asked for and not submitted yet.
-_asked: ContextVar[list[int] | None] = ContextVar("asked", default=None)
+# The key in `vllm_xargs` of each header.
+TARGET_HEADERS = {b"x-pullfill-ttft-ms": "ttft_ms", b"x-pullfill-itl-ms": "itl_ms"}
+MAX_MS = 3.6e6
 
 
-def begin() -> None:
-    """Begin to count the choices of an HTTP request, in its context."""
-    _asked.set([0])
+@dataclass(slots=True)
+class _Asked:
+    """What an HTTP request asks for.
+
+    targets: those that its headers name. choices: how many it has not submitted yet."""
+
+    targets: dict[str, str]
+    choices: int = 0
+
+
+# Of the HTTP request that is being served.
+_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+
+def begin(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Begin to serve an HTTP request, in its context."""
+    _asked.set(
+        _Asked({TARGET_HEADERS[k]: v.decode("latin-1") for k, v in headers if k in TARGET_HEADERS})
+    )
 
 
 def why_too_many(choices: int, most: int) -> str:
@@ -45,8 +63,8 @@ def why_too_many(choices: int, most: int) -> str:
     vLLM submits all choices of all prompts of an HTTP request in one turn of the event loop."""
     if (asked := _asked.get()) is None:
         return ""
-    asked[0] += choices
-    return "" if asked[0] <= most else (
+    asked.choices += choices
+    return "" if asked.choices <= most else (
         f"the request asks for more than {most} answers (prompts, items or chats, times n): "
         "send it in parts, or ask the operator to set VLLM_MAX_COMPLETION_PROMPTS for this frontend"
     )  # fmt: skip
@@ -55,7 +73,7 @@ def why_too_many(choices: int, most: int) -> str:
 def submitted() -> None:
     """Forget what was counted: the HTTP request is submitting it."""
     if (asked := _asked.get()) is not None:
-        asked[0] = 0
+        asked.choices = 0
 
 
 def why_refused(params: Any) -> str:
@@ -104,33 +122,15 @@ def _too_large(structured: Any) -> str:
     return ""
 
 
-# The key in `vllm_xargs` of each header.
-TARGET_HEADERS = {b"x-pullfill-ttft-ms": "ttft_ms", b"x-pullfill-itl-ms": "itl_ms"}
-MAX_MS = 3.6e6
-
-# What the HTTP request that is being served names in its headers.
-_named: ContextVar[dict[str, str] | None] = ContextVar("targets", default=None)
-
-
-def note_targets(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Remember the targets in the headers of an HTTP request, for `apply_targets` later."""
-    found = {
-        TARGET_HEADERS[name]: value.decode("latin-1")
-        for name, value in headers
-        if name in TARGET_HEADERS
-    }
-    if found or _named.get():
-        _named.set(found)
-
-
 def apply_targets(params: Any) -> None:
-    """Copy what `note_targets` has found into `vllm_xargs`. What these name already, stays.
+    """Copy the targets of the HTTP request into `vllm_xargs`. What these name already, stays.
 
     params: vLLM's SamplingParams or PoolingParams."""
-    if not (found := _named.get()) or not hasattr(params, "extra_args"):
+    asked = _asked.get()
+    if asked is None or not asked.targets or not hasattr(params, "extra_args"):
         return
     params.extra_args = {
-        **{key: _number(text) for key, text in found.items()}, **(params.extra_args or {})
+        **{key: _number(text) for key, text in asked.targets.items()}, **(params.extra_args or {})
     }  # fmt: skip
 
 

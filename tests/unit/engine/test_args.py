@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pullfill.engine.args import check_config, check_flags, model_read, schedule_whole_prompts
+from pullfill.engine.args import (
+    check_config,
+    check_flags,
+    model_read,
+    schedule_whole_prompts,
+    take_offloading,
+)
 from pullfill.errors import ConfigError
 
 PLAIN = {
@@ -81,12 +88,51 @@ def test_only_refused_values_are_mistakes(raised: Exception, passes: bool) -> No
     assert "\n" not in str(told.value)
 
 
-def test_scales_that_vllm_resets() -> None:
-    for kept in ("auto", "fp8"):
-        check_config(SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=kept)))
-    config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head"))
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8_per_token_head: .*use fp8"):
-        check_config(config)
+@pytest.mark.parametrize(
+    ("kept", "caches", "says"),
+    [
+        ("auto", True, ""),
+        ("fp8", True, ""),
+        ("int8_per_token_head", True, r"--kv-cache-dtype int8_per_token_head: .*use fp8"),
+        ("auto", False, "KV offloading needs vLLM's prefix caching, which is off"),
+    ],
+)
+def test_caches_that_cannot_be_shared_or_offloaded(kept: str, caches: bool, says: str) -> None:
+    cache = SimpleNamespace(enable_prefix_caching=caches, cache_dtype=kept)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        check_config(SimpleNamespace(cache_config=cache), offloads=True)
+
+
+def offloading(**given: Any) -> Any:
+    """vLLM's EngineArgs."""
+    fields = {"kv_transfer_config": None, "kv_offloading_backend": "native"}
+    return SimpleNamespace(**fields | given)
+
+
+@pytest.mark.parametrize(
+    ("device", "more"),
+    [
+        ("cuda", {}),
+        ("cpu", {"spec_name": "HostSpec", "spec_module_path": "pullfill.engine.tier"}),
+    ],
+)
+def test_offloaded_kv_is_copied_by_us_without_a_gpu_only(device: str, more: dict[str, Any]) -> None:
+    given = offloading(kv_offloading_size=0.5)
+    assert take_offloading(given, device) == {"cpu_bytes_to_use": 1 << 29, **more}
+    assert given.kv_offloading_size is None, "vLLM would replace our connector"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"kv_transfer_config": object()}, "adds its connector itself; leave it out"),
+        ({"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"}, "leave out --kv-off"),
+        ({"kv_offloading_size": 0.0}, "a number above 0"),
+    ],
+)
+def test_offloading_flags_that_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        take_offloading(offloading(**given), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ async def test_prompts_times_n_of_an_http_request_are_bounded_before_any_is_subm
 ) -> None:
     monkeypatch.setenv("VLLM_MAX_N_SEQUENCES", "128")
     llm = front_client.FrontLLM.__new__(front_client.FrontLLM)
-    request_limits.begin()
+    request_limits.begin([])
     for number in range(1024):  # as many prompts as vLLM takes
         llm.generate("p", SimpleNamespace(n=1, output_kind=None), f"r-{number}")
     with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):
         llm.generate("p", SimpleNamespace(n=1, output_kind=None), "r-1024")
-    request_limits.begin()
+    request_limits.begin([])
     for number in range(8):
         llm.generate("p", SimpleNamespace(n=128, output_kind=None), f"s-{number}")
     with pytest.raises(front_client.VLLMValidationError, match="more than 1024 answers"):

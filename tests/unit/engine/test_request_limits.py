@@ -52,9 +52,9 @@ def test_the_choices_of_one_http_request_are_counted_together() -> None:
         return [bool(request_limits.why_too_many(n, 128)) for n in choices]
 
     def serve() -> None:
-        request_limits.begin()
+        request_limits.begin([])
         assert asked(100, 28, 1) == [False, False, True]
-        request_limits.begin()
+        request_limits.begin([])
         assert asked(128) == [False]
         request_limits.submitted()  # the next step of a beam search, or of a tool's loop
         assert asked(128, 1) == [False, True]
@@ -87,7 +87,7 @@ def applied(*requests: list[tuple[bytes, bytes]], extra: dict[str, Any] | None =
 
     def run() -> None:
         for headers in requests:
-            request_limits.note_targets(headers)
+            request_limits.begin(headers)
         request_limits.apply_targets(params)
 
     copy_context().run(run)
