@@ -176,7 +176,6 @@ class DecodeScheduler:
         # vLLM's own KV offloading, beside our connector. None: there is none.
         tier: Tier | None = None,
         seats: Seats | None = None,  # of the requests whose KV is on its way
-        in_flight: set[Any] | None = None,  # vLLM's set of requests for which it reserves blocks
         # The self-check's requests. None: nothing can be compared.
         trials: Trials | None = None,
         # Whether a frontend has sent a request, and gets its record. Else the record stays here.
@@ -193,7 +192,6 @@ class DecodeScheduler:
         self._fetching = fetching
         self._tier = tier
         self._seats = seats or Seats()
-        self._in_flight = set[Any]() if in_flight is None else in_flight
         self._trials = trials
         self._of_frontend = of_frontend
         # The last decision about each request that has no blocks yet.
@@ -230,8 +228,6 @@ class DecodeScheduler:
         brought. vLLM may ask many times about one request. Only `enqueue` makes a decision count.
 
         hit_tokens: length of the prefix hit on this worker, without the tier's."""
-        # Asked of, it has no blocks. After a failed fetch vLLM still reserves some for it.
-        self._in_flight.discard(request)
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
         offloaded = self._tier.hit(request, hit_tokens) if self._tier is not None else 0

@@ -355,7 +355,6 @@ class DecodeRole(Role):
             fetching=fetches,
             tier=view.tier,
             seats=view.seats(options.reserve_seats),
-            in_flight=view.in_flight,
             trials=checks.trials if checks else None,
             of_frontend=server.has,
         )

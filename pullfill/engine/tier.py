@@ -29,11 +29,7 @@ _BYTES = {
 
 
 class Tier(OffloadingConnector):  # type: ignore[misc]
-    """See the module. All methods here are of the scheduler half: engine thread.
-
-    in_flight: vLLM's set of requests for which it reserves blocks. `view.tier_of` sets it."""
-
-    in_flight: set[Any]
+    """See the module. All methods here are of the scheduler half: engine thread."""
 
     @property
     def busy(self) -> bool:
@@ -57,18 +53,6 @@ class Tier(OffloadingConnector):  # type: ignore[misc]
 
         They were allocated in this step. Once it has run, anybody may write into them."""
         self.connector_scheduler._current_batch_allocated_block_ids.update(block_ids)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        # The request has no blocks. But if a load into its blocks has failed, vLLM still reserves
-        # as many for it. So it would need them twice, and if its prompt takes more than half of the
-        # KV cache, it would wait forever.
-        self.in_flight.discard(request)
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens
-        )
-        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         metrics.KV_OFFLOAD_TOKENS.inc(num_external_tokens)

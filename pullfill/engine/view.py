@@ -24,8 +24,7 @@ class View:
     core: vLLM's EngineCore.
     config: vLLM's VllmConfig. Not to be changed.
     tier: vLLM's own KV offloading beside our connector. None: there is none.
-    chunks: how many tokens a step may compute.
-    in_flight: vLLM's set of requests for which it reserves blocks."""
+    chunks: how many tokens a step may compute."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -36,7 +35,6 @@ class View:
         self.config = core.vllm_config
         self.tier = tier_of(core)
         self.chunks = PrefillChunks(core)
-        self.in_flight: set[Any] = core.scheduler._inflight_prefills
 
     # ------------------------------------------------------------------ load
 
@@ -127,7 +125,6 @@ def tier_of(core: Any) -> Tier | None:
     if connectors is None:
         return None
     _, tier = connectors  # as `args.beside` has told vLLM
-    tier.in_flight = core.scheduler._inflight_prefills
     found: Tier = tier
     return found
 

@@ -123,6 +123,10 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        # The request has no blocks. But if a load into its blocks has failed, vLLM still reserves
+        # as many for it. So it would need them twice, and if its prompt takes more than half of the
+        # KV cache, it would wait forever.
+        self._context.in_flight.discard(request)
         name, half, deferred = request.request_id, self._of(request), self._halves[0].deferred
         if name not in deferred:
             return half.matched(request, num_computed_tokens)

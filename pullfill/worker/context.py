@@ -39,6 +39,7 @@ class WorkerContext:
     why_not: what is missing for other processes to reach it, as a rank has told.
     owner: lets peers reach that memory, from `memory.open_to_peers` on.
     adapters: the LoRA adapters of the engine.
+    in_flight: vLLM's set of requests for which it reserves blocks, once the engine is built.
     """
 
     instance_id: str
@@ -48,6 +49,7 @@ class WorkerContext:
     why_not: str = ""
     owner: Owner = LATER
     adapters: Adapters = field(default_factory=Adapters)
+    in_flight: set[Any] = field(default_factory=set)
 
     @property
     def memories(self) -> list[LocalMemory]:

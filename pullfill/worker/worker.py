@@ -55,10 +55,12 @@ def engine_of(
     """Make the ports of an engine that is built. Engine thread.
 
     life: of the engine. halves: of the sides."""
-    view = View(host.core)
+    core: Any = host.core
+    context.in_flight = core.scheduler._inflight_prefills
+    view = View(core)
     for half in halves:
         half.built(view)
-    loop = EngineLoop(host, host.core, life, context.adapters, halves)
+    loop = EngineLoop(host, core, life, context.adapters, halves)
     host.use(loop)
     return Engine(view, loop, served_name, described, context, life.dead, life.fail)
 

@@ -98,11 +98,13 @@ class Probe(SchedulerHalf):
         self.steps: list[dict[str, int]] = []
         self.running: deque[int] = deque()
         self.said: list[Any] = []
+        self.reserved: list[bool] = []
 
     def bind(self, manager: Any, kept_from: Any, by_position: Any) -> None: ...
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int, bool]:
         self.said.append(request.kv_transfer_params)
+        self.reserved.append(request in contexts.installed()[0].in_flight)
         tokens = self.brings.pop(request.request_id, 0)
         return tokens, tokens > 0
 
@@ -461,6 +463,21 @@ async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None
         made.thread.wake()
         view = made.engine.view
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
+
+
+async def test_a_request_whose_load_has_failed_needs_its_blocks_once(
+    adapter: Any, model_path: Path
+) -> None:
+    """vLLM asks only about requests without blocks, and reserved some for this one before."""
+    async with probed(adapter, model_path) as (made, probe):
+        probe.brings["a"] = BROUGHT
+        computed = made.submit.add(request("a"))
+        await until(lambda: "a" in probe.placed, "it does not wait")
+        assert made.engine.context.in_flight
+        probe.with_step = StepReport(failed={"a"})
+        made.thread.wake()
+        await asyncio.wrap_future(computed)
+        assert probe.reserved == [False, False]
 
 
 async def test_what_a_side_defers_does_not_begin_and_is_asked_about_once(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pullfill.engine.args import build_config
-from pullfill.engine.view import tier_of
 from tests.support.cluster import BLOCK, FLAGS
 from tests.support.late import Late
 
@@ -55,7 +54,6 @@ class Rig:
         self.kv = {n: torch.randn(BLOCKS, 1, BLOCK, 2 * 8) for n in LAYERS}
         self.worker.register_kv_caches(self.kv)
         self.scheduler = tier(child, KVConnectorRole.SCHEDULER, caches)
-        self.scheduler.in_flight = set()
 
     def request(self, name: str, blocks: int) -> Any:
         made = Request(
@@ -150,19 +148,3 @@ def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
     assert rig.step() == {"second"}
     assert not rig.scheduler.busy
     assert torch.equal(rig.pages(theirs), computed[:, 1:]) is claimed
-
-
-def test_a_request_whose_load_has_failed_is_no_longer_in_flight(model_path: Path) -> None:
-    """vLLM asks only about requests without blocks."""
-    rig = Rig(model_path)
-    asked, other = rig.request("asked", 3), rig.request("other", 3)
-    scheduler = SimpleNamespace(
-        connector=SimpleNamespace(sub_connectors=[object(), rig.scheduler]),
-        _inflight_prefills={asked, other},
-    )
-    core = SimpleNamespace(scheduler=scheduler)
-    assert tier_of(core) is rig.scheduler
-    rig.scheduler.get_num_new_matched_tokens(asked, 0)
-    assert scheduler._inflight_prefills == {other}
-    scheduler.connector = object()
-    assert tier_of(core) is None

@@ -168,14 +168,6 @@ def test_the_hold_comes_before_the_report_that_frees() -> None:
     model.drain()
 
 
-def test_vllm_reserves_no_blocks_for_a_request_whose_fetch_has_failed() -> None:
-    """It would need its blocks twice."""
-    request, other = FakeRequest("r", list(range(100))), FakeRequest("s", list(range(100)))
-    in_flight = {request, other}
-    assert Rig(in_flight=in_flight).side.decide(request, 0)[1]
-    assert in_flight == {other}
-
-
 def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
     rig = Rig()
     for ttft_ms in (100, None, 60_000):
