@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import enum
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.engine.environment import sentinels_of
@@ -28,23 +29,36 @@ logger = log.get("engine.life")
 T = TypeVar("T")
 
 
-class Life(Protocol[T]):
+class Life(ABC, Generic[T]):
     """An engine, from its start until its memory is free. asyncio thread.
 
-    ready: what it is, once it is built. dead: set once it takes no more steps."""
+    ready: what it is, once it is built.
+    dead: set once the engine loop has ended (normally, by error, or given up).
+    failure: why it ended, unless it was asked to.
+    hangs: it was given up. The thread may still run, so do not wait for it, and do not touch the
+    memory that it uses."""
 
-    ready: asyncio.Future[T]
-    dead: asyncio.Event
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[T] = self.loop.create_future()
+        self.dead = asyncio.Event()
+        self.failure: BaseException | None = None
+        self.hangs = False
 
+    @abstractmethod
     def pulse(self) -> Pulse:
         """What the engine's thread does now."""
 
     def give_up(self, why: str) -> None:
-        """Treat the engine as dead."""
+        """Treat the engine as dead: it is stuck for good, or one of its processes is gone."""
+        self.hangs, self.failure = True, EngineStuck(why)
+        self.dead.set()
 
+    @abstractmethod
     async def halt(self) -> None:
         """Have it take no more steps, and wait for that. Frees no memory."""
 
+    @abstractmethod
     async def stop(self) -> None:
         """Free its memory. Nothing may copy from or to that any more."""
 
@@ -52,24 +66,15 @@ class Life(Protocol[T]):
 class EngineLife(Life[T]):
     """Runs `make` (which imports vLLM and returns a host) and the host's loop on one thread.
 
-    on_built: called on the engine thread once the engine exists. `ready` resolves to its result.
-    dead: set once the engine loop has ended (normally, by error, or given up).
-    failure: why it ended, unless it was asked to.
-    hangs: it was given up. The thread may still run, so do not wait for it, and do not touch the
-    memory that it uses.
-    """
+    on_built: called on the engine thread once the engine exists. `ready` resolves to its result."""
 
     def __init__(
         self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost, Any], T]
     ) -> None:
+        super().__init__()
         self._make = make
         self._on_built = on_built
-        self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[T] = self._loop.create_future()
-        self.dead = asyncio.Event()
-        self.failure: BaseException | None = None
         self.host: EngineHost | None = None
-        self.hangs = False
         self._ranks: dict[int, int] = {}
         self._unused = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -100,16 +105,11 @@ class EngineLife(Life[T]):
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     def pulse(self) -> Pulse:
-        """What the thread does now."""
         assert self.host is not None, "watched before it was built"
         return self.host.pulse()
 
     def give_up(self, why: str) -> None:
-        """Treat the engine as dead: it is stuck for good, or one of its processes is gone.
-
-        asyncio thread."""
-        self.hangs, self.failure = True, EngineStuck(why)
-        self.dead.set()
+        super().give_up(why)
         self._unused.set()
 
     def fail(self, why: str) -> None:
@@ -121,10 +121,10 @@ class EngineLife(Life[T]):
 
         ranks: as `sentinels_of` returns them."""
         for descriptor in self._ranks:
-            self._loop.remove_reader(descriptor)
+            self.loop.remove_reader(descriptor)
         self._ranks = ranks
         for descriptor, rank in ranks.items():
-            self._loop.add_reader(descriptor, self._rank_ended, rank)
+            self.loop.add_reader(descriptor, self._rank_ended, rank)
 
     def _rank_ended(self, rank: int) -> None:
         self._watch({})
@@ -151,8 +151,8 @@ class EngineLife(Life[T]):
         self._call(self._succeed, self._on_built(host, core), sentinels_of(core))
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *args)
 
     def _succeed(self, built: T, ranks: dict[int, int]) -> None:
         self._watch(ranks)

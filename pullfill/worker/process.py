@@ -136,27 +136,25 @@ class WorkerProcess:
         name = str(self._options.instance_id)
         # It makes the files of the KV memory, so that a name that is taken fails first.
         self._context = WorkerContext(name, RegionFiles(name))
-        self._config, self._served_name = args.build_config(
+        config, self._served_name = args.build_config(
             self._options.model,
             self._vllm_args,
             kv_role="kv_both" if len(self._roles) > 1 else self._roles[0].kv_role,
             engine_id=name,
         )
-        tracing.begin(self._config.observability_config.otlp_traces_endpoint, self._kind, name)
-        self._fingerprint = compat.fingerprint_as_run(self._config)
+        tracing.begin(config.observability_config.otlp_traces_endpoint, self._kind, name)
+        self._fingerprint = compat.fingerprint_as_run(config)
         for one in self._roles:
-            one.adjust(self._config)
-        host = EngineHost(self._config, log_stats="decode" in SIDES[self._kind])
+            one.adjust(config)
+        host = EngineHost(config, log_stats="decode" in SIDES[self._kind])
         self._halves = [one.make_half(host.wake) for one in self._roles]
         install(self._context, *self._halves)
         return host
 
     def _built(self, host: EngineHost, core: Any) -> Engine:
-        context, served = self._context, self._served_name
-        if context.geometry is None:
-            raise RuntimeError("vLLM registered no KV cache with the connector")
-        described = compat.describe(self._config, served, self._fingerprint, context.geometry)
-        return engine_of(host, self._life, context, self._halves, served, described)
+        return engine_of(
+            host, self._life, self._context, self._halves, self._served_name, self._fingerprint
+        )
 
 
 async def _all(work: Any) -> None:

@@ -33,9 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, speculation
+from pullfill.engine.host import Pulse
+from pullfill.engine.life import Life
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
-from pullfill.errors import ConfigError, EngineStuck, PullfillError, exit_code
+from pullfill.errors import ConfigError, PullfillError, exit_code
 from pullfill.options import ClusterOptions, Flag, WorkerOptions, declared
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import EXIT_S, exit_within, leave, until
@@ -135,20 +137,21 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
     speculation.check_config(config)
 
 
-class StockLife:
-    """The engine of stock vLLM (engine/life.py: `Life`). vLLM owns its end, and its memory.
+class StockLife(Life[Engine]):
+    """The engine of stock vLLM. vLLM owns its end, and its memory. If it hangs, this process must
+    end. vLLM's server then ends.
 
     ending: set once vLLM is told to shut down. left: whether the worker has nothing left to finish
-    then. hangs: see `EngineLife`. fail: see `Engine`."""
+    then. fail: see `Engine`."""
 
     def __init__(self, host: StockHost) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[Engine] = self.loop.create_future()
-        self.dead, self.ending = asyncio.Event(), asyncio.Event()
-        self.failure: BaseException | None = None
-        self.hangs = self.left = False
-        self.pulse = host.pulse
+        super().__init__()
+        self.ending = asyncio.Event()
+        self.left = False
         self._host = host
+
+    def pulse(self) -> Pulse:
+        return self._host.pulse()
 
     def fail(self, why: str) -> None:
         """End vLLM's engine at its next step. Any thread."""
@@ -157,11 +160,6 @@ class StockLife:
             raise RuntimeError(why)
 
         self._host.submit(end)
-
-    def give_up(self, why: str) -> None:
-        """The engine takes no step any more, so this process must end. vLLM's server then ends."""
-        self.hangs, self.failure = True, EngineStuck(why)
-        self.dead.set()
 
     async def halt(self) -> None:
         await self.dead.wait()
@@ -226,9 +224,9 @@ class StockCore:
 
         Raises PullfillError. vLLM then does not start, as with connectors of its own."""
         served = self._config.model_config.served_model_name
-        assert self.context.geometry is not None
-        described = compat.describe(self._config, served, self._fingerprint, self.context.geometry)
-        engine = engine_of(self._host, self._life, self.context, [self.half], served, described)
+        engine = engine_of(
+            self._host, self._life, self.context, [self.half], served, self._fingerprint
+        )
         self._tell(self._life.ready.set_result, engine)
         self._host.wait(self._serves.done)
         self._serves.result()

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from pullfill.config import ClusterRef, pod_name, restarts_so_far
+from pullfill.engine import compat
 from pullfill.engine.host import EngineHost
 from pullfill.engine.life import EngineWatchdog, Life
 from pullfill.engine.view import View
@@ -31,7 +32,6 @@ from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import (
-    Compat,
     QueueSettings,
     WorkerRecord,
     WorkerState,
@@ -50,12 +50,15 @@ def engine_of(
     context: WorkerContext,
     halves: Sequence[SchedulerHalf],
     served_name: str,
-    described: Compat,
+    fingerprint: str,
 ) -> Engine:
     """Make the ports of an engine that is built. Engine thread.
 
-    life: of the engine. halves: of the sides."""
+    life: of the engine. halves: of the sides. fingerprint: from `compat.fingerprint_as_run`."""
     core: Any = host.core
+    if context.geometry is None:
+        raise RuntimeError("vLLM registered no KV cache with the connector")
+    described = compat.describe(core.vllm_config, served_name, fingerprint, context.geometry)
     context.in_flight = core.scheduler._inflight_prefills
     view = View(core)
     for half in halves:

@@ -50,7 +50,6 @@ from tests.support.etcd import EtcdServer
 from tests.support.late import Late
 from tests.support.prompts import random_prompt
 from tests.support.waiting import eventually
-from tests.support.workers import compat
 
 arg_utils: Any = Late("vllm.engine.arg_utils")
 vllm_core: Any = Late("vllm.v1.engine.core")
@@ -175,8 +174,7 @@ async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
 
     def built(host: EngineHost, core: Any) -> Engine:
         context, halves = contexts.installed()
-        described = compat(block_size=BLOCK)
-        return engine_of(host, life, context, halves, "m", described)
+        return engine_of(host, life, context, halves, "m", "0")
 
     life = EngineLife(load, built)
     life.start()
