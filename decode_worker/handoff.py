@@ -150,7 +150,7 @@ class Handoff:
         try:
             brought, brings = b"", ""
             if job.features:  # on a thread: 8 MiB take 10 ms
-                brought, brings = await asyncio.to_thread(features.encoded, job.features)
+                brought, brings = await asyncio.to_thread(features.encode, job.features)
             if ledger.find(job.job_id) is None:
                 return  # the job ended before it was published
             body = self._encode(job, brings)

@@ -44,16 +44,12 @@ def _end(feature: Any) -> int:
     return int(feature.mm_position.offset + feature.mm_position.length)
 
 
-def encode(features: Sequence[Any]) -> bytes:
-    """Return vLLM's encoding of the features, in one piece."""
+def encode(features: Sequence[Any]) -> tuple[bytes, str]:
+    """Return vLLM's encoding of the features, in one piece, and its `digest`."""
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    return msgspec.msgpack.encode([bytes(part) for part in MsgpackEncoder().encode(features)])
-
-
-def encoded(features: Sequence[Any]) -> tuple[bytes, str]:
-    """Return `encode` of the features, and its `digest`."""
-    return (data := encode(features)), digest(data)
+    data = msgspec.msgpack.encode([bytes(part) for part in MsgpackEncoder().encode(features)])
+    return data, digest(data)
 
 
 def decode(data: bytes, tokens: int) -> list[Any]:

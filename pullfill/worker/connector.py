@@ -52,11 +52,8 @@ class RankTold(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     attention: RankAttention
 
 
-@dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(StepReport, KVConnectorMetadata):  # type: ignore[misc]
     """What the worker half must report in this step. It is sent to every rank."""
-
-    report: StepReport
 
 
 class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -93,9 +90,6 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def requires_kv_delivery(self) -> bool:
         return False
-
-    def shutdown(self) -> None:
-        """The process owns what the connector uses, and closes it."""
 
     # ------------------------------------------------------------------ scheduler half: memory
 
@@ -147,11 +141,9 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # All are told of every step: each pairs the plan of a step with its end.
         told = [half.scheduled(scheduler_output) for half in self._halves]
         return StepMetadata(
-            StepReport(
-                loaded=set().union(*(report.loaded for report in told)),
-                failed=set().union(*(report.failed for report in told)),
-                sent=set().union(*(report.sent for report in told)),
-            )
+            loaded=set().union(*(report.loaded for report in told)),
+            failed=set().union(*(report.failed for report in told)),
+            sent=set().union(*(report.sent for report in told)),
         )
 
     def request_finished_all_groups(
@@ -188,8 +180,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Tell vLLM what the sides report. vLLM calls this in each rank, after every step."""
         if not self.has_connector_metadata():
             return KVConnectorTransferResults()
-        meta: StepMetadata = self._get_connector_metadata()
-        report = meta.report
+        report: StepMetadata = self._get_connector_metadata()
         return KVConnectorTransferResults(
             finished_sending=set(report.sent),
             finished_recving=report.loaded | report.failed,

@@ -202,7 +202,7 @@ def test_a_prompt_of_embeddings_is_taken() -> None:
 @pytest.mark.essential
 def test_what_a_prefill_worker_decodes_is_what_was_encoded() -> None:
     made = [feature(0, 4), feature(6, 3, modality="video", nbytes=4000)]
-    found = features.decode(features.encode(made), tokens=9)
+    found = features.decode(features.encode(made)[0], tokens=9)
     assert found == made
     assert torch.equal(found[1].data["pixels"].data, made[1].data["pixels"].data)
     assert features.may_go(made, tokens=9)
@@ -211,7 +211,7 @@ def test_what_a_prefill_worker_decodes_is_what_was_encoded() -> None:
 
 @cache
 def good() -> bytes:
-    return features.encode([feature(0, 4), feature(4, 4)])
+    return features.encode([feature(0, 4), feature(4, 4)])[0]
 
 
 @given(st.data())
@@ -229,7 +229,7 @@ def test_what_is_not_features_is_a_bad_message_by_hypothesis(draw: st.DataObject
 def test_positions_beyond_the_prompt_and_empty_features_are_refused() -> None:
     for made in ([feature(5, 4)], [feature(-1, 2)], [feature(0, 2, nbytes=0)]):
         with pytest.raises(BadMessage, match="not where the prompt is"):
-            features.decode(features.encode(made), tokens=8)
+            features.decode(features.encode(made)[0], tokens=8)
 
 
 pytestmark = pytest.mark.engine
