@@ -56,6 +56,7 @@ vllm_core: Any = Late("vllm.v1.engine.core")
 executor: Any = Late("vllm.v1.executor")
 vllm_config: Any = Late("vllm.config")
 mocked: Any = Late("pullfill.testing.mock_executor")
+stock: Any = Late("pullfill.worker.stock_core")
 
 pytestmark = pytest.mark.engine
 
@@ -327,13 +328,11 @@ async def test_a_client_of_stock_vllm_says_nothing_of_kv_transfer(
 async def test_no_file_stays_if_the_worker_takes_longer_than_vllm_to_end(
     model_path: Path, etcd: EtcdServer, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pullfill.worker import stock_core as stock
-
     async def slow(self: Any) -> None:
         await asyncio.sleep(1.0)
 
     monkeypatch.setattr(Membership, "leave", slow)
-    monkeypatch.setattr(stock, "_CLOSE_S", 0.1)
+    monkeypatch.setattr("pullfill.worker.stock_core._CLOSE_S", 0.1)
     adapter = partial(stock_core, etcd, ns)
     async with probed(adapter, model_path) as (made, _):
         files = made.engine.context.files
@@ -350,8 +349,6 @@ async def test_a_worker_finishes_within_the_time_that_vllm_gives_it(
     shutdown_timeout: int, finish_s: float, told: list[str],
 ) -> None:  # fmt: skip
     """Its work is no request of vLLM's: the engine has none here. vLLM kills it after that time."""
-    from pullfill.worker import stock_core as stock
-
     warned: list[str] = []
     monkeypatch.setattr(stock.logger, "warning", lambda text, *_: warned.append(text))
     monkeypatch.setattr(ProbeRole, "finish_s", finish_s)
@@ -370,23 +367,22 @@ async def test_stock_vllm_says_why_a_worker_has_failed_before_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Also if that has ended the worker's loop already. One line, and no file stays."""
-    from pullfill.worker.stock_core import StockCore
 
     async def refuse(self: Any, etcd: EtcdClient, parts: AsyncExitStack) -> None:
         raise ConfigError("not in this cluster")
 
     files: list[RegionFiles] = []
-    begin = StockCore.begin
+    begin = stock.StockCore.begin
 
-    def begin_late(stock: StockCore) -> None:
-        files.append(stock.context.files)
-        stock._thread.join(20)
-        stock.close()
-        stock.close()
-        begin(stock)
+    def begin_late(begun: Any) -> None:
+        files.append(begun.context.files)
+        begun._thread.join(20)
+        begun.close()
+        begun.close()
+        begin(begun)
 
     monkeypatch.setattr(ProbeRole, "watch", refuse)
-    monkeypatch.setattr(StockCore, "begin", begin_late)
+    monkeypatch.setattr(stock.StockCore, "begin", begin_late)
     with pytest.raises(ConfigError, match="not in this cluster"):
         async with stock_core(etcd, ns, model_path, lambda _: Probe()):
             pass
@@ -515,11 +511,9 @@ async def test_the_memory_is_freed_after_nobody_can_reach_it(
 async def test_a_worker_whose_engine_hangs_in_stock_vllm_leaves_and_ends_the_process(
     model_path: Path, etcd: EtcdServer, client: EtcdClient, ns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pullfill.worker import stock_core as stock
-
     ended, goes_on = list[int](), threading.Event()
-    monkeypatch.setattr(stock, "leave", ended.append)
-    monkeypatch.setattr(stock, "exit_within", lambda *_: None)
+    monkeypatch.setattr("pullfill.worker.stock_core.leave", ended.append)
+    monkeypatch.setattr("pullfill.worker.stock_core.exit_within", lambda *_: None)
     async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
         life = made.stock.core.result().scheduler.connector._stock._life
         made.thread.submit(lambda: goes_on.wait(60))

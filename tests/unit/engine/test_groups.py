@@ -25,6 +25,7 @@ from tests.support.fakes import FakePool, FakeRequest
 from tests.support.late import Late
 
 torch: Any = Late("torch")
+caches: Any = Late("vllm.v1.kv_cache_interface")
 
 
 LENGTHS = (0, 1, 63, 64, 79, 300)
@@ -35,23 +36,16 @@ def models() -> dict[str, tuple[list[Any], str, Any]]:
 
     The last is where the blocks begin that vLLM keeps of prompts of LENGTHS tokens, for each group,
     or why the prompts stay local."""
-    from vllm.v1.kv_cache_interface import (
-        ChunkedLocalAttentionSpec,
-        FullAttentionSpec,
-        MambaSpec,
-        SlidingWindowSpec,
-    )
-
     common: dict[str, Any] = dict(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-    full = FullAttentionSpec(**common)
+    full = caches.FullAttentionSpec(**common)
 
     def window(**more: Any) -> Any:
-        return SlidingWindowSpec(**common | more, sliding_window=64)
+        return caches.SlidingWindowSpec(**common | more, sliding_window=64)
 
     def state(mode: str = "align", tokens: int = 16, **more: Any) -> Any:
         more.setdefault("page_size_padded", full.page_size_bytes)
         shapes, dtypes = ((3, 8), (2, 8)), (torch.bfloat16, torch.float32)
-        return MambaSpec(
+        return caches.MambaSpec(
             block_size=tokens, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more
         )
 
@@ -65,11 +59,11 @@ def models() -> dict[str, tuple[list[Any], str, Any]]:
     return {
         "full": ([full], "FullAttention", [in_full]),
         "full that stands for a window": (
-            [FullAttentionSpec(**common, sliding_window=64)], "FullAttention(64)", [in_full],
+            [caches.FullAttentionSpec(**common, sliding_window=64)], "FullAttention(64)", [in_full],
         ),
         "window": ([window()], "SlidingWindow(64)", [in_window]),
         "chunks": (
-            [ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
+            [caches.ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)],
             "ChunkedLocalAttention(64)", [[0, 0, 0, 4, 4, 16]],
         ),
         "both": ([full, window()], both, [in_full, in_window]),
@@ -92,11 +86,10 @@ def models() -> dict[str, tuple[list[Any], str, Any]]:
 
 def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     for name, (specs, kinds, expected) in models().items():
-        groups = [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)]
-        config, caches = KVCacheConfig(32, [], groups), name != "no prefix cache"
+        groups = [caches.KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)]
+        config, cached = caches.KVCacheConfig(32, [], groups), name != "no prefix cache"
         vllm_config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(
                 pipeline_parallel_size=1, tensor_parallel_size=2 if name == "ranks" else 1
@@ -112,17 +105,17 @@ def test_what_vllm_keeps_of_a_prompt_and_which_models_stay_local() -> None:
             assert expected in why, name
             continue
         assert why == "", name
-        size = 16 if caches else 512
+        size = 16 if cached else 512
         manager = KVCacheManager(
             config, max_model_len=512, scheduler_block_size=size, hash_block_size=size,
-            enable_caching=caches,
+            enable_caching=cached,
         )  # fmt: skip
         kept = [kept_from(manager, 16)(tokens) for tokens in LENGTHS]
         assert list(map(list, zip(*kept, strict=True))) == expected, name
         # Without a prefix cache a state has one block for all positions.
         tables = by_position(manager, 16)([[7 + i] for i in range(len(specs))])
-        assert [len(table) for table in tables] == [1 if caches else 512 // 16, 1][: len(specs)]
-        if not caches:
+        assert [len(table) for table in tables] == [1 if cached else 512 // 16, 1][: len(specs)]
+        if not cached:
             assert told.states == ((("bfloat16", 48), ("float32", 64)), ())
 
 
@@ -138,28 +131,25 @@ def test_tables_are_the_inverse_of_ids(kept: list[int], start: int) -> None:
 
 def test_pages_with_states_and_pages_with_kv_are_described_as_bytes() -> None:
     """Whole pages, also where vLLM cuts those with KV for its kernels and some layers have none."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        MambaSpec,
-    )
-
-    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    full = caches.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
     page, blocks = full.page_size_bytes, 4
-    state = MambaSpec(
+    state = caches.MambaSpec(
         block_size=16,
         shapes=((3, 8),),
         dtypes=(torch.float32,),
         page_size_padded=page,
         mamba_cache_mode="align",
     )
-    groups = [KVCacheGroupSpec(["kv0"], full), KVCacheGroupSpec(["state0", "state1"], state)]
+    groups = [
+        caches.KVCacheGroupSpec(["kv0"], full),
+        caches.KVCacheGroupSpec(["state0", "state1"], state),
+    ]
     memory = torch.zeros((2, blocks, page), dtype=torch.int8)
     kernel = memory[0].view(torch.float32).view(2 * blocks, 2, 8, 16)  # of 8 tokens
     states = [layer[:, None, None, : state.state_content_size_bytes] for layer in memory]
     found = caches_of(
-        KVCacheConfig(blocks, [], groups), {"state1": states[1], "state0": states[0], "kv0": kernel}
+        caches.KVCacheConfig(blocks, [], groups),
+        {"state1": states[1], "state0": states[0], "kv0": kernel},
     )
     for layer, view in enumerate(found.values()):
         view[blocks - 1, 0, 0, page - 1] = layer + 1
