@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from email.utils import parsedate_to_datetime
@@ -37,6 +38,7 @@ from pullfill.runtime.health import ServerHealth
 
 # Codes of gRPC.
 _DEADLINE, _NOT_FOUND, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 4, 5, 8, 14, 16
+# The same request may succeed later.
 _PASSING = frozenset({_DEADLINE, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED})
 # Said of a token from before a change of users or roles. Its code is that of a bad request.
 _OLD_AUTH = "revision of auth store is old"
@@ -67,25 +69,11 @@ class Failure(msgspec.Struct):
     @property
     def wants_token(self) -> bool:
         """Whether a new token may help."""
-        return self._code == _UNAUTHENTICATED or _OLD_AUTH in self.text
+        return self.known_code == _UNAUTHENTICATED or _OLD_AUTH in self.text
 
     @property
-    def passing(self) -> bool:
-        """Whether the same request may succeed later."""
-        return self._code in _PASSING or _OLD_AUTH in self.text
-
-    @property
-    def of_all(self) -> bool:
-        """Whether each member of etcd would refuse this: it has no space, or the token is old."""
-        return self._code == _EXHAUSTED or self.wants_token
-
-    @property
-    def of_lease(self) -> bool:
-        """Whether the lease is unknown."""
-        return self._code == _NOT_FOUND and "lease" in self.text
-
-    @property
-    def _code(self) -> int:
+    def known_code(self) -> int:
+        """gRPC's code. 0: it says none."""
         return self.code or self.grpc_code
 
 
@@ -197,8 +185,12 @@ class EtcdMember(NamedTuple):
 class _Api(AioClient):  # type: ignore[misc]
     """`AioClient` for etcd 3.4 and newer, which have one API."""
 
-    # Its constructor asks with a blocking request, and raises AttributeError if nobody answers.
+    def __init__(self, at: EtcdMember, session: aiohttp.ClientSession) -> None:
+        # Not its own constructor: the session that it makes checks no certificate.
+        super(AioClient, self).__init__(protocol=at.scheme, host=at.host, port=at.port)
+        self.session = session
 
+    # It asks with a blocking request, and raises AttributeError if nobody answers.
     def _retrieve_version(self) -> None:
         self.server_version_sem = sem.Version("3.4.0")
 
@@ -248,20 +240,27 @@ class EtcdClient:
 
     def __init__(
         self,
-        api: _Api,
-        endpoints: list[EtcdMember],
+        members: list[EtcdMember],
+        tls: ssl.SSLContext | None,
         login: Callable[[], tuple[str, str] | None],
         timeout_s: float,
     ) -> None:
-        self._api = api
-        self._endpoints = endpoints
-        self._streams: dict[aiohttp.ClientResponse, EtcdMember] = {}
         # Read again for each new token: an operator may have changed the password.
         self._login = login
         self._has_login = login() is not None
+        connector = aiohttp.TCPConnector(
+            # 30 connections, etcd3-py's limit, are too few: 31 watches block a put.
+            limit=0,
+            socket_factory=_make_socket,
+            ssl=True if tls is None else tls,
+        )
+        session = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE >> 1)
+        # The first one is asked.
+        self._members = members
+        self._api = _Api(members[0], session)
+        self._streams: dict[aiohttp.ClientResponse, EtcdMember] = {}
         self._timeout_s = timeout_s
-        self._closed = False
-        self.health = ServerHealth("etcd", api.baseurl)
+        self.health = ServerHealth("etcd", self._api.baseurl)
         self.last_ok_at = SYSTEM_CLOCK.monotonic()
         self.last_failed_at = float("-inf")
         self.last_date = ""
@@ -283,56 +282,50 @@ class EtcdClient:
 
         Raises RegistryUnavailable after `wait_s`, ConfigError at once (bad URL, another server,
         refused credentials)."""
-        endpoints, in_url = parse_url(url)
-        tls = security.tls("etcd")
-        if tls is not None and any(end.scheme != "https" for end in endpoints):
+        members, in_url = parse_url(url)
+        shown, tls = redact.url(url), security.tls("etcd")
+        if tls is not None and any(member.scheme != "https" for member in members):
             raise ConfigError(
-                f"[etcd] has certificates, but {redact.url(url)} is not encrypted: use https://"
+                f"[etcd] has certificates, but {shown} is not encrypted: use https://"
             )
+        client = cls(members, tls, lambda: security.login() or in_url, timeout_s)
+        try:
+            await client._first_answer(shown, wait_s, on_retry or (lambda _: None))
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _first_answer(
+        self, shown: str, wait_s: float, on_retry: Callable[[str], None]
+    ) -> None:
         give_up, backoff, told = time.monotonic() + wait_s, Backoff(longest_s=1.0), ""
         while True:
-            connector = aiohttp.TCPConnector(
-                # 30 connections, etcd3-py's limit, are too few: 31 watches block a put.
-                limit=0,
-                socket_factory=_make_socket,
-                ssl=True if tls is None else tls,
-            )
-            session = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE >> 1)
             try:
-                scheme, host, port = endpoints[0]
-                api = _Api(host=host, port=port, protocol=scheme)
-                # Its own session has 30 connections, and checks no certificate.
-                await api.session.close()
-                api.session = session
-                rpc = cls(api, endpoints, lambda: security.login() or in_url, timeout_s)
-                if rpc._has_login:
-                    await rpc._authenticate(2.0)
+                if self._has_login:
+                    await self._authenticate(2.0)
                 # Only a linearizable read tells whether it has a leader.
-                await rpc.ping(2.0)
-                return rpc
+                await self.ping(2.0)
+                return
             except RegistryUnavailable as exc:
-                await session.close()
                 cause = exc.__cause__ or exc
                 if isinstance(cause, aiohttp.ClientSSLError):
                     raise NotNow(
-                        f"no TLS with etcd at {redact.url(url)} ({_cause(cause)}): check ca, cert "
-                        "and key of [etcd] in the --security file, and the host name in the URL"
+                        f"no TLS with etcd at {shown} ({_cause(cause)}): check ca, cert and key of "
+                        "[etcd] in the --security file, and the host name in the URL"
                     ) from exc
                 why = str(cause) or type(cause).__name__
-            except BaseException:
-                await session.close()
-                raise
             left = give_up - time.monotonic()
             if left <= 0:
                 raise RegistryUnavailable(
-                    f"etcd at {redact.url(url)} did not answer within {wait_s:g} s ({why}): start "
-                    "it (`pullfill up` starts one), or name another with --etcd URL"
+                    f"etcd at {shown} did not answer within {wait_s:g} s ({why}): start it "
+                    "(`pullfill up` starts one), or name another with --etcd URL"
                 )
-            if on_retry is not None and why != told:
+            if why != told:
                 told = why
-                on_retry(f"etcd at {redact.url(url)} does not answer yet ({why}); "
-                         f"trying for another {left:.0f} s")  # fmt: skip
-            endpoints = endpoints[1:] + endpoints[:1]
+                on_retry(
+                    f"etcd at {shown} does not answer yet ({why}); trying for another {left:.0f} s"
+                )
             await asyncio.sleep(min(backoff.next(), left))
 
     async def call(
@@ -347,11 +340,11 @@ class EtcdClient:
             # etcd3-py's models take 29 ms for 50 keys, and hold empty for absent.
             return msgspec.json.decode(body, type=kind, strict=False)
         except (msgspec.MsgspecError, ValueError) as exc:
-            raise RegistryUnavailable(f"etcd answered {path} with something else: {exc}") from exc
+            raise self._lost(ValueError(f"this is no answer to {path}: {exc}")) from exc
 
     async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
         for fresh_token in (False, True):
-            token, at = self._api.token, self._at
+            token, at = self._api.token, self._members[0]
             status, body = await self._exchange(path, request, timeout_s)
             if status == 200:
                 self.last_ok_at = SYSTEM_CLOCK.monotonic()
@@ -365,26 +358,18 @@ class EtcdClient:
             break
         raise self.refused(failure, status, at)
 
-    async def _exchange(
-        self, path: str, request: Any, timeout_s: float, *, anonymous: bool = False
-    ) -> tuple[int, bytes]:
-        if self._closed:
+    def _begin(self, path: str, request: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """Return a POST of aiohttp. Raises RegistryUnavailable after `close`."""
+        if self._api.session.closed:
             raise RegistryUnavailable("the etcd client is closed")
-        token = self._api.token
-        if anonymous:
-            self._api.token = None  # only while the request is built, which does not await
+        data = msgspec.json.encode(request)
+        return self._api.call_rpc(path, data=data, raw=True, timeout=timeout)
+
+    async def _exchange(self, path: str, request: Any, timeout_s: float) -> tuple[int, bytes]:
+        at = self._members[0]
         try:
-            call = self._api.call_rpc(
-                path,
-                data=msgspec.json.encode(request),
-                raw=True,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            )
-        finally:
-            self._api.token = token
-        at = self._at
-        try:
-            async with call as response:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._begin(path, request, timeout) as response:
                 body = await response.read()
         except _FAILURES as exc:
             raise self._lost(exc, at) from exc
@@ -392,10 +377,11 @@ class EtcdClient:
         return response.status, body
 
     async def _authenticate(self, timeout_s: float) -> None:
-        # `AioClient.auth` removes the token while it waits, so other calls fail meanwhile.
+        # `AioClient.auth` removes the token while it waits, so other calls fail meanwhile. There is
+        # no need: etcd looks at no token when it makes one.
         request = dict(zip(("name", "password"), self._login() or (), strict=True))
-        at, path = self._at, "/auth/authenticate"
-        status, body = await self._exchange(path, request, timeout_s, anonymous=True)
+        at = self._members[0]
+        status, body = await self._exchange("/auth/authenticate", request, timeout_s)
         if status != 200:
             raise self.refused(read_failure(body), status, at)
         self._api.token = msgspec.json.decode(body, type=_Token).token
@@ -408,16 +394,11 @@ class EtcdClient:
 
         Raises TimeoutError after `idle_s` of silence, which is no failure. Everything else that
         ends it is RegistryUnavailable, also its end."""
-        open_s = self._timeout_s
-        if self._closed:
-            raise RegistryUnavailable("the etcd client is closed")
+        open_s, at = self._timeout_s, self._members[0]
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)
-        at = self._at
         try:
             async with asyncio.timeout(open_s):
-                response = await self._api.call_rpc(
-                    path, data=msgspec.json.encode(request), raw=True, timeout=timeout
-                )
+                response = await self._begin(path, request, timeout)
         except _FAILURES as exc:
             raise self._lost(exc, at) from exc
         self._streams[response] = at
@@ -462,20 +443,19 @@ class EtcdClient:
 
         at: the member of etcd that answered. None: the present one."""
         text = failure.text or f"HTTP {status}"
-        if failure.of_lease:
+        code = failure.known_code
+        if code == _NOT_FOUND and "lease" in text:
             return LeaseNotFound(f"etcd: {text}")
-        if failure.passing or status >= 500:
-            return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not failure.of_all)
+        if code in _PASSING or failure.wants_token or status >= 500:
+            # Each member would say so if there is no space, or the token is old.
+            of_all = code == _EXHAUSTED or failure.wants_token
+            return self._lost(RuntimeError(f"etcd: {text}"), at, leave=not of_all)
         advice = ": is it etcd 3.4 or newer?" if status == 404 else ""
         if "CommonName" in text:
             advice = ": with logins on, etcd takes only client certificates without a common name"
         if any(word in text for word in ("user", "password", "permission", "authentication")):
             advice = ": check user and password_file of [etcd] in the --security file"
         return NotNow(f"etcd refused the request: {text}{advice}")
-
-    @property
-    def _at(self) -> EtcdMember:
-        return EtcdMember(self._api.protocol, self._api.host, self._api.port)
 
     def _lost(
         self, cause: BaseException, at: EtcdMember | None = None, *, leave: bool = True
@@ -484,16 +464,16 @@ class EtcdClient:
 
         at: the member. None: the present one.
         leave: from now on use the next member. False: it would refuse the same."""
-        failed = at or self._at
+        failed = at or self._members[0]
         why = str(cause) or ("no answer in time" if isinstance(cause, TimeoutError) else "")
         why = why or type(cause).__name__
-        if failed == self._at:
+        if failed == self._members[0]:
             self.last_failed_at = SYSTEM_CLOCK.monotonic()
             self.health.where = self._api.baseurl
             self.health.failed(why)
-            if leave and len(self._endpoints) > 1 and failed == self._endpoints[0]:
-                self._endpoints = self._endpoints[1:] + self._endpoints[:1]
-                self._api.protocol, self._api.host, self._api.port = self._endpoints[0]
+            if leave and len(self._members) > 1:
+                self._members = self._members[1:] + self._members[:1]
+                self._api.protocol, self._api.host, self._api.port = self._members[0]
                 # A member that has lost the others, or was stopped, would keep a watch silent.
                 for stream, where in self._streams.items():
                     if where == failed:
@@ -502,9 +482,7 @@ class EtcdClient:
 
     async def close(self) -> None:
         """End all connections. Later calls raise RegistryUnavailable. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            await self._api.close()
+        await self._api.close()
 
     # ------------------------------------------------------------------ keys
 
