@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,9 +30,7 @@ from pullfill.runtime import log
 _log = log.get("tracing")
 
 PARENT = "traceparent"
-_HEADER = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-|\Z)")
 _PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-_SAMPLED = 1
 Value = str | int | float | bool
 
 
@@ -70,13 +67,11 @@ def read(header: str | None) -> Context | None:
     """Return the span of a `traceparent`.
 
     None: there is none, it cannot be read, it is not sampled, or this process traces nothing."""
-    if not header or _exporting is None:
+    if not header or (sdk := _exporting) is None:
         return None
-    found = _HEADER.match(header)
-    if found is None or not int(found[3], 16) & _SAMPLED:
-        return None
-    context = Context(int(found[1], 16), int(found[2], 16))
-    return context if context.trace_id and context.span_id else None
+    above = sdk.propagator.extract({PARENT: header})
+    found = sdk.api.get_current_span(above).get_span_context()
+    return Context(found.trace_id, found.span_id) if found.trace_flags.sampled else None
 
 
 def root(headers: Mapping[str, str] | None) -> tuple[Context, Context | None] | None:
@@ -183,7 +178,7 @@ class _Exporting:
         )
         self.sampler: Any = TracerProvider(resource=self.resource).sampler
         self.processor: Any = BatchSpanProcessor(_watched(_exporter(endpoint), endpoint))
-        self.flags: Any = trace.TraceFlags(_SAMPLED)
+        self.flags: Any = trace.TraceFlags(trace.TraceFlags.SAMPLED)
         self._measured, self._measured_until = 0, 0.0
 
     def offset(self) -> int:
