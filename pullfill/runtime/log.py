@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pullfill import redact
-from pullfill.clock import SYSTEM_CLOCK, Clock
+from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError
 
 LEVEL_ENV = "PULLFILL_LOG_LEVEL"
@@ -160,16 +160,15 @@ class Seldom:
 
     Remembers the last 256 keys. For one thread."""
 
-    def __init__(self, every_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._clock = clock
         self._seen: dict[str, tuple[float, int]] = {}
 
     def due(self, key: str) -> str | None:
         """Return None if the line must not be logged now. Otherwise return its end.
 
         That says how many such lines were left out."""
-        now = self._clock.monotonic()
+        now = SYSTEM_CLOCK.monotonic()
         until, kept = self._seen.pop(key, (now, 0))
         if now < until:
             self._seen[key] = (until, kept + 1)

@@ -16,28 +16,24 @@ Stamp = tuple[int, int, int] | str
 class WatchedFiles:
     """These files, as they were last read. Belongs to one loop.
 
-    every_s: how often `wait` looks. Two looks must agree, so a change acts after twice that."""
+    every_s: how often they are looked at. Two looks must agree, so a change acts after twice that.
+    """
 
     def __init__(self, *paths: str, every_s: float = 1.0) -> None:
         self._every_s = every_s
         self._paths = paths
-        self._read = self._last = self._stamps()
-
-    async def changed(self) -> bool:
-        """Look once. True: read them again now, for they differ from what was read last."""
-        now = await asyncio.to_thread(self._stamps)
-        last, self._last = self._last, now
-        # One that differs from look to look is still being written.
-        if now == self._read or now != last:
-            return False
-        self._read = now
-        return True
+        self._read = self._stamps()
 
     async def wait(self) -> None:
-        """Return when they are to be read again."""
-        await asyncio.sleep(self._every_s)
-        while not await self.changed():  # noqa: ASYNC110 - files have no event to wait for
+        """Return when they are to be read again: they differ from what was read last."""
+        now = self._read
+        while True:
             await asyncio.sleep(self._every_s)
+            last, now = now, await asyncio.to_thread(self._stamps)
+            # One that differs from look to look is still being written.
+            if now == last and now != self._read:
+                self._read = now
+                return
 
     def _stamps(self) -> list[Stamp]:
         return [_stamp(path) for path in self._paths]
