@@ -7,14 +7,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
-
-import msgspec
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
 from pullfill.transfer.copying import copy_batch
-from pullfill.transfer.owners import Owner
 from pullfill.transfer.runs import Copies
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.shm.shm_transport import ShmTransport
@@ -87,35 +83,19 @@ class Faults:
         copy_batch(source, target, batch)
 
 
-class LoopbackOwner(Owner):
-    """Of shared memory, under another name, with faults for those who copy from and to it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.faults = Faults()
-
-    def endpoints(self, rank: int = 0) -> dict[str, str]:
-        return {"loopback": super().endpoints(rank)["shm"]}
-
-
 class LoopbackTransport(ShmTransport):
-    """To the owners of this process that are in `owners`, by endpoint."""
+    """Shared memory under another name, with the faults of its owner for those who copy.
+
+    faults: of owners in this process, by the endpoint of their memory."""
 
     name = "loopback"
 
     def __init__(self) -> None:
-        self.owners: dict[str, LoopbackOwner] = {}
+        self.faults: dict[str, Faults] = {}
 
     def connect(
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
-        endpoint = descriptor.endpoints[self.name]
-        shm = msgspec.structs.replace(descriptor, endpoints={"shm": endpoint})
-        session = super().connect(local, shm, part)
-        if (owner := self.owners.get(endpoint)) is not None:
-            session._copy = owner.faults.copy  # type: ignore[attr-defined]
+        session = super().connect(local, descriptor, part)
+        session._copy = self.faults[descriptor.endpoints["shm"]].copy  # type: ignore[attr-defined]
         return session
-
-    def can_reach(self, descriptor: RegionDescriptor) -> str | None:
-        endpoints = {"shm": descriptor.endpoints[self.name]}
-        return super().can_reach(msgspec.structs.replace(descriptor, endpoints=endpoints))

@@ -30,7 +30,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World
-from tests.support.loopback import LoopbackOwner, LoopbackTransport
+from tests.support.loopback import Faults, LoopbackTransport
 from tests.support.nccl_rig import PairKind
 
 Bytes = NDArray[np.uint8]
@@ -181,16 +181,14 @@ class Rig:
         return self.transport.connect(local.memory, descriptor)
 
 
-def shm_rig(
-    directory: Path, transport: PeerTransport | None = None, owner_class: type[Owner] = Owner
-) -> Rig:
+def shm_rig(directory: Path, transport: PeerTransport | None = None) -> Rig:
     def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
         files = RegionFiles(instance_id, directory)
         path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
         memory = memory_over(data, layout)
         ranks = [MappedRank(memory, str(path))]
-        return owner_class(files, ranks, instance_id=instance_id, **options), data
+        return Owner(files, ranks, instance_id=instance_id, **options), data
 
     return Rig("shm", transport or ShmTransport(), make)
 
@@ -198,14 +196,12 @@ def shm_rig(
 def loopback_rig(directory: Path) -> Rig:
     """shm, with `faults` at each owner."""
     transport = LoopbackTransport()
-    rig = shm_rig(directory, transport, LoopbackOwner)
-    make_owner = rig.make_owner
+    shm = shm_rig(directory, transport)
 
     def make(*args: Any, **options: Any) -> tuple[Owner, Bytes]:
-        owner, data = make_owner(*args, **options)
-        assert isinstance(owner, LoopbackOwner)
-        transport.owners[owner.endpoints()["loopback"]] = owner
-        return owner, data
+        made: tuple[Any, Bytes] = shm.make_owner(*args, **options)
+        made[0].faults = transport.faults[made[0].endpoints()["shm"]] = Faults()
+        return made
 
     return Rig("loopback", transport, make)
 
