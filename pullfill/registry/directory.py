@@ -16,6 +16,7 @@ from typing import Self
 
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, IncompatibleError, OtherVersion, PullfillError
+from pullfill.ids import is_name
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.watch import Delete, Follower, Put
@@ -38,12 +39,12 @@ class LiveWorker:
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
     """The record at `key`. Raises BadMessage, also if it is of another worker."""
-    name = keys.parse_worker(namespace, key)
     record = decode(value, WorkerRecord)
-    if name != (record.role, record.instance_id):
-        raise BadMessage(
-            f"the record says {record.role}/{record.instance_id}, its key something else"
-        )
+    name = f"{record.role}/{record.instance_id}"
+    if not all(map(is_name, name.split("/"))):
+        raise BadMessage(f"{name!r} is not the name of a worker")
+    if key != keys.record(namespace, "workers", name).encode():
+        raise BadMessage(f"the record says {name}, its key something else")
     return record
 
 
@@ -82,12 +83,13 @@ async def refuse_if_incompatible(
     A namespace has one wire version, and one model, which is one of the fields.
 
     registered: our key is in etcd. Only workers whose key is older than ours count."""
-    found, _ = await client.get_prefix(keys.record(namespace, "workers"))
+    prefix = keys.record(namespace, "workers")
+    found, _ = await client.get_prefix(prefix)
     for kv in sorted(found, key=lambda kv: kv.create_revision):
         try:
             theirs = decode_worker_record(namespace, kv.key, kv.value)
         except OtherVersion as exc:
-            who = " ".join(keys.parse_worker(namespace, kv.key) or ())
+            who = kv.key.decode(errors="replace").removeprefix(prefix).replace("/", " ")
             raise IncompatibleError(
                 f"{record.role} {record.instance_id} cannot join namespace {namespace!r}: {who} "
                 f"lives there with {exc}, or use another --namespace",

@@ -26,18 +26,6 @@ def worker(namespace: str, role: str, instance_id: str) -> str:
     return record(namespace, "workers", f"{_checked(role, 'role')}/{instance_id}")
 
 
-def parse_worker(namespace: str, key: bytes) -> tuple[str, str] | None:
-    """(role, instance_id) of a worker key. None for any other key."""
-    prefix = record(namespace, "workers").encode()
-    if not key.startswith(prefix):
-        return None
-    try:
-        role, slash, instance_id = key[len(prefix) :].decode().partition("/")
-    except UnicodeDecodeError:
-        return None
-    return (role, instance_id) if slash and is_name(role) and is_name(instance_id) else None
-
-
 def record(namespace: str, kind: str, name: str = "") -> str:
     """Key of a record of the kind `workers`, `config`, `adapters`, `self_checks` or `suspects`. Its
     name may hold anything. Without one: what all keys of the kind begin with."""

@@ -49,7 +49,6 @@ def test_registry_keys_and_values(examples: int) -> None:
 
     def check(key: bytes, value: bytes) -> None:
         for name in (key, prefix + key, prefix + b"decode/" + key):
-            keys.parse_worker("ns", name)
             with contextlib.suppress(BadMessage):
                 decode_worker_record("ns", name, value)
         with contextlib.suppress(ConfigError):
