@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
-from pullfill.deploy.local_servers import etcd_binary, etcd_ready
+from pullfill.deploy.local_servers import etcd_binary, etcd_command, etcd_ready
 from tests.support.certificates import Certificates
 
 
@@ -151,15 +151,16 @@ class EtcdServer(ServerProcess):
         before: Sequence[str] = (),
     ) -> None:
         super().__init__(directory, before)
-        port, self.peer_port = free_ports(2)
-        self.url = f"{'https' if tls else 'http'}://{host}:{port}"
-        self.options, self._context, self._ctl_flags = dict[str, str](), None, []
+        (self._port,) = free_ports(1)
+        self.url = f"{'https' if tls else 'http'}://{host}:{self._port}"
+        self.options = {"listen-client-urls": self.url, "advertise-client-urls": self.url}
+        self._context, self._ctl_flags = None, list[str]()
         if tls is not None:
             files = {"cert": tls.cert, "key": tls.key, "cacert": tls.ca}
             self._ctl_flags = [f"--{name}={path}" for name, path in files.items()]
             self._context = ssl.create_default_context(cafile=tls.ca)
             self._context.load_cert_chain(tls.cert, tls.key)
-            self.options = {
+            self.options |= {
                 "cert-file": str(tls.cert),
                 "key-file": str(tls.key),
                 "trusted-ca-file": str(tls.ca),
@@ -167,21 +168,9 @@ class EtcdServer(ServerProcess):
             }
 
     def command(self) -> list[str]:
-        peer = f"http://127.0.0.1:{self.peer_port}"
-        arguments = {
-            "name": "test",
-            "data-dir": str(self.directory / self.store),
-            "listen-client-urls": self.url,
-            "advertise-client-urls": self.url,
-            "listen-peer-urls": peer,
-            "initial-advertise-peer-urls": peer,
-            "initial-cluster": f"test={peer}",
-            "heartbeat-interval": "50",  # ms; the election timeout is most of the start-up time
-            "election-timeout": "500",
-            "log-level": "warn",
-            **self.options,
-        }
-        return [str(etcd_binary()), *(f"--{k}={v}" for k, v in arguments.items())]
+        command = etcd_command(self.directory / self.store, self._port)
+        # Of two flags with one name the last counts.
+        return command + [f"--{name}={value}" for name, value in self.options.items()]
 
     def problem(self) -> str | None:
         return etcd_ready(self.url, tls=self._context)
@@ -222,9 +211,13 @@ class EtcdCluster:
         raise AssertionError("no leader")
 
     def __enter__(self) -> Self:
-        peers = [f"m{i}=http://127.0.0.1:{m.peer_port}" for i, m in enumerate(self.members)]
-        for i, member in enumerate(self.members):
-            member.options |= {"name": f"m{i}", "initial-cluster": ",".join(peers)}
+        peers = {f"m{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(free_ports(3))}
+        cluster = ",".join(f"{name}={peer}" for name, peer in peers.items())
+        for member, (name, peer) in zip(self.members, peers.items(), strict=True):
+            member.options |= {
+                "name": name, "initial-cluster": cluster, "election-timeout": "500",
+                "listen-peer-urls": peer, "initial-advertise-peer-urls": peer,
+            }  # fmt: skip
             member.launch()
         for member in self.members:
             member.wait_ready()
