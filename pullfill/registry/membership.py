@@ -105,7 +105,7 @@ class EtcdLease:
     """Keeps a lease alive, and says how it ended.
 
     Life: `grant` → `start` (a keep-alive about every TTL/3) → `wait` returns a `LeaseFate`, or the
-    owner calls `revoke` or `stop`. A `Membership` owns it.
+    owner calls `revoke`. A `Membership` owns it.
 
     id: etcd's lease id. ttl_s: as granted."""
 
@@ -146,13 +146,9 @@ class EtcdLease:
         self._judge.broke(self._clock.monotonic())
         self._nudge.set()
 
-    async def stop(self) -> None:
-        """End the keep-alives. etcd drops the lease after its TTL."""
-        await end(self._task)
-
     async def revoke(self) -> None:
         """End the keep-alives and the lease. Does not raise if etcd does not answer."""
-        await self.stop()
+        await end(self._task)
         try:
             await self._client.revoke_lease(self.id)
         except PullfillError as exc:
@@ -228,7 +224,6 @@ class Membership:
         self._records: list[WorkerRecord] = []
         self.incarnation = ""
         self._stale = asyncio.Event()
-        self._writing = asyncio.Lock()
         self.revoked = asyncio.Event()
 
     async def join(self, wait_s: float = 0.0) -> None:
@@ -252,21 +247,8 @@ class Membership:
                 await asyncio.sleep(backoff.next())
         self._task = asyncio.create_task(self._run(), name="membership")
 
-    async def set_state(self, state: WorkerState) -> bool:
-        """Publish `state`. Returns whether etcd has it. If not, it is written once etcd answers."""
-        self._state = state
-        if self.lease is None:
-            return False
-        try:
-            await self._write(self.lease)
-        except PullfillError as exc:
-            _log.warning("state %s not published yet: %s", state, exc)
-            self._stale.set()
-            return False
-        return True
-
     def note_state(self, state: WorkerState) -> None:
-        """`set_state` without waiting."""
+        """Publish `state`, at once if etcd answers. Otherwise it is written once etcd does."""
         self._state = state
         self.refresh()
 
@@ -313,10 +295,8 @@ class Membership:
         return encode(msgspec.structs.replace(record, state=state))
 
     async def _write(self, lease: EtcdLease) -> None:
-        # The lock keeps an older state from landing last.
-        async with self._writing:
-            for record in self._records:
-                await self._client.put(self._key(record), self._expected(record), lease.id)
+        for record in self._records:
+            await self._client.put(self._key(record), self._expected(record), lease.id)
 
     # ------------------------------------------------------------------ holding
 
@@ -384,12 +364,10 @@ class Membership:
         return True
 
     async def _rewrite(self, lease: EtcdLease) -> None:
-        """Write our keys again each time `_stale` is set."""
+        """Write our keys again each time `_stale` is set. Nobody else writes meanwhile."""
         backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()
-            # What was set while we wait is written with it.
-            await asyncio.sleep(backoff.pause_s)
             self._stale.clear()
             try:
                 await self._write(lease)
@@ -400,6 +378,8 @@ class Membership:
                 _log.debug("not written yet: %s", exc)
                 self._stale.set()
                 backoff.next()
+            # What is set meanwhile is written together.
+            await asyncio.sleep(backoff.pause_s)
 
     async def _reregister(self) -> None:
         """Register until it works. Each outage makes one new incarnation, once etcd answers."""

@@ -159,8 +159,8 @@ class Worker:
     async def stop_taking(self) -> None:
         """Take no new work, and tell everybody. There is no way back."""
         self._leaving, self._state = True, WorkerState.DRAINING
-        told = self._membership.set_state(self._state)
-        await asyncio.gather(*(one.stop_taking() for one in self.services), told)
+        self._membership.note_state(self._state)
+        await asyncio.gather(*(one.stop_taking() for one in self.services))
 
     def _on_stuck(self, stuck: bool) -> None:
         """Take no work while the engine is stuck. What is in the engine stays there, and goes

@@ -52,7 +52,7 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, client: EtcdClient)
     await soon(lambda: not worker.lease and not directory.reachable)
     assert list(directory.workers("decode")) == ["decode-1"]
     assert len(made) == 1  # no new incarnation before etcd is back
-    assert not await worker.set_state(WorkerState.DRAINING)
+    worker.note_state(WorkerState.DRAINING)
     etcd.resume()
     await soon(lambda: len(made) > 1 and made[-1] == worker.incarnation, within_s=20)
     assert len(made) == len(set(made)) == 2
