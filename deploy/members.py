@@ -65,7 +65,7 @@ def ask_etcd(
 
 async def workers(etcd: EtcdClient, namespace: str) -> list[WorkerRecord]:
     """Return the record of every worker and frontend, by role and id."""
-    records = [worker.record for worker in await live_workers(etcd, namespace)]
+    records = [record for record, _ in await live_workers(etcd, namespace)]
     return sorted(records, key=lambda record: (record.role, record.instance_id))
 
 

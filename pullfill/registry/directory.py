@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Self
 
 from pullfill.clock import SYSTEM_CLOCK
@@ -26,16 +25,6 @@ from pullfill.wire import WorkerRecord, decode
 
 # --------------------------------------------------------------------------- once
 
-_KV_ROLES = frozenset({"decode", "prefill"})
-
-
-@dataclass(frozen=True, slots=True)
-class LiveWorker:
-    """A registered worker."""
-
-    record: WorkerRecord
-    lease_id: int
-
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
     """The record at `key`. Raises BadMessage, also if it is of another worker."""
@@ -48,14 +37,14 @@ def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerReco
     return record
 
 
-async def live_workers(client: EtcdClient, namespace: str) -> list[LiveWorker]:
-    """All registered workers, oldest first. Unreadable ones are left out."""
+async def live_workers(client: EtcdClient, namespace: str) -> list[tuple[WorkerRecord, int]]:
+    """The record and the lease id of all registered workers, oldest first. Unreadable ones are left
+    out."""
     workers = []
     found, _ = await client.get_prefix(keys.record(namespace, "workers"))
     for kv in sorted(found, key=lambda kv: kv.create_revision):
         with suppress(BadMessage):
-            record = decode_worker_record(namespace, kv.key, kv.value)
-            workers.append(LiveWorker(record, kv.lease))
+            workers.append((decode_worker_record(namespace, kv.key, kv.value), kv.lease))
     return workers
 
 
@@ -64,10 +53,10 @@ async def revoke_worker(
 ) -> WorkerRecord | None:
     """Revoke the lease of one worker, which makes it drain. None: no such worker."""
     with suppress(LeaseNotFound):
-        for worker in await live_workers(client, namespace):
-            if worker.record.instance_id == instance_id:
-                await client.revoke_lease(worker.lease_id)
-                return worker.record
+        for record, lease_id in await live_workers(client, namespace):
+            if record.instance_id == instance_id:
+                await client.revoke_lease(lease_id)
+                return record
     return None
 
 
@@ -78,9 +67,10 @@ async def refuse_if_incompatible(
     *,
     registered: bool = False,
 ) -> None:
-    """Raise IncompatibleError, naming the first field that differs from a live KV worker's.
+    """Raise IncompatibleError, naming the first field that differs from a live worker's.
 
-    A namespace has one wire version, and one model, which is one of the fields.
+    A namespace has one wire version, and one model, which is one of the fields. Frontends have no
+    KV, so none of the fields.
 
     registered: our key is in etcd. Only workers whose key is older than ours count."""
     prefix = keys.record(namespace, "workers")
@@ -101,9 +91,7 @@ async def refuse_if_incompatible(
             if registered:
                 return
             continue
-        if record.compat is None or record.role not in _KV_ROLES:
-            continue
-        if theirs.compat is None or theirs.role not in _KV_ROLES:
+        if record.compat is None or theirs.compat is None:
             continue
         if differences := record.compat.differs_from(theirs.compat):
             field, our_value, their_value = differences[0]

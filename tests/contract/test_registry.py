@@ -148,7 +148,7 @@ async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: st
 
 
 async def registered(client: EtcdClient, ns: str) -> dict[str, WorkerRecord]:
-    return {w.record.instance_id: w.record for w in await live_workers(client, ns)}
+    return {record.instance_id: record for record, _ in await live_workers(client, ns)}
 
 
 # ------------------------------------------------------------------ membership
@@ -181,11 +181,9 @@ async def test_both_sides_of_a_worker_are_on_one_lease(client: EtcdClient, ns: s
 
     me = Membership(client, ns, 60, make, checking=lambda role: role == "prefill")
     await me.join()
-    both = {worker.record.role: worker for worker in await live_workers(client, ns)}
-    assert {role: worker.record.state for role, worker in both.items()} == {
-        "decode": WorkerState.READY, "prefill": WorkerState.CHECKING,
-    }  # fmt: skip
-    for role in both:
+    states = {record.role: record.state for record, _ in await live_workers(client, ns)}
+    assert states == {"decode": WorkerState.READY, "prefill": WorkerState.CHECKING}
+    for role in states:
         key = keys.worker(ns, role, "worker-1")
         before = (await client.get(key)).value
         for vandal in (client.delete(key), client.put(key, b"garbage")):
