@@ -52,7 +52,7 @@ class AdapterBoard(Follower):
         """Read an adapter that may not have been told yet. Raises RegistryUnavailable."""
         found = await self._client.get(self._prefix + name)
         if found is not None:
-            self._on_change(Put(found.key, found.value, found.mod_revision))
+            self._on_change(found)
 
     async def forget(self, name: str) -> None:
         """Remove an adapter. Raises RegistryUnavailable."""

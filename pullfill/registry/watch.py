@@ -35,13 +35,8 @@ from pullfill.runtime.lifecycle import Tasks, end
 _log = log.get("registry.watch")
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
-    """A key has a value."""
-
-    key: bytes
-    value: bytes
-    mod_revision: int
+# A key has a value.
+Put = KeyValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +62,7 @@ class _Changed(msgspec.Struct):
     type: str = "PUT"
 
     def event(self) -> Put | Delete:
-        if self.type == "DELETE":
-            return Delete(self.kv.key, self.kv.mod_revision)
-        return Put(self.kv.key, self.kv.value, self.kv.mod_revision)
+        return Delete(self.kv.key, self.kv.mod_revision) if self.type == "DELETE" else self.kv
 
 
 class _Result(msgspec.Struct):
@@ -117,7 +110,7 @@ async def watch_prefix(
                     yield Delete(key, revision)
                 for kv in kvs:
                     if before.get(kv.key) != kv:
-                        yield Put(kv.key, kv.value, kv.mod_revision)
+                        yield kv
                 yield Synced()
                 client.health.ok(part)
                 # Closed by hand: a consumer that stops must not leave the connection open.
@@ -126,10 +119,9 @@ async def watch_prefix(
                 ) as messages:
                     async for changes in messages:
                         backoff.reset()
-                        for changed in changes:
-                            event = changed.event()
+                        for event in changes:
                             if isinstance(event, Put):
-                                known[event.key] = changed.kv
+                                known[event.key] = event
                             else:
                                 known.pop(event.key, None)
                             yield event
@@ -158,7 +150,7 @@ async def watch_prefix(
 
 async def _changes(
     client: EtcdClient, start: bytes, revision: int, idle_s: float
-) -> AsyncGenerator[list[_Changed], None]:
+) -> AsyncGenerator[list[Put | Delete], None]:
     """Yield the changes after `revision`, message by message."""
     create = {
         "key": start or b"\0",
@@ -182,7 +174,7 @@ async def _changes(
                 raise RevisionLost(why)
             if result.header.revision < revision:
                 raise RevisionLost("etcd's store is younger than what was read from it")
-            yield result.events or []
+            yield [changed.event() for changed in result.events or ()]
 
 
 class Follower:
@@ -198,7 +190,6 @@ class Follower:
         self._prefix = prefix
         self._what = what
         self._on_event = on_event
-        self._synced = asyncio.Event()
         self._tasks = Tasks()
         self._callbacks: list[Callable[..., object]] = []
 
@@ -206,21 +197,18 @@ class Follower:
         """Begin to watch. Returns itself once all that is in etcd now was told.
 
         Raises RegistryUnavailable after `timeout_s`."""
-        task = asyncio.create_task(self._run(), name=self._what)
-        synced = asyncio.create_task(self._synced.wait())
+        synced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(synced), name=self._what)
         either = asyncio.FIRST_COMPLETED
         try:
             await asyncio.wait({synced, task}, timeout=timeout_s, return_when=either)
+            if not synced.done():
+                if task.done():
+                    await task
+                raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
         except BaseException:
             task.cancel()  # `close` does not know it yet
             raise
-        finally:
-            synced.cancel()
-        if not self._synced.is_set():
-            if task.done():
-                await task
-            task.cancel()
-            raise RegistryUnavailable(f"etcd did not give {self._what} within {timeout_s:g} s")
         self._tasks.keep(task)
         return self
 
@@ -249,12 +237,12 @@ class Follower:
         """End the watch, and drop what is not written yet. Idempotent."""
         await end(*self._tasks)
 
-    async def _run(self) -> None:
+    async def _run(self, synced: asyncio.Future[None]) -> None:
         async for event in watch_prefix(self._client, self._prefix):
-            if isinstance(event, Synced):
-                self._synced.set()
-            else:
+            if not isinstance(event, Synced):
                 self._on_event(event)
+            elif not synced.done():
+                synced.set_result(None)
 
     async def _write(
         self, work: Callable[[float], Awaitable[object]], name: str, until: float
