@@ -141,14 +141,11 @@ class _KeepAliveLine(msgspec.Struct):
     error: Failure | None = None
 
 
-def as_key(key: str | bytes) -> bytes:
-    return key.encode() if isinstance(key, str) else key
-
-
-def prefix_end(prefix: bytes) -> bytes:
-    """The first key after all keys with `prefix`. b"\\0", etcd's "no end", if there is none."""
-    kept = prefix.rstrip(b"\xff")
-    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
+def range_of(prefix: str) -> dict[str, bytes]:
+    """Return etcd's range of all keys with `prefix`, which is not empty."""
+    start = prefix.encode()
+    # UTF-8 has no byte 255, so there is one after the last.
+    return {"key": start, "range_end": start[:-1] + bytes([start[-1] + 1])}
 
 
 # --------------------------------------------------------------------------- sockets
@@ -486,27 +483,24 @@ class EtcdClient:
 
     # ------------------------------------------------------------------ keys
 
-    async def put(self, key: str | bytes, value: bytes, lease_id: int | None = None) -> int:
+    async def put(self, key: str, value: bytes, lease_id: int | None = None) -> int:
         """Write one key. Returns its revision. Raises LeaseNotFound if the lease is gone."""
-        request = _put(key, value, lease_id)
-        done = await self.call("/kv/put", request, _Done)
+        done = await self.call("/kv/put", _put(key, value, lease_id), _Done)
         return done.header.revision
 
-    async def get(self, key: str | bytes) -> KeyValue | None:
+    async def get(self, key: str) -> KeyValue | None:
         """The key's value (linearizable), or None."""
-        answer = await self.call("/kv/range", {"key": as_key(key)}, _Range)
+        answer = await self.call("/kv/range", {"key": key.encode()}, _Range)
         return answer.kvs[0] if answer.kvs else None
 
-    async def get_prefix(self, prefix: str | bytes) -> tuple[list[KeyValue], int]:
+    async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Return all keys with `prefix`, in their order, and the revision of the store."""
-        start = as_key(prefix)
-        request = {"key": start or b"\0", "range_end": prefix_end(start)}
-        answer = await self.call("/kv/range", request, _Range)
+        answer = await self.call("/kv/range", range_of(prefix), _Range)
         return answer.kvs or [], answer.header.revision
 
-    async def delete(self, key: str | bytes) -> None:
+    async def delete(self, key: str) -> None:
         """Remove one key, if it is there."""
-        await self.call("/kv/deleterange", {"key": as_key(key)}, _Done)
+        await self.call("/kv/deleterange", {"key": key.encode()}, _Done)
 
     async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
         """Write if the key is still as it was at `mod_revision` (0: absent). True if written."""
@@ -566,5 +560,5 @@ def _cause(exc: BaseException) -> str:
     return str(getattr(inner, "verify_message", "") or getattr(inner, "reason", "") or inner)
 
 
-def _put(key: str | bytes, value: bytes, lease_id: int | None) -> dict[str, Any]:
-    return {"key": as_key(key), "value": value, "lease": lease_id or 0}
+def _put(key: str, value: bytes, lease_id: int | None) -> dict[str, Any]:
+    return {"key": key.encode(), "value": value, "lease": lease_id or 0}

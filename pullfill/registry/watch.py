@@ -26,8 +26,7 @@ from pullfill.registry.client import (
     Header,
     KeyValue,
     RevisionLost,
-    as_key,
-    prefix_end,
+    range_of,
 )
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import Tasks, end
@@ -80,7 +79,7 @@ class _Line(msgspec.Struct):
 
 async def watch_prefix(
     client: EtcdClient,
-    prefix: str | bytes,
+    prefix: str,
     *,
     on_break: Callable[[], None] | None = None,
     idle_s: float = 60.0,
@@ -96,15 +95,13 @@ async def watch_prefix(
 
     Raises ConfigError if etcd does not let us read there at first. A later refusal counts as an
     outage: an operator may take back what caused it. Then `client.health` says why."""
-    start = as_key(prefix)
-    shown = start.decode(errors="replace")
-    part = f"watch of {shown}"
+    part = f"watch of {prefix}"
     known: dict[bytes, KeyValue] | None = None
     backoff = Backoff(pause_s, 0.5)
     try:
         while True:
             try:
-                kvs, revision = await client.get_prefix(start)
+                kvs, revision = await client.get_prefix(prefix)
                 before, known = known or {}, {kv.key: kv for kv in kvs}
                 for key in before.keys() - known.keys():
                     yield Delete(key, revision)
@@ -115,7 +112,7 @@ async def watch_prefix(
                 client.health.ok(part)
                 # Closed by hand: a consumer that stops must not leave the connection open.
                 async with contextlib.aclosing(
-                    _changes(client, start, revision, idle_s)
+                    _changes(client, prefix, revision, idle_s)
                 ) as messages:
                     async for changes in messages:
                         backoff.reset()
@@ -129,17 +126,17 @@ async def watch_prefix(
                 # Silent for idle_s. A half-open connection must not hide changes for longer.
                 continue
             except RevisionLost as exc:
-                _log.info("watch of %s: %s; reading it again", shown, exc)
+                _log.info("%s: %s; reading it again", part, exc)
                 await asyncio.sleep(backoff.next())
             except (RegistryUnavailable, ConfigError) as exc:
                 if isinstance(exc, ConfigError):
                     if known is None:
                         raise
                     if not client.health.error(part):
-                        _log.error("cannot watch %s any more, trying again: %s", shown, exc)
+                        _log.error("cannot watch %s any more, trying again: %s", prefix, exc)
                     client.health.failed(str(exc), part)
                 else:
-                    _log.debug("watch of %s broke: %s", shown, exc)
+                    _log.debug("%s broke: %s", part, exc)
                 if on_break is not None:
                     on_break()
                 # To check a password takes etcd tens of milliseconds of CPU.
@@ -149,14 +146,10 @@ async def watch_prefix(
 
 
 async def _changes(
-    client: EtcdClient, start: bytes, revision: int, idle_s: float
+    client: EtcdClient, prefix: str, revision: int, idle_s: float
 ) -> AsyncGenerator[list[Put | Delete], None]:
     """Yield the changes after `revision`, message by message."""
-    create = {
-        "key": start or b"\0",
-        "range_end": prefix_end(start),
-        "start_revision": revision + 1,
-    }
+    create = {**range_of(prefix), "start_revision": revision + 1}
     async with client.stream("/watch", {"create_request": create}, idle_s=idle_s) as lines:
         async for line in lines:
             try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pullfill.errors import ConfigError, RegistryUnavailable
 from pullfill.net.security import ServerSecurity
-from pullfill.registry.client import EtcdClient, parse_url, prefix_end
+from pullfill.registry.client import EtcdClient, parse_url, range_of
 
 OLD = "etcdserver: revision of auth store is old"
 HEADER = {"header": {"revision": "7"}}
@@ -147,11 +147,11 @@ async def test_a_server_that_is_no_etcd_is_refused_at_once(members: list[Member]
         await EtcdClient.connect(url)
 
 
-@given(st.binary(max_size=6), st.binary(max_size=6))
-def test_prefix_end_bounds_exactly_the_prefixed_keys(prefix: bytes, key: bytes) -> None:
-    end = prefix_end(prefix)
-    inside = key >= prefix and (end == b"\0" or key < end)
-    assert inside == key.startswith(prefix)
+@given(st.text(min_size=1, max_size=6), st.text(max_size=6))
+def test_a_range_bounds_exactly_the_prefixed_keys(prefix: str, rest: str) -> None:
+    found = range_of(prefix)
+    for key in (rest.encode(), (prefix + rest).encode()):
+        assert (found["key"] <= key < found["range_end"]) == key.startswith(prefix.encode())
 
 
 def test_urls() -> None:
