@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pullfill.errors import PullfillError, RegistryUnavailable
+from pullfill.errors import PullfillError
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.live_settings import Settings, store
@@ -99,12 +99,14 @@ async def test_a_paused_virtual_machine_is_not_revoked(
 # ------------------------------------------------------------------ the watch
 
 
-@pytest.fixture
-async def watched(client: EtcdClient) -> AsyncIterator[dict[bytes, bytes]]:
-    """The keys below n/ as a watch tells them. It comes back later than writers do."""
+async def test_a_watch_notices_a_store_that_was_replaced_and_outgrew_it(
+    etcd: EtcdServer, client: EtcdClient
+) -> None:
+    """The new store's revision is past ours when we look again, so its number proves nothing."""
     state: dict[bytes, bytes] = {}
 
     async def watch() -> None:
+        # It comes back later than the writer does.
         async for event in watch_prefix(client, "n/", pause_s=0.5):
             if isinstance(event, Put):
                 state[event.key] = event.value
@@ -112,55 +114,16 @@ async def watched(client: EtcdClient) -> AsyncIterator[dict[bytes, bytes]]:
                 del state[event.key]
 
     watching = asyncio.create_task(watch())
-    yield state
-    watching.cancel()
-
-
-async def test_a_watch_follows_over_restarts(
-    etcd: EtcdServer, client: EtcdClient, watched: dict[bytes, bytes]
-) -> None:
-    """Keys are written, and every third deleted again, also while the watch is away."""
-    writer = await EtcdClient.connect(etcd.url, wait_s=10)
-
-    async def write(number: int) -> None:
-        key = f"n/{number:04}"
-        while True:
-            try:
-                await writer.put(key, b"x")
-                return await writer.delete(key) if number % 3 == 0 else None
-            except RegistryUnavailable:
-                await asyncio.sleep(0.02)
-
-    async def write_all() -> None:
-        for number in range(300):
-            await write(number)
-            await asyncio.sleep(0.005)
-
-    writing = asyncio.create_task(write_all())
-    for end in (etcd.kill, etcd.stop):
-        seen = len(watched)
-        await soon(lambda seen=seen: len(watched) > seen + 30)
-        await asyncio.to_thread(end)
-        await asyncio.to_thread(etcd.start)
-    await asyncio.wait_for(writing, 60)
-    left = {f"n/{number:04}".encode() for number in range(300) if number % 3}
-    await soon(lambda: watched.keys() == left)
-    await writer.close()
-
-
-async def test_a_watch_notices_a_store_that_was_replaced_and_outgrew_it(
-    etcd: EtcdServer, client: EtcdClient, watched: dict[bytes, bytes]
-) -> None:
-    """The new store's revision is past ours when we look again, so its number proves nothing."""
     await client.put("n/old", b"1")
     await client.put("n/same", b"1")
-    await soon(lambda: len(watched) == 2)
+    await soon(lambda: len(state) == 2)
     await asyncio.to_thread(etcd.restart, empty=True)
     writer = await EtcdClient.connect(etcd.url, wait_s=10)
     await writer.put("n/same", b"1")
     for i in range(20):
         await writer.put("n/new", str(i).encode())
-    await soon(lambda: watched == {b"n/same": b"1", b"n/new": b"19"})
+    await soon(lambda: state == {b"n/same": b"1", b"n/new": b"19"})
+    watching.cancel()
     await writer.close()
 
 
