@@ -41,10 +41,10 @@ def token_event(body: dict[str, Any], *tokens: int) -> bytes:
     return event({"id": "cmpl-1", "choices": [choice]})
 
 
-def usage_event(body: dict[str, Any], cached: int = 0, tokens: int | None = None) -> bytes:
+def usage_event(body: dict[str, Any], cached: int = 0) -> bytes:
     usage = {
         "prompt_tokens": len(body["prompt"]),
-        "completion_tokens": body["max_tokens"] if tokens is None else tokens,
+        "completion_tokens": body["max_tokens"],
         "prompt_tokens_details": {"cached_tokens": cached},
     }
     return event({"id": "cmpl-1", "choices": [], "usage": usage})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -30,9 +29,9 @@ def prompts(*seed: object) -> Prompts:
     return Prompts(VOCABULARY, *seed)
 
 
-def answer(*token_s: float, due: float = 0.0, kind: Kind = Kind.SHORT, error: str = "") -> Answer:
-    asked = Ask(kind, (1, 2, 3), len(token_s), "lane")
-    return Answer(asked, due, due, list(token_s), list(range(len(token_s))), error=error)
+def answer(*token_s: float, error: str = "") -> Answer:
+    asked = Ask(Kind.SHORT, (1, 2, 3), len(token_s), "lane")
+    return Answer(asked, 0.0, 0.0, list(token_s), list(range(len(token_s))), error=error)
 
 
 ALL = {
@@ -114,9 +113,6 @@ class TestGoodput:
 # Targets of the serving benchmark, both ways, on figures made up here; tables.
 
 
-IDS = itertools.count()
-
-
 def system(name: str) -> System:
     aggregated = name in (Name.AGGREGATED, Name.AGGREGATED_256, Name.ROUND_ROBIN)
     return System(
@@ -128,51 +124,29 @@ def system(name: str) -> System:
     )
 
 
-def stream(itl_ms: float, tokens: int = 101) -> Answer:
-    times = [0.01 + 1e-3 * itl_ms * n for n in range(tokens)]
-    return Answer(Ask(Kind.SHORT, (1,) * 32, tokens, "s"), 0, 0, times, list(range(tokens)))
+def stream(itl_ms: float) -> Answer:
+    times = [0.01 + 1e-3 * itl_ms * n for n in range(101)]
+    return Answer(Ask(Kind.SHORT, (1,) * 32, 101, "s"), 0, 0, times, list(range(101)))
 
 
-def long(ttft_ms: float, length: int = 3000) -> Answer:
-    asked = Ask(Kind.LONG, (1,) * length, 1, "l")
-    return Answer(asked, 1.0, 1.0, [1.0 + 1e-3 * ttft_ms], request_id=f"id-{next(IDS)}")
-
-
-def window(
-    name: str,
-    part: str,
-    label: str,
-    answers: Sequence[Answer],
-    *,
-    path: str = "remote",
-    cpu_s: float = 1.0,
-    others: float = 0.0,
-) -> Window:
+def window(name: str, part: str, label: str, answers: Sequence[Answer]) -> Window:
     result = Result(list(answers), 10.0, 0.1, [0.001] * 10)
     seconds = None if part == "chat" else 10.0
-    found = Window(name, part, label, 0, seconds, result, Use(10.0, {"all": cpu_s}), others)
-    told = {"path": path, "timings_ms": {"queue": 2.0, "prefill": 80.0, "commit": None}}
-    found.explained = {a.request_id: told for a in answers if a.request_id}
-    return found
+    return Window(name, part, label, 0, seconds, result, Use(10.0, {"all": 1.0}))
 
 
-def interference(
-    name: str, control: float = 10.0, longs: float = 12.0, streams: int = 4, ttft: float = 100.0,
-    cpu_s: float = 1.0,
-) -> list[Window]:  # fmt: skip
-    """ITL in ms; tokens per second follow from `streams`."""
-    at = [stream(longs)] * streams
-    return [
-        window(name, "interference", CONTROL, [stream(control)] * 4),
-        window(name, "interference", LONGS, [*at, long(ttft)], cpu_s=cpu_s),
-    ]
+def interference(name: str, control: float = 10.0, longs: float = 12.0) -> list[Window]:
+    """ITL in ms, of streams alone and beside a long prompt."""
+    prompt = Answer(Ask(Kind.LONG, (1,) * 3000, 1, "l"), 1.0, 1.0, [1.1], request_id="long")
+    told = {"path": "remote", "timings_ms": {"queue": 2.0, "prefill": 80.0, "commit": None}}
+    beside = window(name, "interference", LONGS, [*[stream(longs)] * 4, prompt])
+    beside.explained = {prompt.request_id: told}
+    return [window(name, "interference", CONTROL, [stream(control)] * 4), beside]
 
 
-def measured(*windows: Window, idle: dict[str, float] | None = None) -> Measured:
+def measured(*windows: Window) -> Measured:
     names = list(dict.fromkeys(w.system for w in windows))
-    made = Measured([system(n) for n in names], list(windows))
-    made.idle = {name: [Use(1.0, {"all": cores})] for name, cores in (idle or {}).items()}
-    return made
+    return Measured([system(n) for n in names], list(windows))
 
 
 def row(made: Measured, metric: str, peer: str = "") -> report.Row:
@@ -208,18 +182,12 @@ class TestInterference:
         assert row(measured(one, two), "(a) ITL p99", "own control").metric.endswith(BUSY)
 
 
-def turn(tokens: int, hit: int, lane: str = "c") -> Answer:
-    asked = Ask(Kind.TURN, (1,) * tokens, 2, lane, grows=True)
-    return Answer(asked, 0, 0, [1.0, 2.0], [1, 2], cached=0, request_id=f"{lane}-{tokens}-{hit}")
-
-
 class TestChat:
     def made(self, hit: int) -> Window:
-        found = window(Name.PULLFILL, "chat", "", [turn(98, 0), turn(98, hit)])
-        found.explained = {
-            a.request_id: {"path": "local", "prefix_hit_tokens": int(a.request_id.split("-")[2])}
-            for a in found.answers
-        }
+        asked, hits = Ask(Kind.TURN, (1,) * 98, 2, "c", grows=True), (0, hit)
+        turns = [Answer(asked, 0, 0, [1.0, 2.0], [1, 2], request_id=str(n)) for n in hits]
+        found = window(Name.PULLFILL, "chat", "", turns)
+        found.explained = {str(n): {"path": "local", "prefix_hit_tokens": n} for n in hits}
         return found
 
     @pytest.mark.parametrize(("hit", "ok"), [(95, True), (94, False)])
