@@ -14,7 +14,7 @@ Kinds and moments follow from --seed. One decode worker, one prefill worker and 
 never hit. So a decode worker is always left, and no request may fail.
 
 The private memory of these four (resident, without the shared KV) is told at half time and at the
-end. tests/integration/test_engine_memory.py holds a worker's growth against a limit.
+end.
 
 Writes results/chaos-soak.md.
 Exit status 1 when anything failed, was wrong, or is left behind.
