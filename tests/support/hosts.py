@@ -7,7 +7,6 @@ more host, so that it reaches the frontend and etcd. Needs root, iproute2 and /d
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import shutil
@@ -20,8 +19,8 @@ from tests.support.cluster import Cluster, Worker
 from tests.support.etcd import EtcdServer
 from tests.support.nats import NatsServer
 from tests.support.wires import Wire, Wires
+from tests.support.zygote import enter
 
-_CLONE_NEWNET = 0x40000000
 TEST = "test"
 _serials = itertools.count()
 
@@ -45,10 +44,7 @@ def _inside(namespace: Path, do: Callable[[], None]) -> None:
     """Run `do` in a thread that has entered the network namespace. Raises what it raises."""
 
     def run() -> None:
-        with namespace.open() as there:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
+        enter(str(namespace))
         do()
 
     with ThreadPoolExecutor(1) as thread:

@@ -178,19 +178,22 @@ def zygote() -> Zygote:
 
 
 def enter(namespace: str) -> None:
-    """Move this thread into a network namespace, and the process to a /dev/shm of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    """Move this thread into a network namespace."""
+    with open(namespace) as there:
+        _libc("setns", there.fileno(), _CLONE_NEWNET)
 
-    def must(result: int, what: str) -> None:
-        if result != 0:
-            raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-    there = os.open(namespace, os.O_RDONLY)
-    must(libc.setns(there, _CLONE_NEWNET), f"setns {namespace}")
-    os.close(there)
-    must(libc.unshare(_CLONE_NEWNS), "unshare")
-    must(libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None), "mount /")
-    must(libc.mount(b"shm", b"/dev/shm", b"tmpfs", 0, _OWN_SHM), "mount /dev/shm")
+def _take_own_shm() -> None:
+    """Give this process a /dev/shm of its own."""
+    _libc("unshare", _CLONE_NEWNS)
+    _libc("mount", b"none", b"/", None, _MS_REC_PRIVATE, None)
+    _libc("mount", b"shm", b"/dev/shm", b"tmpfs", 0, _OWN_SHM)
+
+
+def _libc(function: str, *given: object) -> None:
+    """Call a function of libc. Raises OSError if it fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*given) != 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
 
 
 def _become_worker(order: dict[str, Any]) -> None:
@@ -203,6 +206,7 @@ def _become_worker(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     if order["namespace"]:
         enter(order["namespace"])
+        _take_own_shm()
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(order["env"])
