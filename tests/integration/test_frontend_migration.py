@@ -122,8 +122,6 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
     ("more", "word", "streamed"),
     [
         ({"seed": 1, "temperature": 1.0}, "sampled with a seed", True),
-        ({"seed": 1, "temperature": 1.0}, "sampled with a seed", False),
-        ({"n": 2, "temperature": 1.0}, "n > 1", True),
         ({"n": 2, "temperature": 1.0}, "n > 1", False),
         ({"response_format": SCHEMA}, "structured output", True),
         ({"frequency_penalty": 0.5}, "frequency penalty", True),
