@@ -93,17 +93,15 @@ class SseServer:
 BODY = {"return_token_ids": True, "prompt": [1, 2], "max_tokens": 3}
 
 
-def plan(server: SseServer, *asks: Ask, seconds: float | None = None, limit_s: float = 5.0) -> Plan:
-    return Plan(server.url, "m", Workload(asks, seconds), limit_s)
-
-
 def ask(kind: Kind = Kind.SHORT, lane: str = "a", **more: Any) -> Ask:
     return Ask(kind, more.pop("prompt", (1, 2)), more.pop("max_tokens", 3), lane, **more)
 
 
-async def asked(server: SseServer, *asks: Ask, **options: Any) -> Result:
+async def asked(
+    server: SseServer, *asks: Ask, seconds: float | None = None, limit_s: float = 5.0
+) -> Result:
     async with server.running():
-        return await send(plan(server, *asks, **options))
+        return await send(Plan(server.url, "m", Workload(asks, seconds), limit_s))
 
 
 class TestAnswers:

@@ -25,7 +25,6 @@ def spread(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             cluster.launch_on(host, "prefill")
         cluster.launch_on("front", "frontend")
         cluster.wait_ready(*cluster.workers)
-        cluster.lasting = list(cluster.workers)
         yield cluster
 
 

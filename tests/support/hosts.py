@@ -116,14 +116,11 @@ class Hosts:
 
 class SpreadCluster(Cluster):
     """A cluster on `hosts`: servers on "servers", the frontend on "front", each worker on the host
-    that `launch_on` names. The hosts end with it.
-
-    lasting: processes that no test ends."""
+    that `launch_on` names. The hosts end with it."""
 
     def __init__(self, directory: Path, model_path: Path, hosts: Hosts) -> None:
         super().__init__(directory, model_path)
         self.hosts = hosts
-        self.lasting: list[Worker] = []
         address, before = hosts.address("servers"), hosts.command("servers")
         self.etcd = EtcdServer(directory / "etcd", host=address, before=before)
         self.nats = NatsServer(directory / "nats", host=address, before=before)
@@ -143,8 +140,8 @@ class SpreadCluster(Cluster):
         self.wait_ready(*self.of("decode"), *self.of("prefill"))
 
     def assert_alive(self) -> None:
-        """Every lasting process runs. The message holds the last lines of the logs of others."""
-        ended = [worker for worker in self.lasting if not worker.alive]
+        """Every process runs. The message holds the last lines of the logs of others."""
+        ended = [worker for worker in self.workers if not worker.alive]
         assert not ended, "\n".join(
             f"{w.log.name}: ended with exit code {w.process.returncode}\n{w.tail()}" for w in ended
         )

@@ -49,15 +49,8 @@ class Oracle:
     engine_args: more keyword arguments of `vllm.LLM`.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        max_model_len: int = 4096,
-        forked: bool = True,
-        **engine_args: Any,
-    ) -> None:
-        self._args = {"model": str(model), "max_model_len": max_model_len, **engine_args}
+    def __init__(self, model: Path, *, forked: bool = True, **engine_args: Any) -> None:
+        self._args = {"model": str(model), **engine_args}
         handle, name = tempfile.mkstemp(prefix="pullfill-oracle-", suffix=".log")
         os.close(handle)
         self.log = Path(name)
@@ -189,6 +182,7 @@ def _serve(args: dict[str, Any], link: Any) -> None:
             "enforce_eager": True,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 4096,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 16,
             "disable_log_stats": True,
