@@ -28,10 +28,6 @@ from typing import Any
 from tests.support.zygote import ENVIRONMENT, Forked, zygote
 
 
-class OracleError(RuntimeError):
-    """The oracle's engine refused the request, or is gone. Says where its log is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One answer. logprobs: per generated token, {token id: logprob}, if they were asked for."""
@@ -76,10 +72,10 @@ class Oracle:
             try:
                 while not select.select([door], [], [], 0.1)[0]:
                     if self._child.poll() is not None:
-                        raise OracleError(f"the oracle's engine did not start, see {self.log}")
+                        raise RuntimeError(f"the oracle's engine did not start, see {self.log}")
                 self._link = Connection(door.accept()[0].detach())
                 self._answer()
-            except OracleError:
+            except BaseException:
                 self.close()
                 raise
         return self
@@ -130,7 +126,7 @@ class Oracle:
         ends: for each prompt, the numbers of tokens after which a step ends. The last
         is the whole prompt. A model of 16 bits rounds by them. Each prompt is then computed alone.
         Without it prompts not answered before run as one batch.
-        sampling: more keyword arguments of vLLM's SamplingParams. Raises OracleError.
+        sampling: more keyword arguments of vLLM's SamplingParams. Raises RuntimeError.
         """
         params = {
             "temperature": 0.0, "max_tokens": max_tokens, "logprobs": logprobs, **sampling
@@ -158,17 +154,16 @@ class Oracle:
         return found
 
     def _answer(self, question: Any = None) -> Any:
-        """Ask the child. None: it is about to say that it is ready."""
-        if self._child is None:
-            raise OracleError("the oracle is not running: start() first")
+        """Ask the child. None: it is about to say that it is ready. Raises RuntimeError with the
+        name of its log if it refuses the question or is gone."""
         try:
             if question is not None:
                 self._link.send(question)
             answer = self._link.recv()
         except (EOFError, OSError):
-            raise OracleError(f"the oracle's engine is gone, see {self.log}") from None
+            raise RuntimeError(f"the oracle's engine is gone, see {self.log}") from None
         if isinstance(answer, str):
-            raise OracleError(f"{answer} (log: {self.log})")
+            raise RuntimeError(f"{answer} (log: {self.log})")
         return answer
 
 
