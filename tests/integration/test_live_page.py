@@ -35,19 +35,19 @@ FLAGS = (
 _PATIENCE_MS = 120_000
 
 
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser with a profile of its own, which goes with it."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """It has a profile of its own, which goes with it."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("no chromium: apt-get install chromium")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make install")
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        chromium = driver.chromium.launch(executable_path=path, args=list(FLAGS))
         try:
-            yield browser
+            yield chromium
         finally:
-            browser.close()
+            chromium.close()
 
 
 @dataclass
@@ -104,9 +104,10 @@ def ask(cluster: Cluster, seed: int) -> str:
 
 
 @pytest.mark.essential
-def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Cluster) -> None:
+def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(
+    pair: Cluster, browser: Browser
+) -> None:
     with (
-        chromium() as browser,
         look(browser, f"{pair.frontend_url}/pullfill/ui") as found,
         ThreadPoolExecutor(2) as pool,
     ):
@@ -151,12 +152,6 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(pair: Clust
 
 
 PAGE = "/pullfill/ui"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

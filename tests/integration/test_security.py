@@ -21,13 +21,6 @@ pytestmark = pytest.mark.engine
 PASSWORD, API_KEY, ADMIN_KEY = (secrets.token_hex(16) for _ in range(3))
 
 
-def write(directory: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = directory / name
-        path.touch(0o600)
-        path.write_text(f"{text}\n")
-
-
 class Locked(Cluster):
     """A cluster whose servers want logins and certificates. `stranger` has another cluster key."""
 
@@ -41,14 +34,12 @@ class Locked(Cluster):
         )
         self.etcd = EtcdServer(self.directory / "etcd", tls)
         self.api_key = API_KEY
-        write(
-            self.directory,
-            password=PASSWORD,
-            api=API_KEY,
-            admin=ADMIN_KEY,
-            key=secrets.token_hex(32),
-            other_key=secrets.token_hex(32),
-        )
+        told = {"password": PASSWORD, "api": API_KEY, "admin": ADMIN_KEY}
+        told |= {name: secrets.token_hex(32) for name in ("key", "other_key")}
+        for name, secret in told.items():
+            path = self.directory / name
+            path.touch(0o600)
+            path.write_text(f"{secret}\n")
         login = 'user = "{}"\npassword_file = "password"\n'
         files = f'ca = "{tls.ca}"\ncert = "{tls.cert}"\nkey = "{tls.key}"\n'
         for name, key in (("security.toml", "key"), ("stranger.toml", "other_key")):
