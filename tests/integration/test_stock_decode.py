@@ -81,10 +81,10 @@ class Stock:
 
 
 @contextmanager
-def stock_decode(cluster: Cluster, *flags: str) -> Iterator[Stock]:
+def stock_decode(cluster: Cluster) -> Iterator[Stock]:
     """One more decode worker of the cluster, in stock vLLM."""
     usual, cluster.stock = cluster.stock, frozenset({"decode"})
-    worker = cluster.launch("decode", *flags)
+    worker = cluster.launch("decode")
     cluster.stock = usual
     try:
         cluster.wait_ready(worker)
