@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pullfill.engine import request_limits
@@ -274,10 +273,18 @@ def _is_plain(value: Any) -> bool:
 # --------------------------------------------------------------------------- ASGI
 
 
+def route_of(scope: Scope) -> str:
+    """Return the path without the scope's root path, as Starlette matches it with routes."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        return path[len(root) :]
+    return path
+
+
 def posted_to(scope: Scope) -> str:
-    """Return the path of a POST, as the app's router reads it. Empty: it is none."""
-    is_post = scope["type"] == "http" and scope["method"] == "POST"
-    return get_route_path(scope) if is_post else ""
+    """Return `route_of` of a POST. Empty: it is none."""
+    return route_of(scope) if scope["type"] == "http" and scope["method"] == "POST" else ""
 
 
 @contextlib.asynccontextmanager

@@ -20,12 +20,11 @@ import re
 import time
 from collections.abc import Callable, Sequence
 
-from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pullfill.errors import ConfigError
 from pullfill.frontend import counters
-from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS, respond
+from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS, respond, route_of
 from pullfill.net import http_proof
 from pullfill.runtime import log
 from pullfill.runtime.watched_files import WatchedFiles
@@ -115,7 +114,7 @@ class HttpAuth:
             page = _is_page(scope)
             shown = _use_bearer(scope, page)
             status, why = self._judge(scope, page, shown)
-            path = get_route_path(scope)
+            path = route_of(scope)
             # Not before the key is right: without it nobody learns which routes there are.
             if status != 401 and scope["type"] == "http" and path not in self._present:
                 if not self._known(scope):
@@ -135,7 +134,7 @@ class HttpAuth:
         """Return (0, "") if the request may pass, else the HTTP status and the message.
 
         shown: the digest of its key."""
-        path, method = get_route_path(scope), scope.get("method", "GET")
+        path, method = route_of(scope), scope.get("method", "GET")
         if path in OPEN_PATHS or method == "OPTIONS":
             return 0, ""
         if _any(shown, self._admin):
@@ -181,7 +180,7 @@ def _is_page(scope: Scope) -> bool:
     """Whether the request is for the live page."""
     if scope["type"] != "http" or scope.get("method") not in ("GET", "HEAD"):
         return False
-    path = get_route_path(scope)
+    path = route_of(scope)
     return path == PAGE or path.startswith(_PAGE_PREFIX)
 
 
@@ -226,7 +225,7 @@ def _from_here(scope: Scope, page: bool) -> bool:
         # A browser names the origin where it loads a page's modules.
         own = {(b"origin", scheme + name) for name in names for scheme in (b"http://", b"https://")}
         headers = [h for h in headers if h not in _OF_PAGE and h not in own]
-        if get_route_path(scope) == PAGE and (b"sec-fetch-dest", b"document") in headers:
+        if route_of(scope) == PAGE and (b"sec-fetch-dest", b"document") in headers:
             # A link on another site may lead here. That site sees nothing of it.
             headers = [(name, value) for name, value in headers if name != b"sec-fetch-site"]
     if any(n in _SPOKEN_FOR or n.startswith(_SPOKEN_FOR_PREFIXES) for n, _ in headers):
