@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from pullfill.transfer.shm.files import PREFIX, shm_dir
+from tests.support.checkpoint import TINY, tiny_checkpoint
 from tests.support.cluster import BLOCK, Cluster
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
@@ -265,3 +268,22 @@ def test_tokens_over_other_transports_equal_the_oracle(
         assert next(iter(better)) == "cuda_ipc"
     for told in over["shm"]:
         assert [reason.split(": ")[0] for reason in told["why_not_better"]] == ["cuda_ipc"]
+
+
+# ------------------------------------------------------------------ a long prompt
+
+
+@pytest.mark.long
+def test_a_prompt_of_32k_tokens(tmp_path: Path) -> None:
+    long = tiny_checkpoint(recipe=replace(TINY, max_positions=34_000))
+    prompt = random_prompt(32_768, seed=8)
+    roles = ("decode", "prefill", "frontend")
+    with Cluster(tmp_path, long, kv_mib=128) as cluster:  # half may wait for prefill workers
+        cluster.start(*((role, "--max-model-len=33000") for role in roles))
+        answer = ask(cluster, prompt, STEPS)
+        told = cluster.explain(answer.request_id)
+        cluster.assert_clean()
+    assert (told["path"], told["reason"], told["fallback"]) == ("remote", "cost_probe", None)
+    assert told["remote_tokens"] == 32_767
+    with Oracle(long, max_model_len=33_000) as oracle:
+        assert_right(oracle, [prompt], [answer], STEPS)
