@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette._utils import get_route_path
 
 from pullfill import releases
 from pullfill.engine.check import base_version, require_version
-from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS
+from pullfill.frontend.admission import ENGINE_PATHS, TEXT_PATHS, route_of
 from pullfill.frontend.http_auth import OPEN_PATHS, SERVING_PATHS, SERVING_PREFIXES, HttpAuth
 from pullfill.net import http_proof
 from pullfill.net.security import FrontendSecurity
@@ -362,3 +363,12 @@ def test_the_classes_are_what_the_guard_makes_of_them() -> None:
     assert not FOR_ADMINS & open_to_clients
     assert not [path for path in FOR_ADMINS if path.startswith(SERVING_PREFIXES)]
     assert all(p in open_to_clients or p.startswith(SERVING_PREFIXES) for p in HARMLESS)
+
+
+@given(
+    path=st.text("/ab", max_size=6).map(lambda rest: "/" + rest),
+    root=st.text("/ab", max_size=4),
+)
+def test_a_route_is_what_starlette_will_find(path: str, root: str) -> None:
+    scope = {"path": path, "root_path": root}
+    assert route_of(scope) == get_route_path(scope)
