@@ -1,7 +1,8 @@
 """`make spine`: records one remote prefill in a real cluster, and prints its path.
 
 Which functions of pullfill run, in which file, process and thread, in the order of their first
-call. A function that also runs while the cluster is idle is no part of the path. Two counts:
+call. Each case is asked for twice. A function that runs only once, or that also runs while the
+cluster is idle, is a regular task that came by, and no part of the path. Two counts:
 
 - all: every function, also properties, closures and methods of one line
 - hops: functions that call one of another file. Whoever reads these follows the request from file
@@ -27,27 +28,28 @@ from tests.support.cluster import Cluster
 from tests.support.prompts import ask, random_prompt
 from tests.support.recorder import RECORD, Call, Window, read
 
+TURNS = 0, 1
+"""Of each case."""
 IDLE = 1
 IDLE_S = 4.0
 """Longer than every regular task of a worker takes to come by again, but one: the ledger's timer
 wakes up after 10 s and calls six functions that then count as part of the path."""
 
 
-def plain(cluster: Cluster) -> None:
+def plain(cluster: Cluster, turn: int) -> None:
     """A prompt of one chunk, nothing cached."""
-    ask(cluster, random_prompt(400, seed=91))
+    ask(cluster, random_prompt(400, seed=100 + turn))
 
 
-def hit(cluster: Cluster) -> None:
+def hit(cluster: Cluster, turn: int) -> None:
     """A prompt whose beginning the decode worker has cached, and the prefill worker has not."""
-    ask(cluster, [*random_prompt(320, seed=90), *random_prompt(300, seed=92)])
+    ask(cluster, [*random_prompt(320, seed=90 + turn), *random_prompt(300, seed=200 + turn)])
 
 
-CASES: dict[str, Callable[[Cluster], None]] = {case.__name__: case for case in (plain, hit)}
-# Two runs differ by a few functions: a regular task may come by in one and not in the other.
-FILES, FUNCTIONS = 87, 468
+CASES: dict[str, Callable[[Cluster, int], None]] = {case.__name__: case for case in (plain, hit)}
+FILES, FUNCTIONS = 84, 460
 """The budget of the case `plain` over shm: all."""
-HOP_FILES, HOPS = 36, 103
+HOP_FILES, HOPS = 32, 99
 """The same for hops."""
 ASIDE = (
     "pullfill/runtime/", "pullfill/prefix/", "pullfill/rate.py", "pullfill/engine/kv_events.py",
@@ -76,7 +78,8 @@ def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Wind
         cluster.wait_ready(*cluster.workers)
         # Everything that happens once has then happened: connections, self-check, first measures.
         cluster.set_router(policy="always_local")
-        ask(cluster, random_prompt(320, seed=90))
+        for turn in TURNS:
+            ask(cluster, random_prompt(320, seed=90 + turn))
         cluster.set_router(policy="always_remote")
         for seed in range(80, 84):
             ask(cluster, random_prompt(700, seed=seed))
@@ -86,18 +89,28 @@ def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Wind
 
 
 def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str, list[Call]]:
-    """The calls of each case, and under the name `idle` those without one."""
+    """The calls of each case that both of its requests make, as the first one made them.
+
+    Under the name `idle` those without a request."""
+    windows = {name: [2 * i + turn for turn in TURNS] for i, name in enumerate(names, IDLE)}
     with recorded(directory, *flags) as (cluster, record, window):
         window.open(IDLE)
         time.sleep(IDLE_S)
-        for number, name in enumerate(names, IDLE + 1):
-            window.open(number)
-            CASES[name](cluster)
-            time.sleep(0.3)  # the ack and what is told afterwards
-            window.open(0)
+        for name, pair in windows.items():
+            for turn in TURNS:
+                window.open(pair[turn])
+                CASES[name](cluster, turn)
+                time.sleep(0.3)  # the ack and what is told afterwards
+                window.open(0)
         calls = read(record)
-        numbered = enumerate(["idle", *names], IDLE)
-        return {name: [c for c in calls if c.window == number] for number, name in numbered}
+    made: dict[int, dict[tuple[str, str, str], Call]] = {}
+    for call in calls:
+        key = call.role, call.file, call.function
+        made.setdefault(call.window, {}).setdefault(key, call)
+    found = {
+        name: [c for k, c in made[a].items() if k in made[b]] for name, (a, b) in windows.items()
+    }
+    return {"idle": [c for c in calls if c.window == IDLE], **found}
 
 
 def path_of(calls: Sequence[Call], idle: Sequence[Call]) -> list[Call]:
