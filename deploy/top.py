@@ -7,6 +7,7 @@ answer either, the last picture stays on the screen.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
@@ -128,7 +129,9 @@ def _stream(ref: ClusterRef, url: str, *, given: bool) -> Generator[LiveSnapshot
 
     given: the user has named it."""
     decoder = msgspec.json.Decoder(LiveSnapshot)
-    with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=True) as client:
+    # httpx's own context knows no authority of SSL_CERT_FILE, unless proxies are followed, too.
+    tls = ssl.create_default_context()
+    with httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=tls) as client:
         for headers in _shown_to(ref, url, given):
             with client.stream("GET", url + PATH, headers=headers) as answer:
                 if answer.status_code in (401, 403):

@@ -27,6 +27,7 @@ from pullfill.snapshot import (
     WorkerRow,
 )
 from pullfill.wire import Expected, ExplainRecord, PredictedMs, QueueStatus, ServerStatus, Timings
+from tests.support.certificates import Certificates
 
 DECODE = [f"decode-{n}-7f3a" for n in range(5)]
 PREFILL = [f"prefill-{n}-a2d9" for n in range(3)]
@@ -114,10 +115,12 @@ def _ended(now: float, number: int) -> Ended:
 
 
 @contextmanager
-def serving(port: int = 0, admin: tuple[str, ...] = ()) -> Iterator[str]:
+def serving(
+    port: int = 0, admin: tuple[str, ...] = (), tls: Certificates | None = None
+) -> Iterator[str]:
     """The scripted frontend in a thread, behind the admission of a real one. Yields its URL.
 
-    port: 0: any. admin: keys of administrators."""
+    port: 0: any. admin: keys of administrators. tls: what it shows, with HTTPS."""
     live = ScriptedLive()
 
     async def request(found: Request) -> Response:
@@ -126,14 +129,16 @@ def serving(port: int = 0, admin: tuple[str, ...] = ()) -> Iterator[str]:
 
     app = Starlette(routes=live_page.routes(live, request))  # type: ignore[arg-type]
     guarded: Any = HttpAuth(app, (), admin)  # type: ignore[arg-type]
-    config = uvicorn.Config(guarded, port=port, log_level="error", lifespan="off")
+    shown = {"ssl_certfile": str(tls.cert), "ssl_keyfile": str(tls.key)} if tls else {}
+    config = uvicorn.Config(guarded, port=port, log_level="error", lifespan="off", **shown)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         thread.join(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        where = server.servers[0].sockets[0].getsockname()[1]
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{where}"
     finally:
         live.closed = server.should_exit = True
         thread.join(10)

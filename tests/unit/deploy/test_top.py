@@ -14,10 +14,11 @@ from pullfill.config import ClusterRef
 from pullfill.deploy import cli
 from pullfill.deploy import top as command
 from pullfill.deploy.top import screen
-from pullfill.errors import ConfigError
+from pullfill.errors import ConfigError, UnavailableError
 from pullfill.net.security import FrontendSecurity, Security
 from pullfill.snapshot import Flow, LiveSnapshot, Stage, WorkerRow
 from pullfill.wire import QueueStatus, ServerStatus
+from tests.support.certificates import make_certificates
 from tests.support.live_script import DECODE, PREFILL, ScriptedLive, serving
 from tests.support.state_dir import recorded
 
@@ -43,6 +44,17 @@ def test_one_screen_is_printed_where_there_is_no_terminal(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith(DECODE[0]) for line in lines)
+
+
+def test_https_with_an_authority_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make_certificates(tmp_path / "tls")
+    with serving(tls=own) as url:
+        with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            command.top(ref(tmp_path, url), url=url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(own.ca))
+        assert command.top(ref(tmp_path, url), url=url) == 0
 
 
 def test_the_url_of_a_frontend_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
