@@ -149,14 +149,25 @@ def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> 
 STOCK = ROOT / "deploy" / "stock"
 
 
-def only_ours() -> set[str]:
-    """What pullfill requires, and no other package that is installed here."""
-    needed = {True: set[str](), False: set[str]()}
-    for package in metadata.distributions():
-        for needs in map(Requirement, package.requires or ()):
-            if needs.marker is None or needs.marker.evaluate({"extra": ""}):
-                needed[package.name == "pullfill"].add(canonicalize_name(needs.name))
-    return needed[True] - needed[False]
+def closure(name: str) -> dict[str, metadata.Distribution]:
+    """What a package needs, itself included, of what is installed here."""
+    found: dict[str, metadata.Distribution] = {}
+    todo = [(name, "")]
+    done = set[tuple[str, str]]()
+    while todo:
+        if (one := todo.pop()) in done:
+            continue
+        done.add(one)
+        try:
+            package = found[one[0]] = metadata.distribution(one[0])
+        except metadata.PackageNotFoundError:
+            continue  # add-ons of PyTorch (deploy/install.py)
+        for text in package.requires or ():
+            needs = Requirement(text)
+            if needs.marker is None or needs.marker.evaluate({"extra": one[1]}):
+                known = canonicalize_name(needs.name)
+                todo += [(known, extra) for extra in ("", *needs.extras)]
+    return found
 
 
 def wheel_of(package: metadata.Distribution, into: Path) -> None:
@@ -171,17 +182,14 @@ def wheel_of(package: metadata.Distribution, into: Path) -> None:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip and uv see of an image with vLLM: all that is here, without pullfill and what only
-    pullfill needs.
+    """What pip and uv see of an image with vLLM: the packages that vLLM needs, and no others.
 
-    Only what describes the packages is there. Their files lie in our own environment."""
+    Only what describes them is there. Their files lie in our own environment."""
     path = tmp_path_factory.mktemp("image") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True, timeout=60)
     (site,) = path.glob("lib/python*/site-packages")
-    left_out = only_ours() | {"pullfill"}
-    for package in metadata.distributions():
-        if canonicalize_name(package.name) in left_out:
-            continue
+    (vllm,) = check.installed_builds()
+    for package in closure(vllm).values():
         files = package.files or ()
         (told,) = (f for f in files if f.name == "METADATA" and len(f.parts) == 2)
         described = Path(str(told.locate())).parent
@@ -202,7 +210,7 @@ def test_a_layer_on_an_image_of_vllm_changes_nothing_there(
     shutil.copy2(wheel, offline)
     (offline / "uv").symlink_to(Path(sys.executable).parent / "uv")
     (vllm,) = check.installed_builds()
-    new = only_ours()
+    new = closure("pullfill").keys() - closure(vllm).keys() - {"pullfill"}
     assert {"nats-py", "etcd3-py"} <= new
     for name in new:
         wheel_of(metadata.distribution(name), offline)
