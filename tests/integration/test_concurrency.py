@@ -17,6 +17,7 @@ from pullfill.engine.view import Seats, View
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
+from pullfill.prefill_worker.transfer_worker import Copy
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
 from pullfill.worker.context import WorkerContext
@@ -39,24 +40,19 @@ class Copies:
     held: threading.Event | None = None
     transport, why_not_better = "fake", ()
 
-    def read(self, task: Any, remote: Any, local: Any, done: Any) -> None:
-        self._later(task, done, read=True)
-
-    def write(self, task: Any, local: Any, remote: Any, last: bool, done: Any) -> None:
-        self._later(task, done, last=last)
-
-    def _later(self, task: Any, done: Any, *, read: bool = False, last: bool = False) -> None:
+    def copy(self, copy: Copy) -> None:
+        task = copy.task
         with task.lock:
             task.outstanding += 1
 
         def end() -> None:
-            if read and self.held is not None:
+            if copy.verb == "read" and self.held is not None:
                 self.held.wait(60)
             with task.lock:
                 task.outstanding -= 1
-            if last:
+            if copy.last:
                 task.end(None)
-            done(task, None)
+            copy.done(task, None)
 
         threading.Timer(0.01, end).start()
 
