@@ -81,6 +81,7 @@ class Admin:
         return JSONResponse({"live": True})
 
     async def ready(self, _: Request) -> Response:
+        away = await self.view.reasons()  # first, so that all else is of one moment
         records = self.view.records()
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
@@ -94,7 +95,6 @@ class Admin:
         if not prefill and (decode or stock is None):
             reasons.append(NO_PREFILL)
         reasons += troubles
-        away = await self.view.reasons()
         unknown = self.pool.prefixes.troubles(asyncio.get_running_loop().time())
         away += [f"{name}: {trouble}" for name, trouble in unknown.items()]
         reasons += away + self.pool.refusals()
