@@ -18,6 +18,7 @@ import pytest
 from tests.support.answers import ask_for
 from tests.support.checked import LOST, MANY, checked
 from tests.support.cluster import Cluster, StockWorker, Worker, until
+from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, ask_all, assert_right, random_prompt, truth
 
@@ -53,6 +54,36 @@ def test_every_prompt_is_prefilled_remotely(stock_cluster: Cluster, oracle: Orac
     stock_cluster.assert_clean()
 
 
+def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
+    stock_cluster: Cluster, oracle: Oracle
+) -> None:
+    """vLLM has no request then: the KV is written, and the job not committed."""
+    stock_cluster.add("prefill")
+    # Either may take the job: both wait at the queue.
+    workers = stock_cluster.of("prefill")
+    for one in workers:
+        # Longer than vLLM's end waits for a worker that has nothing to finish.
+        one.arm("prefill.before_commit=sleep:5@1")
+    prompt = random_prompt(900, seed=93)
+    answer = ask_for(stock_cluster, prompt, STEPS)
+
+    def at_work() -> list[Worker]:
+        return [one for one in workers if "before_commit acts" in one.log.read_text()]
+
+    until(at_work, 20, "it is there")
+    (leaving,) = at_work()
+    leaving.signal(signal.SIGTERM)
+    assert answer.done.wait(60)
+    for one in workers:
+        one.arm("")
+    assert (answer.error, answer.tokens) == ("", truth(oracle, [prompt], STEPS)[0][0])
+    told = stock_cluster.explain(answer.request_id)
+    assert (told["path"], told["fallback"], told["attempts"]) == ("remote", None, 1)
+    assert told["prefill_instance"] == leaving.instance_id
+    leaving.wait(20)
+    stock_cluster.assert_clean()
+
+
 @pytest.mark.essential
 def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     stock_cluster: Cluster, oracle: Oracle
@@ -79,37 +110,55 @@ def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     assert {one["decode_instance"] for one in paths} == {survivor.instance_id}
 
 
-FLEET: tuple[Sequence[str], ...] = (
-    ("stock", "decode", "--tensor-parallel-size=2"), ("own", "decode"),
-    ("stock", "prefill"), ("own", "prefill"),
-)  # fmt: skip
+TWO_RANKS = ("--tensor-parallel-size=2",)
+
+
+def served(load: Load) -> set[str]:
+    """The workers that requests went to."""
+    return load.decode_instances() | load.prefill_instances()
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("fleet", "dying"),
+    [
+        pytest.param(
+            [("stock", "decode"), ("own", "decode"), ("own", "prefill")], [0, 1, 2], id="1P2D"
+        ),
+        pytest.param(
+            [("own", "decode"), ("stock", "prefill"), ("own", "prefill")], [1, 2], id="2P1D"
+        ),
+        pytest.param(
+            [("stock", "decode", *TWO_RANKS), ("own", "decode"), ("stock", "prefill")],
+            [0, 1, 2],
+            id="1P2D, two ranks",
+        ),
+    ],
+)
 def test_no_worker_of_a_mixed_fleet_takes_requests_with_it(
-    model_path: Path, tmp_path: Path, oracle: Oracle
+    fleet: list[Sequence[str]], dying: list[int], model_path: Path, tmp_path: Path, oracle: Oracle
 ) -> None:
-    """Each is killed under load, and comes back."""
+    """Each is killed under load, and comes back. dying: who, of the fleet."""
     bounds = {"fallbacks": {LOST: (0, MANY)}, "stale": {"claim": (0, MANY)}}
     with Cluster(tmp_path, model_path, lease_ttl_s=10) as cluster:
 
-        def launch(kind: str, *process: str) -> Worker:
+        def launch(kind: str, *process: str) -> Any:
             cluster.stock = BOTH if kind == "stock" else frozenset()
             return cluster.launch(*process)
 
         cluster.start_servers()
-        running = [launch(*one) for one in [*FLEET, ("own", "frontend")]]
+        running = [launch(*one) for one in [*fleet, ("own", "frontend")]]
         cluster.wait_ready(*running)
         cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
         with (
             checked(cluster, oracle, **bounds) as check,
             check.load(threads=4, max_tokens=40, seed=96_000) as load,
         ):
-            for index, process in enumerate(FLEET):
-                victim = running[index].instance_id
-                at_work = load.decode_instances if "decode" in process else load.prefill_instances
-                until(lambda victim=victim, of=at_work: victim in of(), 60, "it has its share")
-                running[index].kill()
+            for index in dying:
+                victim = running[index]
+                until(lambda name=victim.instance_id: name in served(load), 60, "it has its share")
+                victim.kill()
                 load.more(6)
-                cluster.wait_ready(launch(*process))
+                running[index] = launch(*fleet[index])
+                cluster.wait_ready(running[index])
             load.more(6)

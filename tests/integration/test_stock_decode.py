@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from tests.support.cluster import (
     until,
 )
 from tests.support.oracle import Oracle
-from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt, truth
+from tests.support.prompts import Answer, ask, assert_right, random_prompt, truth
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +52,6 @@ SEVERAL = {
 STEPS = 6
 LENGTHS = [1, 2, 31, 32, 33, 64, 65, 200, 511, 512, 513, 700, 1023, 1025, 1999]
 DECIDED = "pullfill_decision_total"
-TWO_RANKS = ("--shutdown-timeout=10", "--data-parallel-size=2")
 
 
 class Stock:
@@ -75,16 +75,20 @@ class Stock:
     def ask(self, prompt: list[int]) -> Answer:
         return ask(self.cluster, prompt, STEPS, self.client)
 
+    def ask_all(self, prompts: list[list[int]]) -> list[Answer]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(self.ask, prompts))
+
     def remote(self) -> float:
         """How many prompts it has sent to prefill workers."""
         return self.cluster.counter(DECIDED, path="remote", instance_id=self.instance_id)
 
 
 @contextmanager
-def stock_decode(cluster: Cluster) -> Iterator[Stock]:
+def stock_decode(cluster: Cluster, *flags: str) -> Iterator[Stock]:
     """One more decode worker of the cluster, in stock vLLM."""
     usual, cluster.stock = cluster.stock, frozenset({"decode"})
-    worker = cluster.launch("decode")
+    worker = cluster.launch("decode", *flags)
     cluster.stock = usual
     try:
         cluster.wait_ready(worker)
@@ -118,7 +122,7 @@ def test_a_remote_prefill_gives_the_tokens_of_one_engine(stock: Stock, oracle: O
     assert stock.remote() - before == len(LENGTHS) - 1, "one token is computed where it is sampled"
     # Its own prefix cache is a hit, and a prefill worker reads it.
     longer = [prompt + random_prompt(300, seed=51) for prompt in prompts]
-    answers = ask_all(stock.cluster, longer, STEPS, client=stock.client)
+    answers = stock.ask_all(longer)
     assert_right(oracle, longer, answers, STEPS, 1e-5)
     assert stock.remote() - before == 2 * len(LENGTHS) - 1
     # Its clients know an answer by its id. No frontend does, but the worker.
@@ -158,41 +162,74 @@ def test_a_page_without_a_frontend_shows_its_requests(stock: Stock) -> None:
 
 
 @pytest.mark.long
+def test_ranks_in_processes_of_their_own_and_steps_that_overlap(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    with stock_decode(cluster, "--tensor-parallel-size=2", "--async-scheduling") as stock:
+        prompts = [random_prompt(length, seed=55) for length in LENGTHS]
+        assert_right(oracle, prompts, stock.ask_all(prompts), STEPS, 1e-4)
+        longer = [prompt + random_prompt(300, seed=56) for prompt in prompts]
+        assert_right(oracle, longer, stock.ask_all(longer), STEPS, 1e-4)
+        assert stock.remote() == 2 * len(LENGTHS) - 1
+        cluster.assert_clean()
+
+
+@contextmanager
+def two_ranks(
+    cluster: Cluster, directory: Path, **env: str
+) -> Iterator[tuple[StockWorker, dict[str, WorkerRecord]]]:
+    """A data parallel server that is ready, and the records of its ranks. env: more variables."""
+    flags = [*FLAGS, "--shutdown-timeout=10", "--data-parallel-size=2"]
+    before = cluster.records("decode").keys()
+    with stock_vllm(
+        directory, cluster.model_path, transfer=cluster.stock_flag(), env=env, flags=flags
+    ) as (server,):
+        server.ready()
+        found = cluster.records("decode")
+        until(cluster.linked, 40, "prefill workers have connected, and were compared")
+        yield server, {name: found[name] for name in sorted(found.keys() - before)}
+
+
+@pytest.mark.long
 def test_each_rank_of_a_data_parallel_server_is_a_worker(
     cluster: Cluster, tmp_path: Path, oracle: Oracle
 ) -> None:
-    """If a rank dies, vLLM ends the whole server. Who speaks to our frontend does not notice. Its
-    own clients, if any, vLLM 0.32 leaves without an answer, also without our flag."""
-    before = cluster.records("decode").keys()
-    how: dict[str, Any] = {"transfer": cluster.stock_flag(), "flags": [*FLAGS, *TWO_RANKS]}
-    how["env"] = {"PULLFILL_FAILPOINTS": "engine.step=sleep:0.02"}
-    with stock_vllm(tmp_path, cluster.model_path, **how) as (server,):
-        server.ready()
-        known = cluster.records("decode")
-        ranks = sorted(known.keys() - before)
+    with two_ranks(cluster, tmp_path) as (server, ranks):
         assert [rank[-4:] for rank in ranks] == ["_dp0", "_dp1"]
-        until(cluster.linked, 40, "prefill workers have connected, and were compared")
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=60.0, max_retries=0
+        )
         prompts = [random_prompt(length, seed=57) for length in LENGTHS[1:]]
-        with closing(client):
-            answers = ask_all(cluster, prompts, STEPS, client=client)
+        with closing(client), ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda one: ask(cluster, one, STEPS, client), prompts))
         assert_right(oracle, prompts, answers, STEPS, 1e-5)
         sent = [cluster.counter(DECIDED, path="remote", instance_id=rank) for rank in ranks]
         assert sum(sent) == len(prompts)
         assert all(sent), "both are used"
+        server.stop()
+        assert not ranks.keys() & cluster.records("decode").keys()
 
+
+@pytest.mark.long
+def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
+    cluster: Cluster, tmp_path: Path, oracle: Oracle
+) -> None:
+    """vLLM then ends the whole server. Its own clients, if any, vLLM 0.32 leaves without an answer,
+    also without our flag."""
+    slow = {"PULLFILL_FAILPOINTS": "engine.step=sleep:0.02"}
+    with two_ranks(cluster, tmp_path, **slow) as (server, ranks):
         prompts, steps = [random_prompt(300 + n, seed=58) for n in range(6)], 200
-        streams = [ask_for(cluster, prompt, steps) for prompt in prompts]
-        until(lambda: all(one.tokens for one in streams), 60, "they are under way")
-        os.kill(known[ranks[0]].pid, signal.SIGKILL)
-        assert all(one.done.wait(60) for one in streams)
-        assert [one.error for one in streams] == [""] * len(streams)
-        assert [one.tokens for one in streams] == [t for t, _ in truth(oracle, prompts, steps)]
-        left = [cluster.explain(one.request_id)["migrated_from"] for one in streams]
-        # The other rank may finish its own.
-        assert ranks[0] in {name for names in left for name in names}
+        answers = [ask_for(cluster, prompt, steps) for prompt in prompts]
+        until(lambda: all(one.tokens for one in answers), 60, "they are under way")
+        dying = min(ranks)
+        os.kill(ranks[dying].pid, signal.SIGKILL)
+        assert all(one.done.wait(60) for one in answers)
+        assert [one.error for one in answers] == [""] * len(answers)
+        assert [one.tokens for one in answers] == [t for t, _ in truth(oracle, prompts, steps)]
+        left = [cluster.explain(one.request_id)["migrated_from"] for one in answers]
+        assert dying in {name for names in left for name in names}  # the other one may finish its
         until(lambda: not server.alive, 30, "the server ends")
-        until(lambda: not set(ranks) & cluster.records("decode").keys(), 20, "their leases end")
+        until(lambda: not ranks.keys() & cluster.records("decode").keys(), 20, "their leases end")
 
 
 def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
@@ -312,12 +349,19 @@ def test_no_key_stays_if_vllm_fails_after_the_worker_has_joined(
     assert cluster.records("decode").keys() == before.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "flags", "told"),
+    [
+        (SEVERAL, [], "use it alone"),
+        ({}, ["--dtype=bfloat16"], "its dtype is 'bfloat16', but that of"),
+    ],
+)
 def test_what_cannot_work_is_told_and_the_server_does_not_start(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, config: dict[str, Any], flags: list[str], told: str
 ) -> None:
-    several = cluster.stock_flag() | SEVERAL
-    with stock_vllm(tmp_path, cluster.model_path, transfer=several, flags=FLAGS) as (server,):
+    how: dict[str, Any] = {"transfer": cluster.stock_flag() | config, "flags": [*FLAGS, *flags]}
+    with stock_vllm(tmp_path, cluster.model_path, **how) as (server,):
         until(lambda: not server.alive, 60, "it ends")
-    told = [line for line in server.log.read_text().splitlines() if "use it alone" in line]
-    assert len(told) == 1
-    assert "error: " in told[0]
+    lines = [line for line in server.log.read_text().splitlines() if told in line]
+    assert len(lines) == 1
+    assert "error: " in lines[0]

@@ -32,9 +32,9 @@ TINY = Recipe(
 )
 
 
-def tiny_checkpoint() -> Path:
+def tiny_checkpoint(recipe: Recipe = TINY) -> Path:
     """Directory of the checkpoint, made unless a test run of this user made it before."""
-    return ensure_demo_model(_cache_dir() / f"tiny-{TINY.digest()}", TINY)
+    return ensure_demo_model(_cache_dir() / f"tiny-{recipe.digest()}", recipe)
 
 
 def _cache_dir() -> Path:

@@ -70,14 +70,10 @@ def ask(
 
 
 def ask_all(
-    cluster: Cluster,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int = 6,
-    at_once: int = 8,
-    client: openai.OpenAI | None = None,
+    cluster: Cluster, prompts: Sequence[Sequence[int]], max_tokens: int = 6, at_once: int = 8
 ) -> list[Answer]:
     """Ask all prompts, `at_once` at a time. Returns the answers in the prompts' order."""
-    client = client or cluster.client()
+    client = cluster.client()
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda p: ask(cluster, p, max_tokens, client), prompts))
 
