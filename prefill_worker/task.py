@@ -195,7 +195,7 @@ class PrefillTask:
         )
 
     def ready(self, timings: StageTimings, fence: FenceToken) -> Ready:
-        """As `commit`, in pull mode: all blocks are kept. fence: over them."""
+        """The message of pull mode: all blocks are kept. fence: the one over these blocks."""
         return Ready(
             rid=0,
             job_id=self.job_id,

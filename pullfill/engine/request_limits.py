@@ -123,7 +123,7 @@ def _too_large(structured: Any) -> str:
 
 
 def apply_targets(params: Any) -> None:
-    """Copy the targets of the HTTP request into `vllm_xargs`. What these name already, stays.
+    """Copy the targets of the HTTP request into `vllm_xargs`. A target in these stays.
 
     params: vLLM's SamplingParams or PoolingParams."""
     asked = _asked.get()

@@ -25,7 +25,7 @@ class WatchedFiles:
         self._read = self._stamps()
 
     async def wait(self) -> None:
-        """Return when they are to be read again: they differ from what was read last."""
+        """Return once the files differ from what was read last."""
         now = self._read
         while True:
             await asyncio.sleep(self._every_s)

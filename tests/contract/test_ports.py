@@ -462,7 +462,7 @@ async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None
 async def test_a_request_whose_load_has_failed_needs_its_blocks_once(
     adapter: Any, model_path: Path
 ) -> None:
-    """vLLM asks only about requests without blocks, and reserved some for this one before."""
+    """vLLM asks about a request without blocks. It has reserved some for this one before."""
     async with probed(adapter, model_path) as (made, probe):
         probe.brings["a"] = BROUGHT
         computed = made.submit.add(request("a"))
