@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 _log = log.get("engine.front_app")
 # vLLM's routes, in its development mode, that put an engine to sleep, pause it, change its weights
 # or call into it. They fail where there are many engines, so they are not served. One beside them,
-# which aborts the requests of this frontend, works.
+# which aborts the requests of this frontend, works. `serve.dev.rlhf` is `rl` in vLLM 0.31.
 _OF_ONE_ENGINE = tuple(
-    f"vllm.entrypoints.{name}." for name in ("rl", "serve.dev.rpc", "serve.dev.sleep")
+    f"vllm.entrypoints.{name}."
+    for name in ("rl", "serve.dev.rlhf", "serve.dev.rpc", "serve.dev.sleep")
 )
 
 
