@@ -152,7 +152,7 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ups(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
-    """What `pullfill up` is called with. It starts nothing."""
+    """The options of each call of `pullfill up`, in place of which nothing is started."""
     calls: list[UpOptions] = []
     monkeypatch.setattr("pullfill.deploy.up.up", lambda options, *_, **__: calls.append(options))
     return calls

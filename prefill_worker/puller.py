@@ -131,8 +131,8 @@ class Budget:
         charge.counted = True
 
     def counts_no_more(self, job_id: str) -> None:
-        """The claim has no answer, or cannot be made yet. Or the job is late, or with
-        `--concurrency` it is computed."""
+        """Stop counting a job: its claim has no answer or cannot be made yet, or the job is late.
+        With `--concurrency` also a job that is computed."""
         if (charge := self._charges.get(job_id)) is not None:
             charge.counted = False
             self.room.set()

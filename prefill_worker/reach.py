@@ -117,7 +117,7 @@ class SharedTransferWorker:
         self._again_at = 0.0
 
     def drop(self) -> None:
-        """Close the current transfer worker. The next job makes a new one."""
+        """Close the current transfer worker. The next job connects anew."""
         dropped, self.current = self.current, None
         if dropped is not None:
             self._attempt = None

@@ -181,7 +181,7 @@ class PrefillTask:
         )
 
     def commit(self, timings: StageTimings) -> Commit:
-        """The message that says that all blocks are written, without a request id."""
+        """Return the message that all blocks are written. The link fills in `rid`."""
         return Commit(
             rid=0,
             job_id=self.job_id,
@@ -195,7 +195,9 @@ class PrefillTask:
         )
 
     def ready(self, timings: StageTimings, fence: FenceToken) -> Ready:
-        """The message of pull mode: all blocks are kept. fence: the one over these blocks."""
+        """Return the message of pull mode: all blocks are kept. The link fills in `rid`.
+
+        fence: the one over these blocks."""
         return Ready(
             rid=0,
             job_id=self.job_id,

@@ -39,7 +39,8 @@ MAX_MS = 3.6e6
 class _Asked:
     """What an HTTP request asks for.
 
-    targets: those that its headers name. choices: how many it has not submitted yet."""
+    targets: values of its headers, by their keys in `vllm_xargs`.
+    choices: how many answers (`n`) it has asked for, and not submitted to the engine yet."""
 
     targets: dict[str, str]
     choices: int = 0

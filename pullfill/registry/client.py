@@ -356,7 +356,7 @@ class EtcdClient:
         raise self.refused(failure, status, at)
 
     def _begin(self, path: str, request: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """Return a POST of aiohttp. Raises RegistryUnavailable after `close`."""
+        """Return a POST request to etcd, not sent yet. Raises RegistryUnavailable after `close`."""
         if self._api.session.closed:
             raise RegistryUnavailable("the etcd client is closed")
         data = msgspec.json.encode(request)

@@ -364,7 +364,7 @@ class Membership:
         return True
 
     async def _rewrite(self, lease: EtcdLease) -> None:
-        """Write our keys again each time `_stale` is set. Nobody else writes meanwhile."""
+        """Write our keys again each time `_stale` is set. Nothing else writes meanwhile."""
         backoff = Backoff(longest_s=1.0)
         while True:
             await self._stale.wait()

@@ -164,7 +164,7 @@ def quote(
     now: float,
     step_tokens: int,
 ) -> tuple[float, float]:
-    """Return what one more prompt costs here, and the seconds to its first token.
+    """Return the cost of one more prompt here, and the seconds to its first token.
 
     The cost is how many more requests are expected to miss a target. Waiting counts, too: see LATER
     and LOST."""
