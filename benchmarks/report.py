@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks import machine
+
 RESULTS = Path(__file__).parent / "results"
 HEAD = "| metric | value | unit | peer | peer value | ratio | target | ok |"
 
@@ -181,4 +183,5 @@ def _machine() -> str:
         if line.startswith("model name"):
             model = line.partition(":")[2].strip() + ", "
             break
-    return f"{model}{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
+    slow = "" if machine.multiplies_bfloat16() else " without bfloat16"
+    return f"{model}{os.cpu_count()} cores{slow}, {platform.machine()}, Linux {platform.release()}"

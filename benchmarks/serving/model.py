@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import machine
 from pullfill.demo.checkpoint import ensure_demo_model
 from pullfill.demo.recipe import MARKUP_TOKENS, SPECIAL_TOKENS, Recipe
 from pullfill.deploy import plan
@@ -16,7 +17,7 @@ from pullfill.deploy import plan
 NAME = "bench"
 """What requests call it."""
 
-DTYPE = "bfloat16"
+DTYPE = "bfloat16" if machine.multiplies_bfloat16() else "float32"
 """Of weights and KV in the engines; the file holds float32, cast when it is loaded."""
 
 RECIPE = Recipe(
@@ -40,7 +41,8 @@ def model_directory() -> Path:
 
 def kv_bytes_per_token(recipe: Recipe = RECIPE) -> int:
     """Bytes of keys and values that one token leaves in the cache, all layers, in `DTYPE`."""
-    return recipe.layers * 2 * recipe.kv_heads * recipe.head_dim * 2
+    numbers = recipe.layers * 2 * recipe.kv_heads * recipe.head_dim
+    return numbers * (2 if DTYPE == "bfloat16" else 4)
 
 
 def plain_tokens(recipe: Recipe = RECIPE) -> range:
