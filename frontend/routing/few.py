@@ -3,13 +3,16 @@
 A worker without streams has its time for prompts: with workers of both sides that makes decode
 workers and prefill workers while the load is light. Streams on fewer workers have longer steps. And
 prompts that the other workers cannot compute are computed beside streams. So it is the fewest
-workers with which about as few requests are open as can be:
+workers with which not many more requests are open than can be:
 
+    open requests = streams + FIRST * prompts under way
+    streams = tokens per second * time of a token
     time of a token = step with an equal part of the streams / (1 - share of prompts)
     share of prompts there = what workers without streams cannot do, in equal parts
-    open requests = streams, in proportion to the time of a token + FIRST * prompts under way
 
-By Little's law fewer open requests are a higher throughput, and less waiting.
+Clients want as many tokens per second of fewer workers. A step is longer there, so there are more
+streams, and these make it longer still. By Little's law fewer open requests are a higher
+throughput, and less waiting.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ _BESIDE = 2.0
 # A prompt under way counts as so many streams, because a first token has less time than an answer.
 # With 1, streams went to a worker whose time prompts needed, and stayed for their whole answers.
 _FIRST = 4.0
-# So many times as few requests have to be open, or one more worker gets no streams.
-_GAIN = 1.1
-# Seats and KV blocks of the workers with streams are used to this share at most.
+# How many times as many requests as with the best number may be open. A worker keeps its streams
+# for their whole answers. With 1.2 more workers got some while a load began than it needed later,
+# and prompts were late (`make sim-fleet`).
+_GAIN = 1.5
+# KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
+# What a step takes of its own is this share of it, at least: more streams do not always come.
+_FREE = 0.05
 
 
 class Told(NamedTuple):
@@ -55,30 +62,32 @@ def few(workers: Sequence[Told]) -> int:
         sum((load.streams + 1e-6) * load.step_s[part] for load in loads) / knowing
         for part in range(3)
     )
-    found: list[tuple[int, float, float]] = []
-    for k in range(min(_needed(loads), count), count + 1):
+    stream_s += token_s * tokens / streams  # with its KV
+
+    def prompts_at(k: int) -> tuple[float, float]:
+        """Of k workers with streams: prompts under way, and the share of time left for streams."""
         apart = min(prompts, _IDLE * (count - k))
-        share = (prompts - apart) / k
-        step_s = base_s + (stream_s * streams + token_s * tokens) / k
-        found.append((k, step_s / max(0.02, 1.0 - share), apart + _BESIDE * (prompts - apart)))
-    fastest_s = max(1e-9, min(one_s for _, one_s, _ in found))
-    best, fewest = float("inf"), count
-    for k, one_s, under_way in found:
-        if (open_ := streams * one_s / fastest_s + _FIRST * under_way) * _GAIN < best:
-            best, fewest = open_, k
-    return fewest
+        return apart + _BESIDE * (prompts - apart), max(0.02, 1.0 - (prompts - apart) / k)
+
+    having = max(1, sum(load.streams > 0 for load in loads))
+    step_s = base_s + stream_s * streams / having
+    tokens_per_s = streams * prompts_at(having)[1] / max(1e-9, step_s)
+    found: list[tuple[int, float]] = []
+    for k in range(min(_needed(loads, streams), count), count + 1):
+        under_way, left = prompts_at(k)
+        # Solves streams = tokens_per_s * (base_s + stream_s * streams / k) / left.
+        free = max(_FREE, 1.0 - tokens_per_s * stream_s / left / k)
+        found.append((k, tokens_per_s * base_s / left / free + _FIRST * under_way))
+    least = min(open_ for _, open_ in found)
+    return next(k for k, open_ in found if open_ <= _GAIN * least)
 
 
-def _needed(loads: list[LoadReport]) -> int:
+def _needed(loads: list[LoadReport], streams: int) -> int:
     """How many workers it takes for the seats of all streams, and for the KV blocks in use."""
     shares = [1e-9]
-    for used, whole in (
-        (sum(w.streams for w in loads) + 1, sum(w.seats for w in loads)),
-        (
-            sum(w.active_blocks for w in loads),
-            sum(w.active_blocks + w.free_blocks for w in loads),
-        ),
-    ):
-        if whole:
-            shares.append(used / whole / _FULL)
+    if seats := sum(load.seats for load in loads):
+        shares.append(streams / seats)
+    used = sum(load.active_blocks for load in loads)
+    if blocks := used + sum(load.free_blocks for load in loads):
+        shares.append(used / blocks / _FULL)
     return -int(-len(loads) * max(shares) // 1)

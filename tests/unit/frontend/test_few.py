@@ -29,7 +29,7 @@ def worker(
     ("workers", "count"),
     [
         ([worker(), worker()], 1),
-        # One more worker would make tokens less than a tenth faster.
+        # One more worker would make tokens hardly faster.
         ([worker(1, 0.5), worker(0, 0.3)], 1),
         # Streams alone: two workers make them half as fast again.
         ([worker(30), worker(0)], 2),
@@ -38,7 +38,10 @@ def worker(
         # Prompts fill more than the second worker: both do both.
         ([worker(10, 0.8), worker(10, 0.8)], 2),
         ([worker(10), *[worker(prompts=0.7)] * 3], 1),
-        ([worker(40), *[worker(prompts=0.1)] * 3], 3),
+        # As many tokens per second from one worker would take twice as many streams.
+        ([worker(40), *[worker(prompts=0.1)] * 3], 2),
+        # One worker's steps would be half as long again, and so get more streams than it can take.
+        ([worker(15, 0.1), worker(15, 0.2), worker(0, 0.8), worker(0, 0.8)], 2),
         ([worker(2, seats=8), worker(seats=8)], 1),
         ([worker(2, seats=2), worker(seats=2)], 2),
         ([worker(1, blocks=900), worker(), worker()], 2),
@@ -71,3 +74,8 @@ def test_requests_whose_prompts_wait_become_streams() -> None:
     assert few(waiting) == 2
     older = [Told(replace(one.load, requests=0), 0.0) for one in (worker(32), worker(32))]
     assert few(older) == few([worker(32), worker(32)]) == 2
+
+
+def test_no_request_waits_for_a_seat_while_others_have_some() -> None:
+    full = replace(worker(1, seats=8).load, requests=16)
+    assert few([Told(full, 0.0), *[worker(seats=8)] * 3]) == 3
