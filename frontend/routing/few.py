@@ -36,6 +36,8 @@ _FIRST = 4.0
 _GAIN = 1.5
 # KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
+# So large a share of the requests may need a seat at once. The others are prompts under way.
+_SEATED = 0.75
 # What a step takes of its own is this share of it, at least: more streams do not always come.
 _FREE = 0.05
 
@@ -86,7 +88,8 @@ def _needed(loads: list[LoadReport], streams: int) -> int:
     """How many workers it takes for the seats of all streams, and for the KV blocks in use."""
     shares = [1e-9]
     if seats := sum(load.seats for load in loads):
-        shares.append(streams / seats)
+        begun = sum(load.streams for load in loads) + 1
+        shares.append(max(begun, _SEATED * streams) / seats)
     used = sum(load.active_blocks for load in loads)
     if blocks := used + sum(load.free_blocks for load in loads):
         shares.append(used / blocks / _FULL)
