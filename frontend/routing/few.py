@@ -34,7 +34,7 @@ _FIRST = 4.0
 # for their whole answers. With 1.2 more workers got some while a load began than it needed later,
 # and prompts were late (`make sim-fleet`).
 _GAIN = 1.5
-# KV blocks of the workers with streams are used to this share at most.
+# Seats and KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
 # So large a share of the requests may need a seat at once. The others are prompts under way.
 _SEATED = 0.75
@@ -89,7 +89,7 @@ def _needed(loads: list[LoadReport], streams: int) -> int:
     shares = [1e-9]
     if seats := sum(load.seats for load in loads):
         begun = sum(load.streams for load in loads) + 1
-        shares.append(max(begun, _SEATED * streams) / seats)
+        shares.append(max(begun / _FULL, _SEATED * streams) / seats)
     used = sum(load.active_blocks for load in loads)
     if blocks := used + sum(load.free_blocks for load in loads):
         shares.append(used / blocks / _FULL)
