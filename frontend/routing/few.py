@@ -38,7 +38,8 @@ _GAIN = 1.5
 _FULL = 0.75
 # So large a share of the requests may need a seat at once. The others are prompts under way.
 _SEATED = 0.75
-# What a step takes of its own is this share of it, at least: more streams do not always come.
+# A step's own time counts as this share of it at least. Else there could be streams without end,
+# while clients that wait for their answers ask for no more.
 _FREE = 0.05
 
 
