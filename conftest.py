@@ -152,7 +152,7 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ups(monkeypatch: pytest.MonkeyPatch) -> list[UpOptions]:
-    """The options of each call of `pullfill up`, in place of which nothing is started."""
+    """The options of each call of `pullfill up`. Such a call starts nothing."""
     calls: list[UpOptions] = []
     monkeypatch.setattr("pullfill.deploy.up.up", lambda options, *_, **__: calls.append(options))
     return calls

@@ -21,8 +21,9 @@ QUIET_CORES = 0.15
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for it. Without them PyTorch multiplies it tens of
-    times slower than float32, and no engine keeps up with a load."""
+    """Whether the processor has instructions for bfloat16.
+
+    Without them PyTorch multiplies it much slower than float32, and no engine keeps up."""
     return any(flag.endswith("bf16") for flag in Path("/proc/cpuinfo").read_text().split())
 
 

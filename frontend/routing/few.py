@@ -3,15 +3,15 @@
 A worker without streams has its time for prompts: with workers of both sides that makes decode
 workers and prefill workers while the load is light. Streams on fewer workers have longer steps. And
 prompts that the other workers cannot compute are computed beside streams. So it is the fewest
-workers with which not many more requests are open than can be:
+workers with which at most GAIN times as many requests are open as with the best number:
 
     open requests = streams + FIRST * prompts under way
     streams = tokens per second * time of a token
     time of a token = step with an equal part of the streams / (1 - share of prompts)
     share of prompts there = what workers without streams cannot do, in equal parts
 
-Clients want as many tokens per second of fewer workers. A step is longer there, so there are more
-streams, and these make it longer still. By Little's law fewer open requests are a higher
+Fewer workers have to make as many tokens per second. Their steps are longer, so there are more
+streams, and these make steps longer still. By Little's law fewer open requests are a higher
 throughput, and less waiting.
 """
 
@@ -30,13 +30,13 @@ _BESIDE = 2.0
 # A prompt under way counts as so many streams, because a first token has less time than an answer.
 # With 1, streams went to a worker whose time prompts needed, and stayed for their whole answers.
 _FIRST = 4.0
-# How many times as many requests as with the best number may be open. A worker keeps its streams
-# for their whole answers. With 1.2 more workers got some while a load began than it needed later,
-# and prompts were late (`make sim-fleet`).
+# So many times as many requests as with the best number may be open. A worker that gets streams
+# while a load begins keeps them for their whole answers. With a smaller number too many workers
+# got some, and prompts were late (load `conversations` of `make sim-fleet`).
 _GAIN = 1.5
 # Seats and KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
-# So large a share of the requests may need a seat at once. The others are prompts under way.
+# This share of the open requests may need a seat at the same time. The rest are prompts.
 _SEATED = 0.75
 # A step's own time counts as this share of it at least. Else there could be streams without end,
 # while clients that wait for their answers ask for no more.
@@ -68,7 +68,8 @@ def few(workers: Sequence[Told]) -> int:
     stream_s += token_s * tokens / streams  # with its KV
 
     def prompts_at(k: int) -> tuple[float, float]:
-        """Of k workers with streams: prompts under way, and the share of time left for streams."""
+        """If k workers have streams: the prompts under way on all workers, and what share of the
+        time of these k is left for streams."""
         apart = min(prompts, _IDLE * (count - k))
         return apart + _BESIDE * (prompts - apart), max(0.02, 1.0 - (prompts - apart) / k)
 

@@ -124,7 +124,9 @@ def _too_large(structured: Any) -> str:
 
 
 def apply_targets(params: Any) -> None:
-    """Copy the targets of the HTTP request into `vllm_xargs`. A target in these stays.
+    """Copy the targets of the HTTP request into `vllm_xargs`.
+
+    A target that the client has given in `vllm_xargs` stays.
 
     params: vLLM's SamplingParams or PoolingParams."""
     asked = _asked.get()

@@ -70,7 +70,7 @@ async def test_a_client_that_leaves_ends_all_it_has_opened(how: Any, stream: boo
 
 @each_stock
 async def test_the_decode_server_gets_what_the_prefill_server_has_computed(how: Any) -> None:
-    """The prefill server is asked for one token, the decode server for what the client asked."""
+    """The prefill server is asked for one token, the decode server for as many as the client."""
     kept = {"model": "m", "prompt": "hello", "temperature": 0.5, "tools": [1], "seed": 5}
     sent = kept | {
         "max_tokens": 3, "max_completion_tokens": 3, "stream": True, "min_tokens": 3,

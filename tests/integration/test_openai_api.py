@@ -93,7 +93,8 @@ NO_SPACES = {str(i): -100 for token, i in VOCABULARY.items() if set(token) & set
 """A bias. A schema allows spaces without end, and this model likes them."""
 ODD = list(range(1, 384, 2))
 PLAIN = [i for token, i in VOCABULARY.items() if token.isascii() and token.isalpha()]
-"""A token may be a part of a character. A stream's text_offset then depends on its events."""
+"""Tokens that are letters. Others may be a part of a character: then the text_offset of a stream
+depends on how many tokens came in one event."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DAY = {
     "type": "object",

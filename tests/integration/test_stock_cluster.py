@@ -57,7 +57,7 @@ def test_every_prompt_is_prefilled_remotely(stock_cluster: Cluster, oracle: Orac
 def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
     stock_cluster: Cluster, oracle: Oracle
 ) -> None:
-    """vLLM has no request then: the KV is written, and the job not committed."""
+    """It is told when its KV is written, but the job is not committed. vLLM has no request then."""
     stock_cluster.add("prefill")
     # Either may take the job: both wait at the queue.
     workers = stock_cluster.of("prefill")

@@ -78,7 +78,7 @@ def _import() -> Any:
 
 
 def pause(began: float) -> None:
-    """Sleep once in a loop that waits by polling: shortly at first, later for longer.
+    """Sleep once in a loop that polls: for a short time at first, later for longer.
 
     began: when the wait began, by `time.monotonic`.
 
