@@ -109,7 +109,7 @@ class DecodeLink(PeerLink):
         assert isinstance(reply, Grant)
         return reply
 
-    async def commit(self, message: Commit | Ready, *, within_s: float = 10.0) -> CommitReply:
+    async def commit(self, message: Commit | Ready, within_s: float) -> CommitReply:
         """Send a commit, or in pull mode a `Ready`, and return the answer.
 
         within_s: raise PeerUnavailable after this time."""

@@ -17,10 +17,12 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from pullfill.backoff import Backoff
 from pullfill.engine import features
 from pullfill.errors import (
     BadMessage,
     ClaimRefused,
+    ConfigError,
     Fenced,
     HandoffError,
     PeerUnavailable,
@@ -34,6 +36,7 @@ from pullfill.prefill_worker.task import PrefillTask, TooLong, check
 from pullfill.queue.contract import Delivery
 from pullfill.runtime import failpoints, log, metrics, tracing
 from pullfill.wire import (
+    FenceToken,
     Grant,
     KvMode,
     PrefillJob,
@@ -92,6 +95,8 @@ class Handoff:
         # Set from the grant until the decode worker is told that the attempt is over.
         self._holds_grant = False
         self._revoked = 0  # the newest attempt that the decode worker has taken back
+        # Pull mode: the decode worker's right to read our blocks, until it is revoked.
+        self._reads: FenceToken | None = None
 
     async def run(self) -> None:
         """Take the job through its steps. Whatever ends it, see that its message is settled."""
@@ -247,12 +252,12 @@ class Handoff:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
         failpoints.hit("prefill.before_commit")
         timings = task.timings((self._granted - self._asked) * 1e3)
+        within_s = 10.0
         if task.mode is KvMode.PULL:
-            fence = self._puller.read_grants.open(task)
-            # The time is a safety net. The decode worker replies when its read ends.
-            reply = await self.link.commit(task.ready(timings, fence), within_s=24 * 3600.0)
-        else:
-            reply = await self.link.commit(task.commit(timings))
+            blocks = task.kept_blocks
+            self._reads = self._puller.fences.open(blocks, len(blocks))  # to be read only
+            within_s = 24 * 3600.0  # a safety net: the decode worker replies when its read ends
+        reply = await self.link.commit(task.done(timings, self._reads), within_s)
         failpoints.hit("prefill.before_ack")
         self.succeeded = reply.ok
         if not reply.ok:
@@ -335,7 +340,23 @@ class Handoff:
         task.cancel()
         self._puller.engine.end(task)
         if task.mode is KvMode.PULL:
-            self._puller.keep(self._puller.read_grants.let_go(task))
+            self._puller.keep(self._let_go(task))
+
+    async def _let_go(self, task: PrefillTask) -> None:
+        """Pull mode: let the engine free the blocks, once it is proved that nobody reads them."""
+        # A decode worker that is stopped during a read keeps them, and one that is dead does not.
+        pauses = Backoff(0.002, 0.05)
+        try:
+            while not self._revoke_reads():  # noqa: ASYNC110 (only asking tells)
+                await asyncio.sleep(pauses.next())
+        except ConfigError as exc:
+            logger.debug("job %s keeps its blocks: %s", self.job_id, exc)  # we are leaving
+            return
+        task.transfer_worker.let_go(task)
+
+    def _revoke_reads(self) -> bool:
+        """End a read of our blocks soon. Returns whether it is proved that nobody reads them."""
+        return self._reads is None or self._puller.fences.try_revoke(self._reads)
 
     # ------------------------------------------------------------------ what ends it early
 
@@ -345,8 +366,7 @@ class Handoff:
         self._revoked = max(self._revoked, revoke.attempt)
         if self._holds_grant and revoke.attempt == self.grant.attempt:
             self._fail(Revoked(f"revoked: {revoke.reason}"))
-            if self.task is not None:
-                self._puller.read_grants.revoke(self.task)
+            self._revoke_reads()
 
     def link_lost(self) -> None:
         """End the attempt: the connection is lost over which it was granted, or is claimed."""

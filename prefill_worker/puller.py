@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pullfill.backoff import Backoff
 from pullfill.errors import BadMessage, ClaimRefused, PullfillError
 from pullfill.prefill_worker.handoff import Handoff
-from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.queue.contract import Delivery
 from pullfill.queue.jetstream import PULLS, JetStreamConsumer
@@ -28,6 +27,7 @@ from pullfill.runtime import log
 from pullfill.runtime.health import CONNECTION
 from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.snapshot import FLOWS, HeldJob
+from pullfill.transfer.shm.fence import ShmFences
 from pullfill.wire import SILENT_S, PrefillJob, RefuseReason, decode, u32
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ class Budget:
 class Puller:
     """See the module. Its public attributes are what the handoffs share.
 
+    fences: over our own memory. Decode workers read it in pull mode, under one of these only. They
+    say their mode with a grant, so the memory is always open.
     max_prompt_tokens: length of the longest prompt that the engine takes.
     max_jobs: jobs with a grant, at most.
     patience_s: how long a decode worker without KV credit keeps all jobs waiting.
@@ -162,7 +164,7 @@ class Puller:
         engine: PrefillEngine,
         budget: Budget,
         credits: Credits,
-        read_grants: ReadGrants,
+        fences: ShmFences,
         *,
         max_prompt_tokens: int,
         max_jobs: int = 32,
@@ -174,7 +176,7 @@ class Puller:
         self.engine = engine
         self.budget = budget
         self.credits = credits
-        self.read_grants = read_grants
+        self.fences = fences
         self._nats = consumer.health
         self.max_prompt_tokens = max_prompt_tokens
         self._max_jobs = max_jobs

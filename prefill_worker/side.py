@@ -25,7 +25,6 @@ from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.puller import Budget, Puller, budget_of
 from pullfill.prefill_worker.reach import OutOfReach, open_transfer_worker
-from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.contract import Delivery
@@ -127,9 +126,8 @@ class PrefillRole(Role):
         )  # fmt: skip
         parts.push_async_callback(links.close)
 
-        read_grants = ReadGrants(context.owner.fences)
         puller = Puller(
-            consumer, links, tasks, budget, credits, read_grants,
+            consumer, links, tasks, budget, credits, context.owner.fences,
             max_prompt_tokens=hello.max_prompt_tokens, take_back=self._own,
         )  # fmt: skip
         parts.push_async_callback(puller.close)

@@ -180,32 +180,22 @@ class PrefillTask:
             tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
         )
 
-    def commit(self, timings: StageTimings) -> Commit:
-        """Return the message that all blocks are written. The link fills in `rid`."""
+    def done(self, timings: StageTimings, reads: FenceToken | None) -> Commit | Ready:
+        """Return the message that all blocks are written, or kept. The link fills in `rid`.
+
+        reads: of pull mode, the fence over the blocks that are kept."""
+        about: dict[str, Any] = {
+            "rid": 0, "job_id": self.job_id, "attempt": self.attempt,
+            "incarnation": self.grant.incarnation, "timings": timings,
+        }  # fmt: skip
+        if reads is not None:
+            return Ready(block_ids=u32.pack(self.kept_blocks), fence=reads, **about)
         return Commit(
-            rid=0,
-            job_id=self.job_id,
-            attempt=self.attempt,
-            incarnation=self.grant.incarnation,
             blocks=self.written_blocks,
             kv_bytes=sum(move.nbytes for verb, _, move in self.moves if verb == "write"),
-            timings=timings,
             transport=self.transfer_worker.transport[:MAX_TEXT],
             why_not_better=tuple(self.transfer_worker.why_not_better),
-        )
-
-    def ready(self, timings: StageTimings, fence: FenceToken) -> Ready:
-        """Return the message of pull mode: all blocks are kept. The link fills in `rid`.
-
-        fence: the one over these blocks."""
-        return Ready(
-            rid=0,
-            job_id=self.job_id,
-            attempt=self.attempt,
-            incarnation=self.grant.incarnation,
-            block_ids=u32.pack(self.kept_blocks),
-            fence=fence,
-            timings=timings,
+            **about,
         )
 
     def end(self, failure: BaseException | None) -> None:

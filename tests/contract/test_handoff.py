@@ -208,6 +208,8 @@ async def test_pull_abort_in_a_read(make: Make) -> None:
         assert decode.ledger.quarantined_blocks == len(served.table)
         kept = {b for run in prefill.engine._runs.values() for b in run.table}
         assert kept, "the prefill worker's blocks may still be read"
+        ((_, blocks, first_target),) = prefill.puller.fences._granted.values()
+        assert not blocks[first_target:], "and never be written"
         faults.resume()
         await soon(lambda: set(served.table) <= decode.pool.free)
         await cluster.check_clean()
@@ -225,13 +227,13 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> No
         for link in prefill.links.links.values():
             link.retired = True
             link._channel.abort()
-        prefill.read_grants.revoke = lambda task: False
+        prefill.puller.fences.try_revoke = lambda token: False
         await soon(lambda: not decode.control.peers.instances)
         assert served.loaded is None
         faults.resume()
         await settled(served)
         assert decode.right(served)
-        del prefill.read_grants.revoke
+        del prefill.puller.fences.try_revoke
         second = await cluster.prefill()  # gets its message, and is refused the claim
         await cluster.check_clean()
         assert second.engine.computed_tokens == 0

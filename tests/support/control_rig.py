@@ -178,7 +178,7 @@ class Prefill:
             rid=0, job_id=grant.job_id, attempt=grant.attempt, incarnation=grant.incarnation,
             blocks=2, kv_bytes=10, timings=StageTimings(),
         )  # fmt: skip
-        return await self.link.commit(message)
+        return await self.link.commit(message, 10.0)
 
 
 class Raw:

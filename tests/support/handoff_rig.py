@@ -33,7 +33,6 @@ from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.puller import Budget, Puller
-from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
@@ -253,7 +252,6 @@ class PrefillHalf:
     ) -> None:
         self.name, self._cluster = name, cluster
         self.region = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
-        self.read_grants = ReadGrants(self.region.owner.fences)
         self.budget = Budget(400)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
         self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
@@ -277,7 +275,7 @@ class PrefillHalf:
             self.engine,  # type: ignore[arg-type]
             self.budget,
             self.credits,
-            self.read_grants,
+            self.region.owner.fences,
             max_prompt_tokens=longest,
             max_jobs=16,
             patience_s=cluster.patience_s,
@@ -414,7 +412,7 @@ class Cluster:
             )
             assert prefill.budget.tokens == 0
             assert prefill.engine.failure is None
-            assert prefill.region.owner.fences.in_use == prefill.read_grants.kept_blocks == 0
+            assert prefill.region.owner.fences.in_use == 0
             assert not any(prefill.credits.used.values())
         (producer, *_) = [decode.producer for decode in self.decodes.values()]
         await soon(lambda: producer.depth().depth_jobs == 0)

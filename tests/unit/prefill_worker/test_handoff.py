@@ -19,7 +19,6 @@ from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.handoff import patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
-from pullfill.prefill_worker.read_grants import ReadGrants
 from pullfill.prefill_worker.transfer_worker import Credits
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import (
@@ -28,6 +27,7 @@ from pullfill.wire import (
     FenceToken,
     GiveUp,
     Grant,
+    KvMode,
     PrefillJob,
     Progress,
     RefuseReason,
@@ -36,6 +36,7 @@ from pullfill.wire import (
     encode,
     u32,
 )
+from tests.support.loopback import LoopbackFences
 from tests.support.waiting import soon
 
 JOB = PrefillJob(
@@ -125,7 +126,7 @@ class Worker:
             health=self.nats,
         )  # fmt: skip
         self.puller = Puller(
-            consumer, links, engine, self.budget, self.credits, ReadGrants(None),
+            consumer, links, engine, self.budget, self.credits, LoopbackFences(2),
             max_prompt_tokens=100, **more,
         )  # fmt: skip
 
@@ -362,6 +363,24 @@ async def test_a_late_revoke_of_another_attempt_ends_nothing() -> None:
     task.end(None)
     await worker.over()
     assert (delivery.verbs, worker.sent) == (["ack"], [])
+
+
+async def test_blocks_that_may_be_read_stay_when_we_leave() -> None:
+    """Nothing can be proved any more. Else the proof gives them back: test_handoff.py (contract)"""
+    worker, freed = Worker(), list[Any]()
+    worker.grant = msgspec.structs.replace(worker.grant, mode=KvMode.PULL)
+
+    async def commit(*_: Any, **__: float) -> CommitReply:
+        worker.puller.fences.close()
+        return CommitReply(rid=1, ok=True)
+
+    worker.link.commit = commit
+    delivery = worker.begin()
+    task = await worker.computing()
+    task.kept, task.transfer_worker.let_go = {0: 3}, freed.append
+    task.end(None)
+    await worker.over()
+    assert (delivery.verbs, freed) == (["ack"], [])
 
 
 # ------------------------------------------------------------------ its message in the queue
