@@ -437,7 +437,7 @@ class Puller:
             body = (await self.links.trials.get()).job
             try:
                 job = decode(body, PrefillJob)
-                delivery = TrialDelivery(job.job_id, body, len(u32.unpack(job.token_ids)))
+                delivery = Delivery(job.job_id, body, len(u32.unpack(job.token_ids)))
                 self.begin(delivery)
             except BadMessage as exc:
                 logger.warning("the job of a self-check cannot be read: %s", exc)
@@ -452,18 +452,3 @@ class Puller:
                     await job.heartbeat()
                 except Exception:  # without this task the queue would give away all other jobs
                     logger.exception("could not tell the queue that job %s runs", job.job_id)
-
-
-@dataclass(slots=True)
-class TrialDelivery:
-    """The job of a self-check. It came past the queue, so its verbs do nothing."""
-
-    job_id: str
-    body: bytes
-    tokens: int
-    number: int = 1
-    ack_subject: str = ""
-
-    async def ack(self, *_: object, **__: object) -> None: ...
-
-    nak = term = in_progress = ack

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 
 class Urgency(enum.IntEnum):
@@ -50,14 +50,22 @@ class Receipt:
     stream_id: str = ""
 
 
-class Delivery(Protocol):
-    """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing."""
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing.
+
+    Those of the queue are `JetStreamDelivery`. The verbs of this class do nothing: its job came
+    past the queue.
+
+    tokens: prompt tokens still to be computed, rounded up by at most 1/16.
+    number: 1 for the first delivery of the job.
+    ack_subject: who knows it can settle this delivery (`JetStreamProducer.nak`)."""
 
     job_id: str
     body: bytes
-    tokens: int  # prompt tokens still to be computed, rounded up by at most 1/16
-    number: int  # 1 for the first delivery of the job
-    ack_subject: str  # who knows it can settle this delivery (`JetStreamProducer.nak`)
+    tokens: int
+    number: int = 1
+    ack_subject: str = ""
 
     # A job may be delivered twice, and a late ack of an earlier delivery settles it. The queue is
     # no fence: the decode worker's ledger decides who may write.

@@ -525,20 +525,16 @@ class JetStreamConsumer(QueueEnd):
                 await self.connection.publish(ack_subject, verdict)
 
 
-class JetStreamDelivery:
-    """A `Delivery`, settled through the consumer that pulled it. It can be settled after a
-    reconnect, too.
+class JetStreamDelivery(Delivery):
+    """Settled through the consumer that pulled it. It can be settled after a reconnect, too.
 
     Raises BadMessage if the message is no delivery."""
 
     def __init__(self, owner: JetStreamConsumer, msg: Msg) -> None:
         ack = parse_ack(msg.reply)
-        self.job_id: str = ((msg.headers or {}).get(MSG_ID) or f"seq-{ack.seq}")[:128]
-        self.body: bytes = msg.data
-        self.tokens: int = subject_tokens(msg.subject)
+        job_id = ((msg.headers or {}).get(MSG_ID) or f"seq-{ack.seq}")[:128]
+        super().__init__(job_id, msg.data, subject_tokens(msg.subject), ack.number, msg.reply)
         self.urgency = ack.urgency
-        self.number: int = ack.number
-        self.ack_subject: str = msg.reply
         self._owner = owner
         # If the server loses its data, the same ack subject may mean another job. Then the stream
         # has another id, and this delivery settles nothing.
