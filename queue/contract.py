@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 
-class Urgency(enum.IntEnum):
-    """How soon the request wants its first token. The most urgent one is the smallest."""
+class Urgency(enum.StrEnum):
+    """How soon the request wants its first token. The most urgent one is the first."""
 
-    TIGHT = 0
-    NORMAL = 1
-    LOOSE = 2
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
+    TIGHT = "tight"
+    NORMAL = "normal"
+    LOOSE = "loose"
 
 
 def urgency_of(ttft_ms: float | None, tight_ms: float, loose_ms: float) -> Urgency:
@@ -111,7 +107,7 @@ class Turns:
 
     def order(self) -> list[Urgency]:
         """Return all urgencies. Take the next job from the first one that has a job."""
-        return sorted(Urgency, key=lambda one: (self._rounds(one), one))
+        return sorted(Urgency, key=self._rounds)
 
     def took(self, urgency: Urgency, tokens: int) -> None:
         """Charge a job that this worker has taken, in the order of `order`."""

@@ -419,7 +419,7 @@ class JetStreamConsumer(QueueEnd):
         await self.connection.publish(
             f"$JS.API.CONSUMER.MSG.NEXT.{self.names.stream}.{consumer_of(urgency)}",
             b'{"batch":1,%b}' % how,
-            reply=f"{self._inbox}.{urgency.label}",
+            reply=f"{self._inbox}.{urgency}",
         )
 
     async def _changed(self, until: float) -> bool:
@@ -439,7 +439,7 @@ class JetStreamConsumer(QueueEnd):
         try:
             job = JetStreamDelivery(self, msg)
         except BadMessage:
-            urgency = next((one for one in Urgency if msg.subject == f"{inbox}.{one.label}"), None)
+            urgency = next((one for one in Urgency if msg.subject == f"{inbox}.{one}"), None)
             if urgency in self._live and inbox == self._inbox:
                 status = (msg.headers or {}).get("Status", "?")
                 if status in _FOUND_NOTHING:

@@ -67,16 +67,16 @@ class Names:
         # The token count is the last subject token because the server then counts jobs per token
         # count for us. One STREAM.INFO tells the depth in tokens, right after any restart and with
         # any number of publishers.
-        return f"{self.root}.job.{urgency.label}.{round_up_tokens(max(0, tokens))}"
+        return f"{self.root}.job.{urgency}.{round_up_tokens(max(0, tokens))}"
 
     def jobs_of(self, urgency: Urgency) -> str:
         """Wildcard over the subjects of jobs of this urgency."""
-        return f"{self.root}.job.{urgency.label}.*"
+        return f"{self.root}.job.{urgency}.*"
 
 
 def consumer_of(urgency: Urgency) -> str:
     """Name of the consumer of the jobs of this urgency."""
-    return f"prefill-{urgency.label}"
+    return f"prefill-{urgency}"
 
 
 _URGENCY_OF = {consumer_of(urgency): urgency for urgency in Urgency}
