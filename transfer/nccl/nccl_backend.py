@@ -122,10 +122,10 @@ class _NcclBackend(LazyBackend[Communicator]):
         try:
             yield self._agree()
         except PullfillError:  # also a wrong seal
-            self._drop()
+            self.close()
             raise
         except Exception as exc:  # of CUDA
-            self._drop()
+            self.close()
             raise TransferFailed(f"the GPU failed: {exc}") from exc
 
     def _agree(self) -> Communicator:
@@ -151,7 +151,7 @@ class NcclOwner(_NcclBackend):
 
     def _agree(self) -> Communicator:
         if self._announced().fresh:
-            self._drop()
+            self.close()
             unique_id = self._device.unique_id(self._watch())
             self._link.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)

@@ -79,7 +79,7 @@ class NixlOwner(LazyBackend[Agent]):
             ours, there = pairs(runs.iovec, theirs)
             self.resource.move(verb, ours, there, said.device, self._watch(_LOOK_EVERY))
         except BaseException:
-            self._drop()
+            self.close()
             raise
         self._link.send(encode(NixlMoved()))
 

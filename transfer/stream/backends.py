@@ -15,6 +15,7 @@ import itertools
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.wire import decode
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """What one side of one connection moves its batches with.
 
     setup: what the other side's `start` gets. At most 64 KiB.
@@ -43,29 +44,37 @@ class Backend(Protocol):
     must not return, and not raise, while the machine may still write into the runs of a `receive`.
     """
 
-    setup: bytes
+    def __init__(self, setup: bytes = b"") -> None:
+        self.setup = setup
+        self._connection: SocketConnection | None = None
 
     def start(self, connection: SocketConnection, theirs: bytes) -> None:
         """Get ready to move batches. Raises TransferFailed, BadMessage.
 
         theirs: the other side's `setup`, from the network."""
-        ...
+        self._connection = connection
 
+    @property
+    def _link(self) -> SocketConnection:
+        """After `start`."""
+        assert self._connection is not None
+        return self._connection
+
+    @abstractmethod
     def send(self, runs: Runs) -> None:
         """Returns when the bytes of `runs` may change again. Raises TransferFailed."""
-        ...
 
+    @abstractmethod
     def receive(self, runs: Runs) -> None:
         """Returns when all bytes are in `runs` and visible to this process (and to kernels that
         start later). Raises TransferFailed."""
-        ...
 
     def interrupt(self) -> None:
         return None
 
     def close(self) -> None:
         """Give everything back, but not the connection. No call is under way. Idempotent."""
-        ...
+        return None
 
 
 class BackendKind(Protocol):
@@ -117,25 +126,18 @@ class LazyBackend(Backend, Generic[R]):
     closes a session that it has not used for 60 s."""
 
     def __init__(self, setup: bytes = b"") -> None:
-        self.setup = setup
+        super().__init__(setup)
         self.resource: R | None = None
         self._stop = threading.Event()
-        self._connection: SocketConnection | None = None
-
-    def start(self, connection: SocketConnection, theirs: bytes) -> None:
-        self._connection = connection
 
     def interrupt(self) -> None:
         self._stop.set()
 
     def close(self) -> None:
-        self._drop()
-
-    @property
-    def _link(self) -> SocketConnection:
-        """After `start`."""
-        assert self._connection is not None
-        return self._connection
+        """Close the resource. The next batch makes it anew."""
+        resource, self.resource = self.resource, None
+        if resource is not None:
+            resource.close()
 
     def _hear(self, wanted: type[M]) -> M:
         """Peer: the next word of the owner's backend. Raises TransferFailed."""
@@ -143,11 +145,6 @@ class LazyBackend(Backend, Generic[R]):
             return decode(self._link.receive(), wanted)
         except BadMessage as exc:  # the owner refuses the batch
             raise TransferFailed(str(exc)) from None
-
-    def _drop(self) -> None:
-        resource, self.resource = self.resource, None
-        if resource is not None:
-            resource.close()
 
     def _watch(self, look_every: int = 1) -> Callable[[], None]:
         """A function to call again and again during a wait. It raises TransferFailed after an

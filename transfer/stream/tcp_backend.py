@@ -14,7 +14,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.runs import Iovec, Runs
 from pullfill.transfer.stream.backends import Backend, BackendKind
-from pullfill.transfer.stream.kv_protocol import SocketConnection, as_failures
+from pullfill.transfer.stream.kv_protocol import as_failures
 
 # Runs of one system call (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call releases the GIL, and
 # to get it back beside a busy engine thread takes time. So the calls are few.
@@ -44,14 +44,6 @@ for _name in ("sendmsg", "recvmsg"):
 class TcpBackend(Backend):
     """Borrows the connection's socket."""
 
-    setup = b""
-
-    def __init__(self) -> None:
-        self._connection: SocketConnection | None = None
-
-    def start(self, connection: SocketConnection, theirs: bytes) -> None:
-        self._connection = connection
-
     def send(self, runs: Runs) -> None:
         """See Backend. When it returns, the kernel has the bytes."""
         self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs.iovec)
@@ -59,12 +51,8 @@ class TcpBackend(Backend):
     def receive(self, runs: Runs) -> None:
         self._move(_libc.recvmsg, socket.MSG_WAITALL, runs.iovec)
 
-    def close(self) -> None:
-        self._connection = None
-
     def _move(self, call: _Call, flags: int, iovec: Iovec) -> None:
-        assert self._connection is not None
-        fd = self._connection.fd
+        fd = self._link.fd
         for first in range(0, len(iovec), _IOV_MAX):
             chunk = iovec[first : first + _IOV_MAX]
             left = int(chunk[:, 1].sum())
