@@ -18,7 +18,6 @@ from pullfill.errors import (
     BadMessage,
     ConfigError,
     Fenced,
-    IncompatibleError,
     PeerUnavailable,
     TransferFailed,
 )
@@ -181,15 +180,11 @@ def test_out_of_reach_of_one_of_our_ranks(gpu_rig: Rig, gpu_region: Region) -> N
     assert transport.can_reach(gpu_region.descriptor) == why
 
 
-def test_out_of_reach_of_other_hosts_and_of_cpu_memory(gpu_rig: Rig, gpu_region: Region) -> None:
+def test_out_of_reach_of_other_hosts(gpu_rig: Rig, gpu_region: Region) -> None:
     elsewhere = msgspec.structs.replace(gpu_region.descriptor, host_id="other")
     assert "another host" in (gpu_rig.transport.can_reach(elsewhere) or "")
     with pytest.raises(PeerUnavailable, match="another host"):
         gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, elsewhere)
-    on_cpu = CudaIpcTransport([], lambda: driver_of(gpu_rig.transport))
-    assert "not on a GPU" in (on_cpu.can_reach(gpu_region.descriptor) or "")
-    with pytest.raises(IncompatibleError):
-        on_cpu.connect(replace(gpu_rig.local(DENSE).memory, device=None), gpu_region.descriptor)
 
 
 def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
@@ -199,8 +194,6 @@ def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="expandable_segments") as refused:
         export(memory, driver)
     assert "--enable-sleep-mode" in str(refused.value)
-    with pytest.raises(ConfigError, match="CPU"):
-        export(replace(memory, device=None), driver)
     beyond = replace(memory, nbytes=memory.nbytes + 1)
     pages.exportable = True
     with pytest.raises(ConfigError, match="one allocation"):

@@ -20,7 +20,6 @@ from msgspec import Meta
 from pullfill.errors import (
     BadMessage,
     ConfigError,
-    IncompatibleError,
     PeerUnavailable,
     TransferFailed,
 )
@@ -63,14 +62,13 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(memory: LocalMemory, driver: CudaDriver | None = None) -> Exported:
-    """What lets other processes of this host map `memory`, which is this process's own.
+    """What lets other processes of this host map `memory`, which is this process's own, on a GPU.
 
     Raises ConfigError, which says what to change, when the memory cannot be exported. Raises
     TransferFailed when CUDA fails.
     """
     driver = driver or load()
-    if memory.device is None:
-        raise ConfigError("memory of the CPU has no CUDA handle")
+    assert memory.device is not None
     base, size, exportable = driver.allocation(memory.device, memory.address)
     if not exportable:
         raise ConfigError(
@@ -197,8 +195,6 @@ class CudaIpcTransport:
 
     def can_reach(self, descriptor: RegionDescriptor) -> str | None:
         """See PeerTransport. Maps the memory only if its device is not visible here."""
-        if not self._devices:
-            return "this worker's KV memory is not on a GPU"
         try:
             endpoint, driver = IpcEndpoint.of(descriptor), self._driver()
             _check_here(endpoint, driver, self._devices[0])
@@ -231,9 +227,8 @@ class CudaIpcTransport:
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         ours, theirs = both_sides(local, descriptor, part)
-        if local.device is None:
-            raise IncompatibleError("this worker's KV memory is not on a GPU", field="device")
         endpoint, driver, device = IpcEndpoint.of(descriptor), self._driver(), local.device
+        assert device is not None
         _check_here(endpoint, driver, device)
         if endpoint.memory.nbytes != descriptor.nbytes:
             raise BadMessage(

@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
-from pullfill.errors import BadMessage, ConfigError, PullfillError, TransferFailed
+from pullfill.errors import BadMessage, PullfillError, TransferFailed
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.gpu.copies import visible
@@ -265,8 +265,7 @@ class NcclKind(BackendKind):
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         device = self.device_of(memory)
-        if device is None:
-            raise ConfigError("nccl moves GPU memory only")
+        assert device is not None  # else it has no `detail`
         device.turns[OWNER if owner else PEER].make(self.batch_bytes)
         return (NcclOwner if owner else NcclPeer)(device, self)
 

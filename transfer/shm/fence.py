@@ -66,9 +66,6 @@ class ShmFences:
     """
 
     def __init__(self, fd: int, incarnation: str, slots: int = SLOTS) -> None:
-        text = incarnation.encode()
-        if len(text) > 128:
-            raise ConfigError("an incarnation has at most 128 bytes")
         os.ftruncate(fd, _slot_at(slots))
         self._fd = fd
         self._slots = slots
@@ -82,7 +79,8 @@ class ShmFences:
         self._granted: dict[int, tuple[int, Sequence[int], int]] = {}
         for slot in range(slots):
             self._words[_slot_at(slot) // _WORD] = secrets.randbits(61)
-        _HEADER.pack_into(self._map, 0, _MAGIC, slots, incarnation_word(incarnation), text)
+        word, text = incarnation_word(incarnation), incarnation.encode()
+        _HEADER.pack_into(self._map, 0, _MAGIC, slots, word, text)
 
     @property
     def in_use(self) -> int:
@@ -147,8 +145,6 @@ class ShmFences:
         return False
 
     def _revoke(self, token: FenceToken) -> bool:
-        if token.slot >= self._slots:
-            raise ConfigError(f"no fence slot {token.slot}")
         start = _slot_at(token.slot)
         word = start // _WORD
         with self._mutex:

@@ -73,8 +73,10 @@ def tell(
     this process lives. Memory that is neither the CPU's nor a CUDA device's is described by its
     shape alone. Raises IncompatibleError."""
     tensors = list({id(t): t for t in kv_caches.values()}.values())
-    _told.extend(tensor.untyped_storage() for tensor in tensors[:1])
-    if pool is not None and tensors and tensors[0].device.type == "cpu":
+    if not tensors:
+        raise IncompatibleError("the engine has no KV cache", field="num_layers")
+    _told.append(tensors[0].untyped_storage())
+    if pool is not None and tensors[0].device.type == "cpu":
         memory = describe(kv_caches, num_blocks)
         if memory.address != pool.address:
             raise IncompatibleError(
@@ -82,8 +84,6 @@ def tell(
                 field="layout",
             )
         return region_of(memory, str(pool.path))
-    if not tensors:
-        raise IncompatibleError("the engine has no KV cache", field="num_layers")
     if tensors[0].device.type == "cuda":
         return tell_gpu(describe(kv_caches, num_blocks, "cuda"))
     rows, width = tensors[0].shape[-2:]
@@ -100,17 +100,15 @@ def describe(
 ) -> LocalMemory:
     """Where vLLM's KV cache is, from the tensors passed to `register_kv_caches`.
 
-    kv_caches: strided [B, H, N, C] views with K and V packed in C. N and C are dense: one page per
-    block and head. All are in one storage, the layers in dict order at equal distances. A layer
-    that reuses another's cache is the same object and counts once.
+    kv_caches: strided [B, H, N, C] views with K and V packed in C, one at least. N and C are dense:
+    one page per block and head. All are in one storage, the layers in dict order at equal
+    distances. A layer that reuses another's cache is the same object and counts once.
     num_blocks: what the scheduler counts. Checked if given.
     device: the type of device that must hold the cache.
 
     Raises IncompatibleError, which names what is wrong. Keeps nothing allocated; `tell` does.
     """
     tensors = list({id(t): t for t in kv_caches.values()}.values())
-    if not tensors:
-        raise IncompatibleError("the engine has no KV cache", field="num_layers")
     first = tensors[0]
     _check_tensors(kv_caches, first, device)
     size = first.element_size()

@@ -195,7 +195,6 @@ def _broken(make: Callable[[dict[str, torch.Tensor]], object]) -> dict[str, torc
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda c: c.clear(), "num_layers"),
         (lambda c: c.update(x=torch.zeros(4)), "layout"),
         (lambda c: c.update({"layers.0": c["layers.0"].transpose(2, 3)}), "layout"),
         (lambda c: c.update({"layers.1": c["layers.1"].transpose(1, 2)}), "layout"),
