@@ -6,7 +6,8 @@
 
 Prefill workers write to decode workers and read from them this way. Decode workers that pull read
 from prefill workers this way. `device` is the CUDA device of this worker's KV memory; None: the CPU
-can touch it. `python -m pullfill.transfer.connect` prints the survey of this machine as JSON.
+can touch it. `python -m pullfill.transfer.connect` prints as JSON each transport, best first, and
+why it does not work on this machine (null: it works).
 """
 
 from __future__ import annotations
@@ -202,19 +203,15 @@ def _usable(
 def why_absent(chosen: Collection[str] | None, memory: LocalMemory) -> dict[str, str]:
     """For people: why `peer_transports` does not have the other transports, by name."""
     if chosen is not None:  # those are there, or `peer_transports` raised
-        why = "not among this worker's --transports"
-        return dict.fromkeys(sorted(set(TRANSPORTS) - set(chosen)), why)
-    found = survey(memory.device, [name for name in TRANSPORTS if name not in BY_NAME])
-    reasons = {name: why for name, why in found.items() if why is not None}
+        others = sorted(set(TRANSPORTS) - set(chosen))
+        return dict.fromkeys(others, "not among this worker's --transports")
+    names = [name for name in TRANSPORTS if name not in BY_NAME]
+    reasons = {name: why for name in names if (why := _why_not(name, memory.device)) is not None}
     return reasons | dict.fromkeys(BY_NAME, _ONLY_BY_NAME)
 
 
-def survey(device: int | None, names: Iterable[str] = TRANSPORTS) -> Mapping[str, str | None]:
-    """For people: each transport, best first, and why it does not work here. None: it works."""
-    return {name: _why_not(name, device) for name in names}
-
-
 def _why_not(name: str, device: int | None) -> str | None:
+    """For people: why a transport does not work here. None: it works."""
     if name == "shm":
         return None if device is None else "this worker's KV memory is on a GPU"
     if name == "tcp" and device is not None:
@@ -238,4 +235,5 @@ def _kind(name: str) -> BackendKind:
 
 
 if __name__ == "__main__":
-    print(json.dumps(survey(0 if cuda.why_no_cuda() is None else None)))
+    device = 0 if cuda.why_no_cuda() is None else None
+    print(json.dumps({name: _why_not(name, device) for name in TRANSPORTS}))
