@@ -52,16 +52,10 @@ def failing(exc: Exception, begun: threading.Event | None = None) -> _Scripted:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_grant_that_is_gone_is_told_before_anything_else(order: int) -> None:
-    broken = [failing(TransferFailed("broken")), failing(Fenced("gone"))][::order]
-    whole = GroupSession(broken, broken)
-    with pytest.raises(Fenced):
-        whole.move("write", TOKEN, [1], [2])
-
-
-@pytest.mark.parametrize("first", ["fails", "writes"])
-def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
-    """The owner takes the blocks back then, and gives them to others."""
+def test_a_grant_that_is_gone_is_told_before_anything_else_and_nothing_is_written_after(
+    order: int,
+) -> None:
+    """The owner takes the blocks back when a move has failed, and gives them to others."""
     data, begun = bytearray(20), threading.Event()
 
     def write_slowly() -> None:
@@ -70,9 +64,9 @@ def test_nothing_is_written_after_a_move_has_failed(first: str) -> None:
             data[index] = 1
             begun.set()
 
-    sessions = [failing(Fenced("gone"), begun), _Scripted(write_slowly)]
-    if first == "writes":
-        sessions.reverse()
+    sessions = [
+        failing(TransferFailed("broken")), failing(Fenced("gone"), begun), _Scripted(write_slowly)
+    ][::order]  # fmt: skip
     whole = GroupSession(sessions, sessions)
     with pytest.raises(Fenced):
         whole.move("write", TOKEN, [1], [2])
