@@ -41,7 +41,6 @@ class Engine:
         self.request = FakeRequest("j.1", self.task.token_ids)
         self.side.tasks["j.1"] = self.task
         self.manager.tables["j.1"] = [LOCAL + i for i in range(total)]
-        self.total = total
         self.local_hit = local_hit
 
     def _wake(self) -> None:

@@ -18,7 +18,7 @@ from pullfill.engine.groups import BlockOrder
 from pullfill.prefill_worker.scheduler import PrefillScheduler
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.wire import FenceToken, Grant, PrefillJob, u32
-from tests.support.fakes import FakePool, FakeRequest, FakeTransferWorker, step
+from tests.support.fakes import FakePool, FakeRequest, FakeTier, FakeTransferWorker, step
 from tests.support.fuzz import MANY
 
 GRANT = Grant(
@@ -231,17 +231,11 @@ class Case:
     preempted: int = 0
 
 
-@dataclass
-class Tier:
-    """`engine.tier.Tier`, which has the first `tokens` tokens of the prompt."""
-
-    tokens: int
+class Tier(FakeTier):
+    """`engine.tier.Tier`, which has the first `found` tokens of the prompt."""
 
     def hit(self, request: FakeRequest, hit_tokens: int) -> int:
-        return 0 if request.skip_reading_prefix_cache else max(0, self.tokens - hit_tokens)
-
-    def claim(self, blocks: Iterable[int]) -> None:
-        """Nothing is stored."""
+        return 0 if request.skip_reading_prefix_cache else max(0, (self.found or 0) - hit_tokens)
 
 
 class Handoff:
