@@ -3,7 +3,6 @@ agents come and go, a writer that is stopped or killed holds nothing. Needs `mak
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -44,12 +43,11 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @needs_nixl
-def test_a_worker_keeps_its_cores_and_its_idle_time() -> None:
+def test_a_worker_keeps_its_cores_and_its_idle_time(tmp_path: Path) -> None:
     """In a process of its own: pins itself, moves a batch, then looks at all of its threads."""
     program = """
 import os, sys, threading, time
 from pathlib import Path
-sys.path.insert(0, "")
 core = min(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {core})
 other = threading.Event()
@@ -70,11 +68,9 @@ region.owner.close()
 other.set()
 print("fine")
 """
-    with_path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [sys.executable, "-c", program, os.environ.get("TMPDIR", "/tmp")],
+        [sys.executable, "-c", program, str(tmp_path)],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": with_path},
         capture_output=True,
         text=True,
         timeout=120,
