@@ -193,7 +193,8 @@ class GpuCopier:
         """Returns when all bytes are there. Raises TransferFailed."""
         if not self.settled:
             raise TransferFailed(_BROKEN)
-        runs = _absolute(target, source, batch)
+        sources, targets, nbytes = (column.astype(np.uint64) for column in batch.flat())
+        runs = targets + np.uint64(target), sources + np.uint64(source), nbytes
         with self._lane.lock:
             self._lane.check()
             # From here until the stream is synchronised something may be queued. If that fails it
@@ -203,12 +204,3 @@ class GpuCopier:
                 self._lane.copy(*runs, self._link)
             finally:
                 self.settled = not self._lane.broken
-
-
-def _absolute(target: int, source: int, batch: Copies) -> tuple[Addresses, Addresses, Addresses]:
-    sources, targets, nbytes = batch.flat()
-    return (
-        targets.astype(np.uint64) + np.uint64(target),
-        sources.astype(np.uint64) + np.uint64(source),
-        nbytes.astype(np.uint64),
-    )
