@@ -212,11 +212,8 @@ class Puller:
     async def abandon(self) -> None:
         """Stop now. Give every attempt up, and nak its message."""
         # What `keep` runs goes on: the engine may stay, and must get its blocks back.
-        while self._jobs:
-            jobs = list(self._jobs.values())
-            for job in jobs:
-                job.running.cancel()
-            await asyncio.gather(*(job.running for job in jobs), return_exceptions=True)
+        while jobs := list(self._jobs.values()):
+            await end(*(job.running for job in jobs))
             for job in jobs:
                 if self._jobs.get(job.job_id) is job:
                     self._ended(job)  # it was cancelled before it began

@@ -36,7 +36,6 @@ from pullfill.runtime import log
 from pullfill.runtime.health import ServerHealth, servers_json
 from pullfill.runtime.lifecycle import end, until
 from pullfill.transfer.connect import peer_transports, why_absent
-from pullfill.transfer.contract import PeerTransport
 from pullfill.transfer.gpu import copies
 from pullfill.wire import Hello, Load, WorkerRecord
 from pullfill.worker.context import SchedulerHalf
@@ -111,15 +110,15 @@ class PrefillRole(Role):
         kv_bytes = blocks * sum(memory.layout.block_bytes for memory in context.memories)
         credits = Credits(options.kv_credits or max(256 << 20, kv_bytes), on_room=wake)
 
-        transports: list[PeerTransport] = []
-        absent: dict[str, str] = {}
-        if memories := context.memories:
-            transports = peer_transports(options.transports, memories, self._key, options.host)
-            absent = why_absent(options.transports, memories[0])
+        ours, chosen = context.memories, options.transports
         reach = partial(
-            open_transfer_worker, memories=memories, transports=transports, absent=absent,
-            credits=credits, copiers=self.copiers,
-        )  # fmt: skip
+            open_transfer_worker,
+            memories=ours,
+            transports=peer_transports(chosen, ours, self._key, options.host) if ours else (),
+            absent=why_absent(chosen, ours[0]) if ours else {},
+            credits=credits,
+            copiers=self.copiers,
+        )
         links = DecodeLinks(
             self._directory, hello, engine.compat, reach, self._key,
             load=scheduler.load if self._beside is None else self._load, kept=servers.kept,
@@ -134,8 +133,7 @@ class PrefillRole(Role):
         if self._beside is not None:
             yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")
             parts.push_async_callback(end, yields)
-        healths = [consumer.health, servers.etcd.health]
-        return PrefillService(engine, scheduler, puller, healths, hello)
+        return PrefillService(engine, scheduler, puller, [consumer.health, servers.etcd.health])
 
     def _load(self) -> Load:
         """What decode workers are told. Beside a decode side: what its streams leave time for."""
@@ -196,15 +194,13 @@ class PrefillService(Service):
         scheduler: PrefillScheduler,
         puller: Puller,
         healths: list[ServerHealth],
-        hello: Hello,
     ) -> None:
         self._engine, self._scheduler = engine, scheduler
         self._links, self.puller = puller.links, puller
         self._healths = healths
-        self._computes = hello.computes
 
     def describe(self, record: WorkerRecord) -> WorkerRecord:
-        return msgspec.structs.replace(record, computes=self._computes)
+        return msgspec.structs.replace(record, computes=self._links.hello.computes)
 
     async def start(self, note: Callable[[], None]) -> None:
         def checked() -> None:

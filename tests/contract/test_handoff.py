@@ -348,7 +348,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         )
         (nats := ServerHealth("nats")).ok()
         unused: Any = None
-        service = PrefillService(engine, unused, prefill.puller, [nats], prefill.links.hello)
+        service = PrefillService(engine, unused, prefill.puller, [nats])
         faults = hold(prefill)
         served = decode.send(prompt(30))
         await stuck(prefill)
