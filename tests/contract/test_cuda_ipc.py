@@ -187,17 +187,11 @@ def test_out_of_reach_of_other_hosts(gpu_rig: Rig, gpu_region: Region) -> None:
         gpu_rig.transport.connect(gpu_rig.local(DENSE).memory, elsewhere)
 
 
-def test_mapped_physical_pages_are_refused_with_what_to_do() -> None:
+def test_memory_beyond_one_allocation_is_refused() -> None:
     driver = FakeDriver()
-    pages = driver.allocate(extent(DENSE), exportable=False)
-    memory = replace(memory_over(pages.data, DENSE), device=0)
-    with pytest.raises(ConfigError, match="expandable_segments") as refused:
-        export(memory, driver)
-    assert "--enable-sleep-mode" in str(refused.value)
-    beyond = replace(memory, nbytes=memory.nbytes + 1)
-    pages.exportable = True
+    memory = replace(memory_over(driver.allocate(extent(DENSE)).data, DENSE), device=0)
     with pytest.raises(ConfigError, match="one allocation"):
-        export(beyond, driver)
+        export(replace(memory, nbytes=memory.nbytes + 1), driver)
 
 
 def test_the_main_process_maps_what_a_rank_exported() -> None:
@@ -229,6 +223,7 @@ def test_a_rank_whose_memory_has_no_handle(
     pages = driver.allocate(extent(layout), exportable=False)
     told = owners.tell_gpu(replace(memory_over(pages.data, layout), device=0), driver)
     assert "expandable_segments" in told.why_not
+    assert "--enable-sleep-mode" in told.why_not
     assert "expandable_segments" in caplog.text
     assert len(owners.attach_ranks({(0, 0): told}, 1)) == 1, (
         "still there for copies made by this process"
