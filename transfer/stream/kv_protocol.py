@@ -139,7 +139,6 @@ class SocketConnection:
         self._out: Seal | None = None
         sock.settimeout(None)
         tune(sock)
-        self.stall_s = 0.0
         self.set_stall(stall_s)
 
     def set_stall(self, stall_s: float) -> None:

@@ -42,8 +42,6 @@ from pullfill.transfer.stream.kv_protocol import (
 )
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
-_INTERRUPTED = "the session was interrupted"
-
 
 def endpoint_of(address: str, detail: str) -> str:
     """What an owner publishes for one backend."""
@@ -93,8 +91,7 @@ class StreamSession(PeerSession):
         self._descriptor = descriptor
         self._theirs = local.rect.within(rect_of(descriptor))
         self._busy = threading.Lock()
-        self._closed = False
-        self._interrupted = False
+        self._ended = ""  # why it moves nothing more, for people
         self._connection: SocketConnection | None = None
         self._backend: Backend | None = None
 
@@ -103,8 +100,8 @@ class StreamSession(PeerSession):
         backend = self._backend = self._kind.make(self._local, owner=False)
         try:
             connection = self._connection = SocketConnection(self._dial())
-            if self._interrupted:
-                raise TransferFailed(_INTERRUPTED)
+            if self._ended:
+                raise TransferFailed(self._ended)
             welcome = introduce(connection, self._over.key, self._hello(backend.setup))
             connection.set_stall(self._over.stall_s)
             backend.start(connection, welcome.setup)
@@ -116,7 +113,7 @@ class StreamSession(PeerSession):
             raise
 
     def interrupt(self) -> None:
-        self._interrupted = True
+        self._ended = "the session was interrupted"
         for one in (self._backend, self._connection):
             if one is not None:
                 one.interrupt()
@@ -124,7 +121,7 @@ class StreamSession(PeerSession):
     def close(self) -> None:
         """Wait for an operation under way, then disconnect. Idempotent."""
         with self._busy:
-            self._closed = True
+            self._ended = "the session is closed"
             self._drop()
 
     # ------------------------------------------------------------------ one operation
@@ -144,10 +141,8 @@ class StreamSession(PeerSession):
         stream = stream_of(self._local, ours[order])
         operation = Operation(verb=verb, fence=fence, blocks=theirs[order].astype("<u4").tobytes())
         with self._busy:
-            if self._closed:
-                raise TransferFailed("the session is closed")
-            if self._interrupted:
-                raise TransferFailed(_INTERRUPTED)
+            if self._ended:
+                raise TransferFailed(self._ended)
             if stream.total:
                 self._converse(operation, stream)
         return MoveResult(len(ours), stream.total, time.perf_counter() - started)
@@ -160,7 +155,7 @@ class StreamSession(PeerSession):
             answer = run(connection, backend, stream)
         except (TransferFailed, BadMessage, AuthFailed) as exc:
             self._drop()
-            if isinstance(exc, TransferFailed) and not self._interrupted:
+            if isinstance(exc, TransferFailed) and not self._ended:
                 self._ask_why(operation.fence, exc)
             raise TransferFailed(f"{self.transport}: {exc}") from exc
         except BaseException:
