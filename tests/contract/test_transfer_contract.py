@@ -253,7 +253,8 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
 
 
 def test_a_descriptor_that_does_not_fit_is_refused(rig: Rig) -> None:
-    """By name, where the shape of blocks differs; also one that leaves its region."""
+    """By name, where the shape of blocks differs. Also one whose pages leave the region, or
+    overlap."""
     region, mine = rig.region(DENSE), rig.local(DENSE)
     with pytest.raises(PeerUnavailable, match="incarnation"):
         rig.connect(mine, region, incarnation="i0")
@@ -261,8 +262,11 @@ def test_a_descriptor_that_does_not_fit_is_refused(rig: Rig) -> None:
         with pytest.raises(IncompatibleError) as caught:
             rig.connect(mine, region, **{field: value})
         assert caught.value.field == field
-    lies = {"num_blocks": 41, "base_offset": 1, "block_stride": 10, "nbytes": 1 << 40}
-    for field, value in lies.items():
+    lies = [
+        ("num_blocks", 41), ("num_blocks", 0), ("base_offset", 1), ("base_offset", -1),
+        ("layer_stride", 64), ("block_stride", 10), ("head_stride", 8), ("nbytes", 1 << 40),
+    ]  # fmt: skip
+    for field, value in lies:
         with pytest.raises(BadMessage):
             rig.connect(mine, region, **{field: value})
 

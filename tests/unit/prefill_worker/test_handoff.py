@@ -20,6 +20,7 @@ from pullfill.prefill_worker.handoff import patience
 from pullfill.prefill_worker.puller import Budget, Puller
 from pullfill.prefill_worker.reach import OutOfReach
 from pullfill.prefill_worker.transfer_worker import Credits
+from pullfill.queue.contract import Delivery
 from pullfill.runtime.health import ServerHealth
 from pullfill.wire import (
     Adapter,
@@ -48,10 +49,8 @@ BODY = encode(JOB)
 Reach = Callable[[], Coroutine[Any, Any, Any]]
 
 
-class Delivered:
-    """A `Delivery`; `verbs`: how it was settled. error: how it answers heartbeats and naks."""
-
-    ack_subject = ""
+class Delivered(Delivery):
+    """`verbs`: how it was settled. error: how it answers heartbeats and naks."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class Delivered:
         error: Exception | None = None,
         tokens: int = 4,
     ) -> None:
-        self.job_id, self.body, self.number, self._error = job.job_id, encode(job), number, error
-        self.tokens = tokens
+        super().__init__(job.job_id, encode(job), tokens, number)
+        self._error = error
         self.verbs: list[str] = []
         self.delay_s = 0.0
 
