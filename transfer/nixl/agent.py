@@ -135,21 +135,15 @@ class Agent:
             there = self._agent.get_xfer_descs(_rows(theirs, max(their_device, 0)), kind)
             handle = self._agent.initialize_xfer(verb, here, there, self._remote)
             try:
-                self._wait(handle, check)
+                state, began = self._agent.transfer(handle), time.monotonic()
+                while state == "PROC":
+                    check()
+                    pause(began)
+                    state = self._agent.check_xfer_state(handle)
             finally:
                 del handle  # releases it, also while an error holds on to this frame
-
-    def _wait(self, handle: Any, check: Callable[[], None]) -> None:
-        try:
-            state, began = self._agent.transfer(handle), time.monotonic()
-            while state == "PROC":
-                check()
-                pause(began)
-                state = self._agent.check_xfer_state(handle)
-        finally:
-            del handle
-        if state != "DONE":
-            raise TransferFailed("NIXL reports an error")
+            if state != "DONE":
+                raise TransferFailed("NIXL reports an error")
 
     def progress(self) -> None:
         """Let the other side's transfers advance. Raises TransferFailed."""
