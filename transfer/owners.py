@@ -70,7 +70,6 @@ def region_of(
     memory: LocalMemory, path: str = "", exported: Exported | None = None, why_not: str = ""
 ) -> RankRegion:
     """This process's `memory`. For the parameters see RankRegion. Raises OSError."""
-    info = os.stat(path) if path else None
     return RankRegion(
         pid=os.getpid(),
         device="cpu" if memory.device is None else "cuda",
@@ -78,7 +77,7 @@ def region_of(
         page_bytes=memory.layout.page_bytes,
         memory=memory,
         path=path,
-        inode=(info.st_dev, info.st_ino) if info is not None else (0, 0),
+        inode=inode(path) if path else (0, 0),
         exported=exported,
         why_not=why_not,
     )
@@ -179,10 +178,9 @@ def _mappable(rank: MappedRank, files: RegionFiles) -> dict[str, str]:
         return {gpu.transport: gpu.encode()}
     if not rank.path:
         return {}
-    info = os.stat(rank.path)
     shm = ShmEndpoint(
         kv=rank.path,
-        kv_inode=(info.st_dev, info.st_ino),
+        kv_inode=inode(rank.path),
         nbytes=memory.nbytes,
         fence=fence,
         fence_inode=fence_inode,

@@ -76,9 +76,9 @@ class ShmEndpoint(Endpoint, frozen=True, kw_only=True):
     nbytes: int
 
 
-def inode(fd: int) -> tuple[int, int]:
-    """(device, inode) of an open file."""
-    info = os.fstat(fd)
+def inode(file: str | int) -> tuple[int, int]:
+    """(device, inode) of a file. file: its path, or a descriptor. Raises OSError."""
+    info = os.stat(file)
     return info.st_dev, info.st_ino
 
 
