@@ -39,7 +39,6 @@ from tests.support.transfer_rigs import (
     PAGE,
     RIGS,
     Local,
-    Region,
     Rig,
     assert_same,
     check_moved,
@@ -89,7 +88,7 @@ def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str)
     # Padding between pages is not ours to touch.
     region.pages[:] = 0
     restored = np.frombuffer(gaps, np.uint8).copy()
-    Region(region.owner, restored, region.memory, region.descriptor).pages[:] = 0
+    Local(restored, region.memory).pages[:] = 0
     assert_same(region.data, restored)
     assert region.owner.fences.try_revoke(token)
 

@@ -115,20 +115,6 @@ def random_bytes(nbytes: int, seed: int) -> Bytes:
 
 
 @dataclass
-class Region:
-    """An owner with its bytes."""
-
-    owner: Owner
-    data: Bytes
-    memory: LocalMemory
-    descriptor: RegionDescriptor
-
-    @property
-    def pages(self) -> Bytes:
-        return pages(self.data, self.memory.layout)
-
-
-@dataclass
 class Local:
     """A peer's own memory."""
 
@@ -138,6 +124,14 @@ class Local:
     @property
     def pages(self) -> Bytes:
         return pages(self.data, self.memory.layout)
+
+
+@dataclass
+class Region(Local):
+    """An owner with its bytes."""
+
+    owner: Owner
+    descriptor: RegionDescriptor
 
 
 @dataclass
@@ -164,7 +158,7 @@ class Rig:
         data[:] = random_bytes(data.nbytes, seed)
         memory = memory_over(data, layout)
         (descriptor, *_) = owner.describe()
-        self.regions.append(Region(owner, data, memory, descriptor))
+        self.regions.append(Region(data, memory, owner, descriptor))
         return self.regions[-1]
 
     def close(self) -> None:
