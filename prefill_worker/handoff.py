@@ -520,9 +520,7 @@ class Handoff:
             send(f"transfer.{verb}", span.child(), span, ended - move.seconds, ended, about)
 
 
-def patience(
-    timeout_s: float, delivery: int, max_deliver: int, soonest_s: float = _AGAIN_RENEWED_S
-) -> float | None:
+def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:
     """Return how long the queue must hold back a job whose decode worker cannot be reached.
 
     The first time is short: another worker may reach it. The last one is the job's `timeout_s`,
@@ -535,4 +533,4 @@ def patience(
     if delivery == 1 < max_deliver - 1:
         return AGAIN_S
     share = 4 ** (max_deliver - 1 - delivery)
-    return max(soonest_s, timeout_s / float(share))
+    return max(_AGAIN_RENEWED_S, timeout_s / float(share))
