@@ -57,14 +57,13 @@ async def both(server: NatsServer, names: Names, settings: QueueSettings = SETTI
 class Bench:
     """One queue. `add_consumer` makes more workers."""
 
-    names: Names
     producer: JetStreamProducer
     consumer: JetStreamConsumer
     add_consumer: Callable[[], Awaitable[JetStreamConsumer]]
 
     async def dead_letters(self) -> list[DeadLetter]:
         """The newest first."""
-        return await dead_letters(self.producer.connection, self.names)
+        return await dead_letters(self.producer.connection, self.producer.names)
 
     async def depth_is(self, jobs: int, in_flight: int | None = None) -> None:
         """Wait for the cached depth to become this."""
@@ -94,7 +93,7 @@ async def make(
 
         producer, consumer = await both(nats, names, settings)
         opened.extend((producer, consumer))
-        return Bench(names, producer, consumer, add)
+        return Bench(producer, consumer, add)
 
     yield jetstream
     await asyncio.gather(*(one.close() for one in opened))
@@ -109,12 +108,6 @@ async def bench(make: Make) -> Bench:
 async def hasty(make: Make) -> Bench:
     """Silence of ACK_WAIT_S brings a job back."""
     return await make(replace(SETTINGS, ack_wait_s=ACK_WAIT_S))
-
-
-@pytest.fixture
-def lasting(bench: Bench) -> Pair:
-    """On a server that the test leaves alone."""
-    return bench.producer, bench.consumer
 
 
 @pytest.fixture
@@ -396,9 +389,9 @@ async def test_both_ends_of_a_worker_use_one_connection(server: NatsServer, name
 @pytest.mark.parametrize("what", ["stream", CONSUMER])
 @pytest.mark.essential
 async def test_a_deleted_stream_or_consumer_is_made_again(
-    lasting: Pair, names: Names, what: str
+    bench: Bench, names: Names, what: str
 ) -> None:
-    producer, consumer = lasting
+    producer, consumer = bench.producer, bench.consumer
     if what == "stream":
         await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     else:
@@ -408,10 +401,10 @@ async def test_a_deleted_stream_or_consumer_is_made_again(
 
 
 async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_worker(
-    lasting: Pair, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JetStream without a quorum: its connections stand and answer PINGs."""
-    consumer = lasting[1]
+    consumer = bench.consumer
     monkeypatch.setattr(nats_connection, "PING_EVERY_S", 0.125)
     monkeypatch.setattr(nats_connection, "PING_WAIT_S", 0.6)
 
@@ -432,11 +425,11 @@ async def test_a_connected_server_that_answers_no_pulls_is_away_for_a_prefill_wo
 
 @pytest.mark.parametrize("how", ["cancelled", "drained"])
 async def test_a_pull_that_was_withdrawn_has_left_the_server(
-    lasting: Pair, nats: NatsServer, names: Names, how: str
+    bench: Bench, nats: NatsServer, names: Names, how: str
 ) -> None:
     """nats-py buffers its commands, but not its PING. So on a busy machine the server may answer a
     PING before it learns that the pull's inbox is not read any more. A job would be lost there."""
-    producer, leaving = lasting
+    producer, leaving = bench.producer, bench.consumer
     other = await connected(JetStreamConsumer, nats.url, names, wait_s=SOON_S)
     pulling = asyncio.create_task(leaving.pull(SOON_S))
     info = f"CONSUMER.INFO.{names.stream}.{CONSUMER}"
@@ -499,8 +492,8 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
     assert [letter.job_id for letter in letters] == ["seq-1"]
 
 
-async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> None:
-    producer, _ = lasting
+async def test_a_body_above_max_payload_says_what_to_change(bench: Bench) -> None:
+    producer = bench.producer
     assert producer.max_body < 8 << 20
     for size in ((8 << 20) + 1, 8 << 20):  # the headers count, too: NATS ended the connection
         with pytest.raises(QueueFull, match="max_payload") as caught:
@@ -514,10 +507,10 @@ async def test_a_body_above_max_payload_says_what_to_change(lasting: Pair) -> No
 
 
 async def test_a_stream_of_another_kind_is_refused_with_advice(
-    nats: NatsServer, lasting: Pair, names: Names
+    nats: NatsServer, bench: Bench, names: Names
 ) -> None:
     """At the start, and by a worker that had said that it pulls. Only an operator can mend it."""
-    producer, consumer = lasting
+    producer, consumer = bench.producer, bench.consumer
     other = {"name": names.stream, "subjects": ["x"], "storage": "memory"}
     await producer.connection.api(f"STREAM.DELETE.{names.stream}")
     await producer.connection.api(f"STREAM.CREATE.{names.stream}", other)
