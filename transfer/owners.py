@@ -30,7 +30,6 @@ from pullfill.transfer.shm.fence import SLOTS, ShmFences
 from pullfill.transfer.shm.files import Mapping, RegionFiles, ShmEndpoint, inode
 from pullfill.transfer.stream.backends import BackendKind
 from pullfill.transfer.stream.kv_protocol import STALL_S
-from pullfill.transfer.stream.stream_peer import endpoint_of
 from pullfill.transfer.stream.stream_server import StreamServer
 from pullfill.wire import RegionDescriptor
 
@@ -241,7 +240,7 @@ class Owner:
             for name, kind in self._server.kinds.items():
                 # Once, not for each peer that is told: NCCL takes GPU memory for it.
                 if (detail := kind.detail(memory)) is not None:
-                    found[name] = endpoint_of(address, detail)
+                    found[name] = f"{address}#{detail}" if detail else address
 
     def endpoints(self, rank: int = 0) -> dict[str, str]:
         """Return the address of each transport of this rank, for `RegionDescriptor.endpoints`."""

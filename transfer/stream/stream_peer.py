@@ -43,11 +43,6 @@ from pullfill.transfer.stream.kv_protocol import (
 from pullfill.wire import FenceToken, RegionDescriptor, decode, encode
 
 
-def endpoint_of(address: str, detail: str) -> str:
-    """What an owner publishes for one backend."""
-    return f"{address}#{detail}" if detail else address
-
-
 class StreamTransport:
     """PeerTransport over one kind of backend. It does not own the kind and keeps nothing else."""
 
