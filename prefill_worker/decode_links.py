@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from pullfill.errors import ClaimRefused, PeerUnavailable
 from pullfill.net.peer_link import PeerLink
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker.reach import SharedTransferWorker
-from pullfill.prefill_worker.transfer_worker import TransferWorker
+from pullfill.prefill_worker.reach import OpenTransferWorker, SharedTransferWorker
 from pullfill.registry.directory import Directory
 from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log
@@ -38,7 +37,6 @@ from pullfill.wire import (
     Load,
     Ready,
     Refused,
-    RegionDescriptor,
     Revoke,
     ToPrefill,
     Trial,
@@ -50,9 +48,6 @@ if TYPE_CHECKING:
     from pullfill.prefill_worker.handoff import Handoff
 
 logger = log.get("prefill_worker.decode_links")
-
-# Connects to the KV memory of the decode worker with this name.
-OpenTransferWorker = Callable[[str, Sequence[RegionDescriptor]], Awaitable[TransferWorker]]
 
 
 class DecodeLink(PeerLink):
@@ -69,11 +64,7 @@ class DecodeLink(PeerLink):
         self._links = links
         self.jobs: dict[str, Handoff] = {}
         self._said = ""
-        self._regions: Sequence[RegionDescriptor] = ()  # its KV memory, as of the last welcome
-        self.transfer = SharedTransferWorker(
-            lambda: links.open_transfer_worker(record.instance_id, self._regions),
-            record.instance_id,
-        )
+        self.transfer = SharedTransferWorker(links.open_transfer_worker, record.instance_id)
         hello = replace(links.hello, max_prompt_tokens=0)
         if (most := links.hello.max_prompt_tokens or math.inf) < record.max_model_len - 1:
             hello = links.hello
@@ -140,8 +131,7 @@ class DecodeLink(PeerLink):
         return replace(self._hello, why=self._links.why_none_of(self.record))
 
     def on_welcome(self, welcome: Welcome) -> None:
-        self._regions = welcome.regions
-        self.transfer.forgive()
+        self.transfer.forgive(welcome.regions)
         if self._links.leaving:
             self.send(Draining())
         logger.info("connected to decode worker %s", self.name)

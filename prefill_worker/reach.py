@@ -68,18 +68,21 @@ class OutOfReach(PeerUnavailable):
     memory now, lacks the LoRA adapter, or takes fewer multimodal inputs."""
 
 
+# Connects to the KV memory of the decode worker with this name.
+OpenTransferWorker = Callable[[str, Sequence[RegionDescriptor]], Awaitable[TransferWorker]]
+
+
 class SharedTransferWorker:
     """One decode worker's transfer worker, shared by all its jobs, connected at first use.
 
     After an attempt has failed, jobs fail at once for a while and go back to the queue.
 
-    open_transfer_worker: makes a transfer worker.
-    name: the decode worker's, for people.
+    name: the decode worker's.
     current: the transfer worker. None before the first success, and after `drop`."""
 
     def __init__(
         self,
-        open_transfer_worker: Callable[[], Awaitable[TransferWorker]],
+        open_transfer_worker: OpenTransferWorker,
         name: str,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -89,6 +92,7 @@ class SharedTransferWorker:
         self._attempt: asyncio.Task[TransferWorker] | None = None
         self._backoff = Backoff(2.0, longest_s=30.0)
         self._again_at = 0.0
+        self._regions: Sequence[RegionDescriptor] = ()
         self._closed = False
         self.current: TransferWorker | None = None
 
@@ -111,8 +115,9 @@ class SharedTransferWorker:
             attempt.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return attempt
 
-    def forgive(self) -> None:
-        """Let the next job try to connect at once, because something has changed."""
+    def forgive(self, regions: Sequence[RegionDescriptor]) -> None:
+        """Let the next job try to connect at once: the decode worker has told its regions anew."""
+        self._regions = regions
         self._backoff.reset()
         self._again_at = 0.0
 
@@ -136,7 +141,7 @@ class SharedTransferWorker:
         if self._closed:
             raise self._failure("it is gone")
         try:
-            made = await self._open()
+            made = await self._open(self._name, self._regions)
         except Exception as exc:
             if not isinstance(exc, PullfillError):
                 logger.exception("connecting to %s failed", self._name)
@@ -146,5 +151,5 @@ class SharedTransferWorker:
             made.close()
             raise self._failure("it is gone")
         self.current = made
-        self.forgive()
+        self._backoff.reset()
         return made

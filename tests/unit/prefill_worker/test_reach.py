@@ -26,7 +26,7 @@ class Port:
         self.go.set()
         self.shared = SharedTransferWorker(self._open, "decode-1", self.clock)
 
-    async def _open(self) -> Any:
+    async def _open(self, *_: Any) -> Any:
         self.attempts += 1
         await self.go.wait()
         if self.failure is not None:
@@ -60,7 +60,7 @@ async def test_each_failure_is_remembered_longer_until_something_changes(
     assert waits[2] > waits[1], "longer each time"
     assert waits[-1] == waits[-2], "up to a bound"
     port.failure = None
-    port.shared.forgive()
+    port.shared.forgive(())
     assert await port.shared.connecting() is port.shared.current
 
 
