@@ -18,7 +18,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
@@ -113,31 +113,20 @@ class KeyValue(msgspec.Struct, frozen=True):
     lease: int = 0
 
 
-class KeepAlive(msgspec.Struct, frozen=True):
-    """Answer to a keep-alive. ttl: 0: the lease is gone."""
+class Answer(msgspec.Struct):
+    """What etcd answers to any call. A field that the call does not have keeps its default.
 
-    header: Header = Header()
-    ttl: int = msgspec.field(default=0, name="TTL")
+    kvs: what was read. succeeded: whether a transaction has written.
+    id, ttl: of a lease. ttl 0: the lease is gone. token: of a login.
+    result, error: a keep-alive is answered by a line of a stream, which has one of them."""
 
-
-class _Range(msgspec.Struct):
     header: Header = Header()
     kvs: list[KeyValue] | None = None
-
-
-class _Done(msgspec.Struct):
-    header: Header = Header()
     succeeded: bool = False
-
-
-class _LeaseGranted(msgspec.Struct):
-    header: Header = Header()
     id: int = msgspec.field(default=0, name="ID")
     ttl: int = msgspec.field(default=0, name="TTL")
-
-
-class _KeepAliveLine(msgspec.Struct):
-    result: KeepAlive | None = None
+    token: str = ""
+    result: Answer | None = None
     error: Failure | None = None
 
 
@@ -163,8 +152,6 @@ def _make_socket(address: Any) -> socket.socket:
 
 
 # --------------------------------------------------------------------------- calls
-
-T = TypeVar("T")
 
 # Longest message of a watch, in bytes. etcd puts at most 1000 changes into one.
 _LINE = 64 << 20
@@ -194,10 +181,6 @@ class _Api(AioClient):  # type: ignore[misc]
 
 # Only checks that etcd answers. Reads a key that does not exist, and that etcdctl can grant.
 PROBE = {"key": b"/pullfill/", "count_only": True}
-
-
-class _Token(msgspec.Struct):
-    token: str = ""
 
 
 def parse_url(url: str) -> tuple[list[EtcdMember], tuple[str, str] | None]:
@@ -231,8 +214,6 @@ class EtcdClient:
     health: whether etcd answered the last request, and since when that is so.
     last_ok_at: seconds on SYSTEM_CLOCK when the server last answered.
     last_failed_at: when a call or stream last was refused, timed out or broke. -inf: never.
-    last_date: the HTTP `Date` of the last answer to a call, "" before it. A caller reads it
-        without an `await` after its call, so that no other call comes in between.
     """
 
     def __init__(
@@ -260,7 +241,6 @@ class EtcdClient:
         self.health = ServerHealth("etcd", self._api.baseurl)
         self.last_ok_at = SYSTEM_CLOCK.monotonic()
         self.last_failed_at = float("-inf")
-        self.last_date = ""
 
     @classmethod
     async def connect(
@@ -325,35 +305,36 @@ class EtcdClient:
                 )
             await asyncio.sleep(min(backoff.next(), left))
 
-    async def call(
-        self, path: str, request: Any, kind: type[T], timeout_s: float | None = None
-    ) -> T:
-        """POST `request` to the unary `path` and decode the answer as `kind`.
+    async def call(self, path: str, request: Any, timeout_s: float | None = None) -> Answer:
+        """POST `request` to the unary `path`, and return the answer.
 
         Raises RegistryUnavailable (LeaseNotFound), ConfigError when refused.
         """
-        body = await self._post(path, request, timeout_s or self._timeout_s)
-        try:
-            # etcd3-py's models take 29 ms for 50 keys, and hold empty for absent.
-            return msgspec.json.decode(body, type=kind, strict=False)
-        except (msgspec.MsgspecError, ValueError) as exc:
-            raise self._lost(ValueError(f"this is no answer to {path}: {exc}")) from exc
-
-    async def _post(self, path: str, request: Any, timeout_s: float) -> bytes:
+        timeout_s = timeout_s or self._timeout_s
         for fresh_token in (False, True):
             token, at = self._api.token, self._members[0]
-            status, body = await self._exchange(path, request, timeout_s)
+            status, body, date = await self._exchange(path, request, timeout_s)
             if status == 200:
-                self.last_ok_at = SYSTEM_CLOCK.monotonic()
-                self.health.ok()
-                return body
+                break
             failure = read_failure(body)
-            if self._has_login and failure.wants_token and not fresh_token:
-                if self._api.token == token:  # nobody else renewed it meanwhile
-                    await self._authenticate(timeout_s)
-                continue
-            break
-        raise self.refused(failure, status, at)
+            if fresh_token or not (self._has_login and failure.wants_token):
+                raise self.refused(failure, status, at)
+            if self._api.token == token:  # nobody else renewed it meanwhile
+                await self._authenticate(timeout_s)
+        self.last_ok_at = SYSTEM_CLOCK.monotonic()
+        self.health.ok()
+        try:
+            # etcd3-py's models take 29 ms for 50 keys, and hold empty for absent.
+            answer = msgspec.json.decode(body, type=Answer, strict=False)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            raise self._lost(ValueError(f"this is no answer to {path}: {exc}")) from exc
+        if answer.error is not None:
+            raise self.refused(answer.error)
+        answer = answer.result or answer
+        with contextlib.suppress(ValueError):
+            now = parsedate_to_datetime(date).timestamp()
+            answer.header = msgspec.structs.replace(answer.header, date=now)
+        return answer
 
     def _begin(self, path: str, request: Any, timeout: aiohttp.ClientTimeout) -> Any:
         """Return a POST request to etcd, not sent yet. Raises RegistryUnavailable after `close`."""
@@ -362,7 +343,8 @@ class EtcdClient:
         data = msgspec.json.encode(request)
         return self._api.call_rpc(path, data=data, raw=True, timeout=timeout)
 
-    async def _exchange(self, path: str, request: Any, timeout_s: float) -> tuple[int, bytes]:
+    async def _exchange(self, path: str, request: Any, timeout_s: float) -> tuple[int, bytes, str]:
+        """Return the status of HTTP, the body and the `Date` of the answer, "" if it has none."""
         at = self._members[0]
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -370,18 +352,17 @@ class EtcdClient:
                 body = await response.read()
         except _FAILURES as exc:
             raise self._lost(exc, at) from exc
-        self.last_date = response.headers.get("Date", "")
-        return response.status, body
+        return response.status, body, response.headers.get("Date", "")
 
     async def _authenticate(self, timeout_s: float) -> None:
         # `AioClient.auth` removes the token while it waits, so other calls fail meanwhile. There is
         # no need: etcd looks at no token when it makes one.
         request = dict(zip(("name", "password"), self._login() or (), strict=True))
         at = self._members[0]
-        status, body = await self._exchange("/auth/authenticate", request, timeout_s)
+        status, body, _ = await self._exchange("/auth/authenticate", request, timeout_s)
         if status != 200:
             raise self.refused(read_failure(body), status, at)
-        self._api.token = msgspec.json.decode(body, type=_Token).token
+        self._api.token = msgspec.json.decode(body, type=Answer, strict=False).token
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -485,63 +466,51 @@ class EtcdClient:
 
     async def put(self, key: str, value: bytes, lease_id: int | None = None) -> int:
         """Write one key. Returns its revision. Raises LeaseNotFound if the lease is gone."""
-        done = await self.call("/kv/put", _put(key, value, lease_id), _Done)
+        done = await self.call("/kv/put", _put(key, value, lease_id))
         return done.header.revision
 
     async def get(self, key: str) -> KeyValue | None:
         """The key's value (linearizable), or None."""
-        answer = await self.call("/kv/range", {"key": key.encode()}, _Range)
+        answer = await self.call("/kv/range", {"key": key.encode()})
         return answer.kvs[0] if answer.kvs else None
 
     async def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
         """Return all keys with `prefix`, in their order, and the revision of the store."""
-        answer = await self.call("/kv/range", range_of(prefix), _Range)
+        answer = await self.call("/kv/range", range_of(prefix))
         return answer.kvs or [], answer.header.revision
 
     async def delete(self, key: str) -> None:
         """Remove one key, if it is there."""
-        await self.call("/kv/deleterange", {"key": key.encode()}, _Done)
+        await self.call("/kv/deleterange", {"key": key.encode()})
 
     async def put_if(self, key: str, value: bytes, *, mod_revision: int) -> bool:
         """Write if the key is still as it was at `mod_revision` (0: absent). True if written."""
         unchanged = {"key": key.encode(), "target": "MOD", "mod_revision": mod_revision}
         write = {"request_put": _put(key, value, None)}
-        done = await self.call("/kv/txn", {"compare": [unchanged], "success": [write]}, _Done)
+        done = await self.call("/kv/txn", {"compare": [unchanged], "success": [write]})
         return done.succeeded
 
     # ------------------------------------------------------------------ leases
 
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
-        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0}, _LeaseGranted)
-        return lease.id, lease.ttl, self._dated(lease.header)
+        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0})
+        return lease.id, lease.ttl, lease.header
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""
-        await self.call("/lease/revoke", {"ID": lease_id}, _Done)
+        await self.call("/lease/revoke", {"ID": lease_id})
 
-    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive:
+    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> Answer:
         """Renew once. If the lease is gone, `ttl` is 0."""
-        line = await self.call("/lease/keepalive", {"ID": lease_id}, _KeepAliveLine, timeout_s)
-        if line.error is not None:
-            failure = self.refused(line.error)
-            if isinstance(failure, LeaseNotFound):
-                return KeepAlive()
-            raise failure
-        if line.result is None:
-            raise RegistryUnavailable("etcd answered a keep-alive with nothing")
-        return msgspec.structs.replace(line.result, header=self._dated(line.result.header))
-
-    def _dated(self, header: Header) -> Header:
-        """Return `header` with the date of the answer that was just read."""
-        with contextlib.suppress(ValueError):
-            date = parsedate_to_datetime(self.last_date).timestamp()
-            return msgspec.structs.replace(header, date=date)
-        return header
+        try:
+            return await self.call("/lease/keepalive", {"ID": lease_id}, timeout_s)
+        except LeaseNotFound:
+            return Answer()
 
     async def ping(self, timeout_s: float) -> None:
         """Raise RegistryUnavailable unless etcd answers (linearizable) within `timeout_s`."""
-        await self.call("/kv/range", PROBE, _Range, timeout_s)
+        await self.call("/kv/range", PROBE, timeout_s)
 
 
 def _abort(response: aiohttp.ClientResponse) -> None:

@@ -152,7 +152,7 @@ async def test_a_watch_outlives_a_changed_password(
 
     async def change(password: str) -> None:
         user = {"name": "root", "password": password}
-        await client.call("/auth/user/changepw", user, dict)
+        await client.call("/auth/user/changepw", user)
 
     following = asyncio.create_task(follow())
     try:

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from pullfill.registry.client import Header, KeepAlive
+from pullfill.registry.client import Answer, Header
 from pullfill.registry.membership import EtcdLease, LeaseFate, LeaseJudge
 
 STORE = Header(cluster_id=7, revision=10, raft_term=2)
@@ -76,5 +76,5 @@ class Client:
     async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
         return 1, ttl_s, STORE
 
-    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> KeepAlive:
-        return KeepAlive(STORE, 0)
+    async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> Answer:
+        return Answer(STORE)
