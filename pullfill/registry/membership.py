@@ -104,37 +104,28 @@ class LeaseJudge:
 class EtcdLease:
     """Keeps a lease alive, and says how it ended.
 
-    Life: `grant` → `start` (a keep-alive about every TTL/3) → `wait` returns a `LeaseFate`, or the
-    owner calls `revoke`. A `Membership` owns it.
+    Life: `grant` → a keep-alive about every TTL/3 → `wait` returns a `LeaseFate`, or the owner
+    calls `revoke`. A `Membership` owns it.
 
-    id: etcd's lease id. ttl_s: as granted."""
+    id: etcd's lease id."""
 
     def __init__(self, client: EtcdClient, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
         self._client = client
         self._judge = judge
         self._clock = clock
         self._nudge = asyncio.Event()
-        self._task: asyncio.Task[LeaseFate] | None = None
         self.id = lease_id
+        self._task = asyncio.create_task(self._keep(), name=f"lease-{lease_id:x}")
 
     @classmethod
     async def grant(cls, client: EtcdClient, ttl_s: int, *, clock: Clock = BOOT_CLOCK) -> EtcdLease:
-        """A new lease, not yet kept alive. Raises RegistryUnavailable."""
+        """A new lease, which is kept alive. Raises RegistryUnavailable."""
         sent_at = clock.monotonic()
         lease_id, granted_s, header = await client.grant_lease(ttl_s)
         return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header), clock)
 
-    @property
-    def ttl_s(self) -> float:
-        return self._judge.ttl_s
-
-    def start(self) -> None:
-        """Begin keep-alives."""
-        self._task = asyncio.create_task(self._keep(), name=f"lease-{self.id:x}")
-
     async def wait(self) -> LeaseFate:
         """Return how the lease ended. If the caller is cancelled, the lease goes on."""
-        assert self._task is not None, "start() first"
         return await asyncio.shield(self._task)
 
     def check_now(self) -> None:
@@ -276,7 +267,6 @@ class Membership:
         try:
             self._records = records
             await self._write(lease)
-            lease.start()
             await refuse_if_incompatible(self._client, self._namespace, records[0], registered=True)
         except BaseException:
             await lease.revoke()
@@ -303,7 +293,7 @@ class Membership:
     async def _run(self) -> None:
         while self.lease is not None:
             end = await self._hold(self.lease)
-            lease, self.lease = self.lease, None
+            self.lease = None
             if end is LeaseFate.REVOKED:
                 _log.warning("our lease was revoked: draining")
                 self.revoked.set()
@@ -311,7 +301,7 @@ class Membership:
             _log.warning(
                 "lost our lease to an etcd outage (TTL %g s): serving goes on; registering again "
                 "as soon as etcd answers",
-                lease.ttl_s,
+                self._ttl_s,
             )
             await self._reregister()
 

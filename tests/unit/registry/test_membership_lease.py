@@ -65,7 +65,6 @@ async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "clock_gettime", boot_clock)
     lease = await EtcdLease.grant(Client(), 3)
     slept_s = 3600.0
-    lease.start()
     lease.check_now()
     assert await asyncio.wait_for(lease.wait(), 10) is LeaseFate.OUTAGE
 
