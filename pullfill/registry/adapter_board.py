@@ -26,8 +26,7 @@ class AdapterBoard(Follower):
     unloaded."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        prefix = keys.record(namespace, "adapters")
-        super().__init__(client, prefix, "the LoRA adapters", self._on_change)
+        super().__init__(client, keys.record(namespace, "adapters"), "the LoRA adapters")
         self._known: dict[str, tuple[int, AdapterRecord]] = {}
 
     async def keep(self, record: AdapterRecord) -> AdapterRecord:

@@ -20,7 +20,6 @@ from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient, LeaseNotFound
 from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import end
 from pullfill.wire import WorkerRecord, decode
 
 # --------------------------------------------------------------------------- once
@@ -128,8 +127,7 @@ class Directory(Follower):
         ttl_s: float = 5.0,
         beat_s: float = 0.7,
     ) -> None:
-        prefix = keys.record(namespace, "workers")
-        super().__init__(client, prefix, "the list of workers", self._on_change)
+        super().__init__(client, keys.record(namespace, "workers"), "the list of workers")
         self._namespace = namespace
         self._roles = frozenset(roles)
         self._grace_s = ttl_s + 2.0
@@ -137,17 +135,15 @@ class Directory(Follower):
         self._members: dict[bytes, WorkerRecord] = {}
         self._leaving: dict[bytes, asyncio.TimerHandle] = {}
         self._malformed: set[bytes] = set()
-        self._beats: asyncio.Task[None] | None = None
 
     async def start(self, timeout_s: float = 30.0) -> Self:
         """See `Follower`. Every worker that is registered now is known then."""
-        self._beats = asyncio.create_task(self._beat(), name="directory-beat")
+        self._tasks.begin(self._beat(), "directory-beat")
         return await super().start(timeout_s)
 
     async def close(self) -> None:
         """End the watch. Members stay readable. Idempotent."""
         await super().close()
-        await end(self._beats)
         for timer in self._leaving.values():
             timer.cancel()
         self._leaving.clear()

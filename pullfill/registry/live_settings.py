@@ -126,7 +126,7 @@ class Settings(Follower, Generic[T]):
         self._kind = kind
         self._root = _ROOT[kind]
         self._key = keys.record(namespace, "config", self._root)
-        super().__init__(client, self._key, f"the {self._root} settings", self._on_change)
+        super().__init__(client, self._key, f"the {self._root} settings")
         self.current: T = kind()
 
     def _on_change(self, event: Put | Delete) -> None:

@@ -36,8 +36,7 @@ class SelfChecks(Follower):
     """See the module. current: the results, by pair."""
 
     def __init__(self, client: EtcdClient, namespace: str) -> None:
-        prefix = keys.record(namespace, "self_checks")
-        super().__init__(client, prefix, "the self-checks", self._on_change)
+        super().__init__(client, keys.record(namespace, "self_checks"), "the self-checks")
         self.current: dict[str, SelfCheck] = {}
 
     def why_not(self, pair: str, decode_instance: str, prefill_instance: str) -> str:

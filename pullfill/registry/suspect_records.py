@@ -34,8 +34,7 @@ class SuspectBoard(Follower):
     def __init__(
         self, client: EtcdClient, namespace: str, refuse_s: Callable[[], float] = lambda: 600.0
     ) -> None:
-        prefix = keys.record(namespace, "suspects")
-        super().__init__(client, prefix, "the suspects", self._on_change)
+        super().__init__(client, keys.record(namespace, "suspects"), "the suspects")
         self.refuse_s = refuse_s
         self._entries: dict[str, SuspectRecord] = {}
         # Those that etcd holds: its word counts, and not the time.

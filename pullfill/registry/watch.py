@@ -173,18 +173,17 @@ async def _changes(
 class Follower:
     """Watches a prefix in a task of its own, and writes there over outages. `close` ends both.
 
-    what: the name of what is there, for people.
-    on_event: called on the loop with each change. An error of it ends the watch, and is logged."""
+    what: the name of what is there, for people."""
 
-    def __init__(
-        self, client: EtcdClient, prefix: str, what: str, on_event: Callable[[Put | Delete], object]
-    ) -> None:
+    def __init__(self, client: EtcdClient, prefix: str, what: str) -> None:
         self._client = client
         self._prefix = prefix
         self._what = what
-        self._on_event = on_event
         self._tasks = Tasks()
         self._callbacks: list[Callable[..., object]] = []
+
+    def _on_change(self, event: Put | Delete) -> None:
+        """A subclass takes the change. An error ends the watch, and is logged."""
 
     async def start(self, timeout_s: float = 30.0) -> Self:
         """Begin to watch. Returns itself once all that is in etcd now was told.
@@ -233,7 +232,7 @@ class Follower:
     async def _run(self, synced: asyncio.Future[None]) -> None:
         async for event in watch_prefix(self._client, self._prefix):
             if not isinstance(event, Synced):
-                self._on_event(event)
+                self._on_change(event)
             elif not synced.done():
                 synced.set_result(None)
 

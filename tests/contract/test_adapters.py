@@ -225,7 +225,7 @@ async def test_numbers_grow_and_an_etcd_that_lost_its_data_gets_them_back(
     await soon(lambda: one.board._known["x"][1] == again)
     await one.board.close()
     await client.delete(key)
-    one.board._on_event(Delete(key.encode(), 1))  # a store that is younger than the record
+    one.board._on_change(Delete(key.encode(), 1))  # a store that is younger than the record
     assert "x" in one.served
     await client.put(keys.record(ns, "adapters", "odd"), b"nonsense")
     await soon(lambda: client.get(key))

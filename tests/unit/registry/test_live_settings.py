@@ -16,7 +16,7 @@ def test_what_another_build_has_written_is_kept_and_told(caplog: pytest.LogCaptu
     """Nobody can type it: `pullfill config` finds no such setting."""
     stored = b'{"polcy":"conditional","refuse_s":7}'
     watched = live_settings.Settings(None, "ns", RouterConfig)  # type: ignore[arg-type]
-    watched._on_event(Put(b"/pullfill/ns/config/router", stored))
+    watched._on_change(Put(b"/pullfill/ns/config/router", stored))
     assert watched.current == RouterConfig(refuse_s=7)
     assert "unknown router settings in etcd: polcy" in caplog.text
     with pytest.raises(ConfigError, match=r"'router\.polcy' \(did you mean router\.policy"):
