@@ -250,7 +250,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -> None:
     url = etcd.url.replace("://", f"://demo:{PASSWORD}@")
     client = await EtcdClient.connect(url, wait_s=HANG_S)
-    prefix = keys.namespace_prefix("demo")
+    prefix = "/pullfill/demo/"
     seen: list[bytes] = []
 
     async def follow() -> None:
@@ -272,7 +272,7 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         await client.delete(keys.record("demo", "config", "router"))
         for refused in (
             client.put(keys.record("other", "config", "router"), b"mine"),
-            client.get_prefix(keys.namespace_prefix("other")),
+            client.get_prefix("/pullfill/other/"),
             client.get_prefix("/pullfill/"),
         ):
             with pytest.raises(ConfigError, match="permission"):
