@@ -113,7 +113,7 @@ class DecodeSide(Service):
     def reasons(self) -> list[str]:
         return self.outlook.reasons()
 
-    def status(self) -> dict[str, Any]:
+    def status(self, query: Mapping[str, str]) -> dict[str, Any]:
         ledger, view, peers = self.context.ledger, self.engine.view, self.control.peers
         jobs = ledger.sums().jobs
         running, waiting = view.counts()
@@ -135,10 +135,7 @@ class DecodeSide(Service):
             "prefix": self.blocks.status(),
             "demand": msgspec.to_builtins(self._demand()),
         }
-        return {"load": load, **self.outlook.servers()}
-
-    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        told = {"load": load, **self.outlook.servers()}
         if "jobs" in query:
             told["jobs"] = msgspec.to_builtins(jobs_of(self.context.ledger))
         if name := query.get("request"):

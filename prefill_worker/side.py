@@ -220,9 +220,10 @@ class PrefillService(Service):
             reasons.append("connected to no decode worker")
         return reasons
 
-    def status(self) -> dict[str, Any]:
+    def status(self, query: Mapping[str, str]) -> dict[str, Any]:
         budget = self.puller.budget
-        return {
+        asked = {"held": msgspec.to_builtins(self.puller.held())} if "jobs" in query else {}
+        return asked | {
             "servers": servers_json(*self._healths),
             "load": {
                 "jobs": self.puller.in_flight,
@@ -236,9 +237,6 @@ class PrefillService(Service):
                 "kv_blocks": self._engine.view.usable_blocks,
             },
         }
-
-    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
-        return {"held": msgspec.to_builtins(self.puller.held())} if "jobs" in query else {}
 
     def refresh_metrics(self) -> None:
         self.puller.credits.refresh_metrics()

@@ -25,24 +25,21 @@ class ProbeServer:
     """Serves four read-only routes.
 
     ready: returns whether the worker is ready, and details.
-    status: returns load and state.
+    status: takes the parameters of `/status?…`, and returns load and state, and what they ask for.
     refresh_metrics: called before the metrics are read.
-    more: takes the parameters of `/status?…`, and returns what it has besides.
     """
 
     def __init__(
         self,
         host: str,
         ready: Callable[[], tuple[bool, dict[str, Any]]],
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[Mapping[str, str]], dict[str, Any]],
         refresh_metrics: Callable[[], None] = lambda: None,
-        more: Callable[[Mapping[str, str]], dict[str, Any]] = lambda _: {},
     ) -> None:
         self._host = host
         self._ready = ready
         self._status = status
         self._refresh = refresh_metrics
-        self._more = more
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -84,4 +81,4 @@ class ProbeServer:
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": PLAIN})
 
     async def _on_status(self, request: web.Request) -> web.Response:
-        return web.json_response({**self._status(), **self._more(request.query)})
+        return web.json_response(self._status(request.query))

@@ -71,11 +71,8 @@ class Service(Protocol):
     def reasons(self) -> list[str]:
         """Why this worker is degraded, for /ready."""
 
-    def status(self) -> dict[str, Any]:
-        """Further entries of /status."""
-
-    def more(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Further entries of /status?jobs, ?ended and ?request=ID: see `Report`."""
+    def status(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Further entries of /status, and of /status?jobs, ?ended and ?request=ID: see `Report`."""
 
     def refresh_metrics(self) -> None:
         """Set the gauges that nothing else sets."""

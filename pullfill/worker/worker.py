@@ -133,9 +133,7 @@ class Worker:
         self.revoked = self._membership.revoked
         await nats.start(options.connect_timeout_s)
         self._guard = EngineWatchdog(life, options.engine_stall_s, self._on_stuck)
-        probe = ProbeServer(
-            options.host, self._ready, self._status, self._refresh_metrics, self._more
-        )
+        probe = ProbeServer(options.host, self._ready, self._status, self._refresh_metrics)
         await probe.start(options.http_port)
         parts.push_async_callback(probe.stop)
         self._http = probe.url
@@ -216,18 +214,15 @@ class Worker:
         checked = decode is not None and decode.checking()
         return self._state is WorkerState.READY and not checked, detail
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self, query: Mapping[str, str]) -> dict[str, Any]:
         status: dict[str, Any] = {}
         load: dict[str, Any] = {}
         for service in self.services:
-            found = service.status()
+            found = service.status(query)
             load |= found.pop("load", {})  # of two sides, those of the prefill side win
             status = {**found, **status}
         own = {"state": self._shown_state, "pod": pod_name(), "stays": self._stays}
         return {**own, **status, "load": load}
-
-    def _more(self, query: Mapping[str, str]) -> dict[str, Any]:
-        return {key: told for one in self.services for key, told in one.more(query).items()}
 
     def _refresh_metrics(self) -> None:
         metrics.RESTARTS.set(restarts_so_far())

@@ -52,7 +52,7 @@ async def viewing(known: Any, **times: float) -> AsyncIterator[ClusterView]:
 @asynccontextmanager
 async def answering(said: dict[str, Any]) -> AsyncIterator[str]:
     """The URL of a worker that answers."""
-    probe = ProbeServer("127.0.0.1", lambda: (True, {}), lambda: said)
+    probe = ProbeServer("127.0.0.1", lambda: (True, {}), lambda _: said)
     await probe.start()
     try:
         yield probe.url

@@ -37,8 +37,7 @@ async def test_routes() -> None:
     server = ProbeServer(
         "127.0.0.1",
         lambda: (next(ready), {"degraded": False}),
-        lambda: {"state": "ready"},
-        more=dict,
+        lambda query: {"state": "ready", **query},
     )
     await server.start()
     assert (await _get(f"{server.url}/live"))[0] == 200
