@@ -206,7 +206,7 @@ class WorkerPool:
         if connection.flights or connection.record.state is WorkerState.READY:
             _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()
-        self.prefixes.forget(connection, connection.heard_at)
+        self.prefixes.forget(connection)
         self.dispatcher.on_lost(connection, reason, died)
         asyncio.get_running_loop().call_later(0.5, self.refresh)
 

@@ -78,8 +78,8 @@ class Prefixes:
         told: dict[str, Any] = {"state": "none"}
         if (followed := self._followed.get(instance_id)) is not None:
             told["state"] = str(followed.replica.state)
-            told["blocks"] = self._index.blocks(instance_id)
-            told["refused"] = self._index.refused(instance_id)
+            held = self._index.held(instance_id)
+            told["blocks"], told["refused"] = len(held.blocks), held.refused
             told["since_s"] = now - followed.replica.since
         if trouble := self.troubles(now).get(instance_id):
             told["trouble"] = trouble
@@ -99,7 +99,7 @@ class Prefixes:
     def follow(self, connection: DecodeConnection, now: float) -> None:
         """Ask a worker that has welcomed us for its blocks, and for all changes from then on."""
         name, welcome = connection.instance_id, connection.welcome
-        self.forget(connection, now)
+        self.forget(connection)
         if self._off or welcome is None or not welcome.prefix_block_size:
             return
         replica = Replica(self._index, name, now)
@@ -123,10 +123,10 @@ class Prefixes:
             counters.PREFIX_GAPS.labels(what).inc(times)
         followed.replica.healing.clear()
 
-    def forget(self, connection: DecodeConnection, now: float) -> None:
+    def forget(self, connection: DecodeConnection) -> None:
         """Forget a worker whose connection is lost."""
-        if (followed := self._followed.pop(connection.instance_id, None)) is not None:
-            followed.replica.forget(now)
+        self._followed.pop(connection.instance_id, None)
+        self._index.forget(connection.instance_id)
 
     def tick(self, now: float) -> None:
         """Ask workers again that have not answered, and set the gauge. Call about once a second."""

@@ -115,11 +115,6 @@ class Replica:
         self._name = name
         self._believe(0, 0)
 
-    @property
-    def refused(self) -> int:
-        """How many blocks of the worker are missing because the index was full."""
-        return self._index.refused(self._name)
-
     def ask(self, now: float) -> PrefixFollow:
         """What to send first, or to be told all blocks again. What the index has still counts until
         they come."""
@@ -137,12 +132,6 @@ class Replica:
         if len(message.hashes) != 8 * len(message.ops) or max(message.ops, default=0) > Op.CLEAR:
             raise ValueError("block events without a hash for each, or with an unknown operation")
         return self._events(message, now)
-
-    def forget(self, now: float) -> None:
-        """The worker is gone: its blocks are forgotten at once."""
-        self._index.forget(self._name)
-        self._believe(0, 0)
-        self._become(State.COLD, now)
 
     def _page(self, page: PrefixPage, now: float) -> None:
         self.asked = now
@@ -175,9 +164,9 @@ class Replica:
 
     def _differs(self, held: int, digest: int) -> bool:
         """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
-        if self.refused:
-            return False
-        return (held, digest) != (self._index.blocks(self._name), self._index.digest(self._name))
+        ours = self._index.held(self._name)
+        same = (held, digest) == (len(ours.blocks), ours.digest & (2**63 - 1))
+        return not same and not ours.refused
 
     def _lost(self, what: str, now: float) -> PrefixFollow | None:
         """Ask for all blocks, if that was not asked already."""

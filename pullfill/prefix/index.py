@@ -14,10 +14,12 @@ from typing import Any
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """What one worker holds. digest: the hashes xored. refused: blocks for which was no room."""
+class Held:
+    """What one worker holds. digest: the hashes xored. refused: blocks for which was no room.
 
-    bit: int
+    Only the index changes it."""
+
+    bit: int = 0
     blocks: set[int] = field(default_factory=set)
     digest: int = 0
     refused: int = 0
@@ -27,8 +29,8 @@ class PrefixIndex:
     """A bounded set of (worker, block hash). The owner names the workers.
 
     max_blocks: how many different blocks are kept at most. Blocks beyond that are refused, which
-    `apply` and `refused` tell: removals make room again. A block takes about 150 bytes, and 40 more
-    for each further worker that holds it."""
+    `held` tells: removals make room again. A block takes about 150 bytes, and 40 more for each
+    further worker that holds it."""
 
     def __init__(self, max_blocks: int) -> None:
         if max_blocks < 1:
@@ -40,28 +42,28 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget all workers."""
         self._holders: dict[int, int] = {}
-        self._workers: dict[Hashable, _Held] = {}
+        self._workers: dict[Hashable, Held] = {}
         self._names: dict[int, Any] = {}  # workers by their bits
 
-    def store(self, worker: Hashable, hashes: Sequence[int]) -> int:
-        """The worker holds these blocks now. Returns how many were refused, for want of room."""
-        return self.apply(worker, b"\1" * len(hashes), hashes)
+    def store(self, worker: Hashable, hashes: Sequence[int]) -> None:
+        """The worker holds these blocks now."""
+        self.apply(worker, b"\1" * len(hashes), hashes)
 
-    def apply(self, worker: Hashable, ops: bytes, hashes: Sequence[int]) -> int:
-        """Store (ops[i] = 1) or remove (0) hashes[i], in order. Returns how many were refused.
+    def apply(self, worker: Hashable, ops: bytes, hashes: Sequence[int]) -> None:
+        """Store (ops[i] = 1) or remove (0) hashes[i], in order.
 
         Unknown blocks that are to be removed are ignored."""
         if (held := self._workers.get(worker)) is None:
-            held = self._workers[worker] = _Held(self._free_bit())
+            held = self._workers[worker] = Held(self._free_bit())
             self._names[held.bit] = worker
-        bit, blocks, holders, refused = held.bit, held.blocks, self._holders, 0
+        bit, blocks, holders = held.bit, held.blocks, self._holders
         for op, one in zip(ops, hashes, strict=True):
             if bool(op) is (one in blocks):
                 continue
             found = holders.get(one, 0)
             if op:
                 if not found and len(holders) >= self._max:
-                    refused += 1
+                    held.refused += 1
                     continue
                 blocks.add(one)
                 holders[one] = found | bit if found else bit  # most blocks share this int
@@ -72,8 +74,6 @@ class PrefixIndex:
                 else:
                     holders[one] = found ^ bit
             held.digest ^= one
-        held.refused += refused
-        return refused
 
     def forget(self, worker: Hashable) -> None:
         """The worker holds nothing any more. Takes about 30 ms for 60,000 blocks."""
@@ -111,20 +111,9 @@ class PrefixIndex:
                 found[self._names[bit]] = count
         return found, 0
 
-    def blocks(self, worker: Hashable) -> int:
-        """How many blocks the worker holds."""
-        held = self._workers.get(worker)
-        return 0 if held is None else len(held.blocks)
-
-    def digest(self, worker: Hashable) -> int:
-        """The low 63 bits of the worker's hashes xored: equal sets have equal digests."""
-        held = self._workers.get(worker)
-        return 0 if held is None else held.digest & (2**63 - 1)
-
-    def refused(self, worker: Hashable) -> int:
-        """How many blocks of the worker were refused."""
-        held = self._workers.get(worker)
-        return 0 if held is None else held.refused
+    def held(self, worker: Hashable) -> Held:
+        """What the worker holds now."""
+        return self._workers.get(worker) or Held()
 
     def __len__(self) -> int:
         """How many different blocks are kept."""
