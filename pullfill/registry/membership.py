@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,17 +45,12 @@ _log = log.get("registry.membership")
 # --------------------------------------------------------------------------- the lease
 
 
-class LeaseFate(enum.StrEnum):
-    REVOKED = "revoked"
-    OUTAGE = "outage"
-
-
 @dataclass(slots=True)
 class LeaseJudge:
     """Tells a lease that somebody has revoked from one that an outage of etcd has cost. No I/O.
 
-    It was REVOKED only if nothing else can have ended it since the last answered keep-alive.
-    Everything else is an OUTAGE. Times are clock seconds."""
+    It was revoked only if nothing else can have ended it since the last answered keep-alive.
+    Everything else is an outage. Times are clock seconds."""
 
     # A worker that registers again for no reason loses nothing. One that drains for no reason does.
     ttl_s: float
@@ -80,10 +74,10 @@ class LeaseJudge:
     def expired(self, now: float) -> bool:
         return now - self.last_ok >= self.ttl_s
 
-    def gone(self, now: float, header: Header) -> LeaseFate:
-        """etcd says that the lease does not exist."""
+    def revoked(self, now: float, header: Header) -> bool:
+        """Whether somebody has revoked the lease, of which etcd says that it does not exist."""
         before = self.header
-        continuous = (
+        return (
             # No keep-alive failed and no watch broke. The owner watches its own key, so it sees
             # when etcd restarts between two keep-alives (`interrupted`).
             self.broken_at is None
@@ -98,14 +92,13 @@ class LeaseJudge:
             and header.raft_term == before.raft_term
             and header.revision >= before.revision
         )
-        return LeaseFate.REVOKED if continuous else LeaseFate.OUTAGE
 
 
 class EtcdLease:
     """Keeps a lease alive, and says how it ended.
 
-    Life: `grant` → a keep-alive about every TTL/3 → `wait` returns a `LeaseFate`, or the owner
-    calls `revoke`. A `Membership` owns it.
+    Life: `grant` → a keep-alive about every TTL/3 → `was_revoked` returns, or the owner calls
+    `revoke`. A `Membership` owns it.
 
     id: etcd's lease id."""
 
@@ -124,8 +117,9 @@ class EtcdLease:
         lease_id, granted_s, header = await client.grant_lease(ttl_s)
         return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header), clock)
 
-    async def wait(self) -> LeaseFate:
-        """Return how the lease ended. If the caller is cancelled, the lease goes on."""
+    async def was_revoked(self) -> bool:
+        """Return once the lease has ended: whether somebody has revoked it. Else an outage of etcd
+        has cost it. If the caller is cancelled, the lease goes on."""
         return await asyncio.shield(self._task)
 
     def check_now(self) -> None:
@@ -145,7 +139,7 @@ class EtcdLease:
         except PullfillError as exc:
             _log.info("lease %x not revoked, it expires by itself: %s", self.id, exc)
 
-    async def _keep(self) -> LeaseFate:
+    async def _keep(self) -> bool:
         judge, interval = self._judge, self._judge.ttl_s / 3
         delay = 0.0
         while True:
@@ -163,14 +157,14 @@ class EtcdLease:
                 now = self._clock.monotonic()
                 judge.broke(now)
                 if judge.expired(now):
-                    return LeaseFate.OUTAGE
+                    return False
                 _log.debug("keep-alive failed, trying again: %s", exc)
                 delay = max(0.01, min(0.2, judge.last_ok + judge.ttl_s - now))
                 # A nudge must not turn failing keep-alives into a busy loop.
                 self._nudge.clear()
                 continue
             if answer.ttl <= 0:
-                return judge.gone(self._clock.monotonic(), answer.header)
+                return judge.revoked(self._clock.monotonic(), answer.header)
             judge.alive(sent_at, answer.header)
             delay = 0.0
 
@@ -292,9 +286,9 @@ class Membership:
 
     async def _run(self) -> None:
         while self.lease is not None:
-            end = await self._hold(self.lease)
+            revoked = await self._hold(self.lease)
             self.lease = None
-            if end is LeaseFate.REVOKED:
+            if revoked:
                 _log.warning("our lease was revoked: draining")
                 self.revoked.set()
                 return
@@ -305,11 +299,11 @@ class Membership:
             )
             await self._reregister()
 
-    async def _hold(self, lease: EtcdLease) -> LeaseFate:
+    async def _hold(self, lease: EtcdLease) -> bool:
         helpers = [asyncio.create_task(self._watch(lease, record)) for record in self._records]
         helpers.append(asyncio.create_task(self._rewrite(lease)))
         try:
-            return await lease.wait()
+            return await lease.was_revoked()
         finally:
             await end(*helpers)
 
