@@ -23,7 +23,6 @@ from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log
 from pullfill.wire import (
     MAX_TEXT,
-    SILENT_S,
     Claim,
     Commit,
     CommitReply,
@@ -73,9 +72,7 @@ class DecodeLink(PeerLink):
                 "--max-model-len): longer ones are left to other prefill workers",
                 record.instance_id, record.max_model_len - 1, most,
             )  # fmt: skip
-        super().__init__(
-            record.instance_id, record.control, hello, links.key, silent_s=links.silent_s
-        )
+        super().__init__(record.instance_id, record.control, hello, links.key)
         self.when_ended(self.transfer.close)
 
     # ------------------------------------------------------------------ what a job says
@@ -189,7 +186,6 @@ class DecodeLinks:
         *,
         load: Callable[[], Load] = Load,
         kept: SelfChecks | None = None,
-        silent_s: float = SILENT_S,
         appear_s: float = 2.0,
     ) -> None:
         self._directory = directory
@@ -202,7 +198,6 @@ class DecodeLinks:
         self._kept = kept
         self._on_checked: Callable[[], None] = lambda: None
         self._was_checking: str | None = None
-        self.silent_s = silent_s
         self._records: dict[str, WorkerRecord] = {}
         self.links: dict[str, DecodeLink] = {}  # by name of the decode worker
         # Those that have not ended, with those that nobody finds any more.

@@ -47,7 +47,6 @@ class PeerLink:
     hello: the first message.
     key: the cluster key. The peer must hold the same one.
     dial_s: longest time from the dial to the welcome.
-    idle_s: a connection that nothing needs ends after this long.
     heard: what the peer may say. A message with a `rid` answers the question of that number."""
 
     heard: ClassVar[Any]
@@ -60,16 +59,12 @@ class PeerLink:
         key: ClusterKey | None,
         *,
         dial_s: float = 10.0,
-        silent_s: float = SILENT_S,
-        idle_s: float = IDLE_S,
     ) -> None:
         self.name = name
         self._address = address
         self._hello = hello
         self._key = key
         self._dial_s = dial_s
-        self._silent_s = silent_s
-        self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
         self._rids = itertools.count(1)
@@ -292,8 +287,8 @@ class PeerLink:
                 return
             if now - before > 2 * ALIVE_INTERVAL_S:
                 self._heard_at = now  # we did not run either: what it said waits to be read
-            elif ping is not None and now - self._heard_at > self._silent_s:
-                self._why = f"it said nothing for {self._silent_s:.0f} s"
+            elif ping is not None and now - self._heard_at > SILENT_S:
+                self._why = f"it said nothing for {SILENT_S:.0f} s"
                 logger.warning("ending the control connection to %s: %s", self.name, self._why)
                 self._silent = True
                 self.on_silent()
@@ -301,9 +296,9 @@ class PeerLink:
                 return
 
     def _unneeded(self) -> bool:
-        """Whether nothing has needed this link for `idle_s`."""
+        """Whether nothing has needed this link for IDLE_S."""
         now = self._loop.time()
         if self._questions or self.needed():
             self._needed_at = now
             return False
-        return now - self._needed_at >= self._idle_s
+        return now - self._needed_at >= IDLE_S

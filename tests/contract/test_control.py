@@ -238,8 +238,9 @@ async def test_a_silent_decode_worker_is_let_go_and_dialled_again(
     connect: Any, decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for it meanwhile."""
-    monkeypatch.setattr("pullfill.net.peer_link.ALIVE_INTERVAL_S", 0.05)
-    prefill, waits = await connect(silent_s=0.25), list[Any]()
+    monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(peer_link, "SILENT_S", 0.25)
+    prefill, waits = await connect(), list[Any]()
     await asyncio.sleep(0.12)
     time.sleep(0.4)  # noqa: ASYNC251
     await asyncio.sleep(0.2)
@@ -388,10 +389,9 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
 ) -> None:
     """A copy may take longer than IDLE_S, also a copy whose job has ended."""
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(peer_link, "IDLE_S", 0.05)
     async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
-        (link,) = prefill.links.links.values()
-        link._idle_s = 0.05
         faults = hold(decode)
         prefill.engine.gate.clear()
         served = decode.send(prompt(30))
@@ -414,7 +414,8 @@ async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
 ) -> None:
     """Its copy may hang for ever, and the jobs of others wait for the credit."""
     monkeypatch.setattr(peer_link, "ALIVE_INTERVAL_S", 0.02)
-    async with make(credit_blocks=4, links={"silent_s": 1.0}) as cluster:
+    monkeypatch.setattr(peer_link, "SILENT_S", 1.0)
+    async with make(credit_blocks=4) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
         faults = hold(decode)
         served = decode.send(prompt(30))
