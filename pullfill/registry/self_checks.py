@@ -67,7 +67,12 @@ class SelfChecks(Follower):
     def _on_change(self, event: Put | Delete) -> None:
         pair = event.key.decode("utf-8", "replace").removeprefix(self._prefix)
         before = self.current.get(pair)
-        result = _parsed(pair, event.value) if isinstance(event, Put) else None
+        result: SelfCheck | None = None
+        if isinstance(event, Put):
+            try:
+                result = msgspec.json.decode(event.value, type=SelfCheck)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+                _log.error("the result of self-check %s is ignored: %s", pair, exc)
         if result is not None:
             self.current[pair] = result
         elif before is not None and before.passed:
@@ -78,23 +83,11 @@ class SelfChecks(Follower):
         self._tell()
 
 
-def _parsed(pair: str, value: bytes) -> SelfCheck | None:
-    try:
-        return msgspec.json.decode(value, type=SelfCheck)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-        _log.error("the result of self-check %s is ignored: %s", pair, exc)
-        return None
-
-
 async def kept(client: EtcdClient, namespace: str) -> dict[str, SelfCheck]:
     """Return all readable results, by pair."""
-    prefix = keys.record(namespace, "self_checks")
-    results = {}
-    for kv in (await client.get_prefix(prefix))[0]:
-        pair = kv.key.decode("utf-8", "replace").removeprefix(prefix)
-        if (result := _parsed(pair, kv.value)) is not None:
-            results[pair] = result
-    return results
+    checks = await SelfChecks(client, namespace).start()
+    await checks.close()
+    return checks.current
 
 
 async def clear(client: EtcdClient, namespace: str) -> list[str]:

@@ -10,10 +10,9 @@ written again and again until it would have ended.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pullfill.errors import BadMessage
 from pullfill.registry import keys
@@ -44,8 +43,20 @@ class SuspectBoard(Follower):
         return len(self._entries)
 
     def listed(self) -> list[dict[str, object]]:
-        """The entries, for people: `suspects` in `GET /pullfill/status`."""
-        return _rows(one for name, one in list(self._entries.items()) if self.left_s(name))
+        """The entries, for people: `suspects` in `GET /pullfill/status`. Those that end last are at
+        the end."""
+        now = time.time()
+        told = [one for name, one in list(self._entries.items()) if self.left_s(name)]
+        return [
+            {
+                "fingerprint": record.fingerprint,
+                "state": "refused",
+                "deaths": record.deaths,
+                "prompt_tokens": record.prompt_tokens,
+                "left_s": round(max(0.0, record.until - now), 1),
+            }
+            for record in sorted(told, key=lambda record: record.until)
+        ]
 
     def left_s(self, fingerprint: str) -> float:
         """Return how long the fingerprint is refused: 0, or at least 1 s while its key lives."""
@@ -98,29 +109,11 @@ class SuspectBoard(Follower):
         self._stored.add(record.fingerprint)
 
 
-def _rows(records: Iterable[SuspectRecord]) -> list[dict[str, object]]:
-    """What people are shown, those that end last at the end."""
-    now = time.time()
-    return [
-        {
-            "fingerprint": record.fingerprint,
-            "state": "refused",
-            "deaths": record.deaths,
-            "prompt_tokens": record.prompt_tokens,
-            "left_s": round(max(0.0, record.until - now), 1),
-        }
-        for record in sorted(records, key=lambda record: record.until)
-    ]
-
-
 async def posted(client: EtcdClient, namespace: str) -> list[dict[str, object]]:
-    """Return what is refused now, as `listed`, for the command line. Unreadable entries are left
-    out."""
-    found = []
-    for kv in (await client.get_prefix(keys.record(namespace, "suspects")))[0]:
-        with contextlib.suppress(BadMessage):
-            found.append(decode(kv.value, SuspectRecord))
-    return _rows(found)
+    """Return what is refused now, as `listed`, for the command line."""
+    board = await SuspectBoard(client, namespace).start()
+    await board.close()
+    return board.listed()
 
 
 async def clear(client: EtcdClient, namespace: str, fingerprint: str) -> bool:
