@@ -147,26 +147,20 @@ class Replica:
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
         if (events.epoch, events.first) != (self._epoch, self._next):
             return self._lost("gaps", now)
-        self._apply(events)
-        if events.held is None:  # more of them follow
-            return None
-        if self._differs(events.held, events.digest):
-            return self._lost("differences", now)
-        self._become(State.WARM, now)
-        return None
-
-    def _apply(self, events: PrefixEvents) -> None:
         self._next += len(events.ops)
         done = events.ops.rfind(Op.CLEAR) + 1
         if done:
             self._index.forget(self._name)
         self._index.apply(self._name, events.ops[done:], _numbers(events.hashes[8 * done :]))
-
-    def _differs(self, held: int, digest: int) -> bool:
-        """Blocks that the index refused are missing for a reason that a snapshot does not heal."""
+        if events.held is None:  # more of them follow
+            return None
         ours = self._index.held(self._name)
-        same = (held, digest) == (len(ours.blocks), ours.digest & (2**63 - 1))
-        return not same and not ours.refused
+        same = (events.held, events.digest) == (len(ours.blocks), ours.digest & (2**63 - 1))
+        # Blocks that the index refused are missing for a reason that a snapshot does not heal.
+        if not same and not ours.refused:
+            return self._lost("differences", now)
+        self._become(State.WARM, now)
+        return None
 
     def _lost(self, what: str, now: float) -> PrefixFollow | None:
         """Ask for all blocks, if that was not asked already."""
