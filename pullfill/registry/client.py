@@ -113,12 +113,21 @@ class KeyValue(msgspec.Struct, frozen=True):
     lease: int = 0
 
 
+class Changed(msgspec.Struct):
+    """A change of a key. type: `PUT`, or `DELETE`, which leaves the key without a value."""
+
+    kv: KeyValue
+    type: str = "PUT"
+
+
 class Answer(msgspec.Struct):
     """What etcd answers to any call. A field that the call does not have keeps its default.
 
     kvs: what was read. succeeded: whether a transaction has written.
     id, ttl: of a lease. ttl 0: the lease is gone. token: of a login.
-    result, error: a keep-alive is answered by a line of a stream, which has one of them."""
+    events: what a watch tells. canceled: it has ended, for a reason that the next fields tell.
+    result, error: keep-alives and watches are answered by lines of a stream. Each has one of
+    them."""
 
     header: Header = Header()
     kvs: list[KeyValue] | None = None
@@ -126,6 +135,10 @@ class Answer(msgspec.Struct):
     id: int = msgspec.field(default=0, name="ID")
     ttl: int = msgspec.field(default=0, name="TTL")
     token: str = ""
+    events: list[Changed] | None = None
+    canceled: bool = False
+    cancel_reason: str = ""
+    compact_revision: int = 0
     result: Answer | None = None
     error: Failure | None = None
 

@@ -20,14 +20,7 @@ import msgspec
 
 from pullfill.backoff import Backoff
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable
-from pullfill.registry.client import (
-    EtcdClient,
-    Failure,
-    Header,
-    KeyValue,
-    RevisionLost,
-    range_of,
-)
+from pullfill.registry.client import Answer, EtcdClient, KeyValue, RevisionLost, range_of
 from pullfill.runtime import log
 from pullfill.runtime.lifecycle import Tasks, end
 
@@ -54,27 +47,6 @@ class Synced:
 
 
 WatchEvent = Put | Delete | Synced
-
-
-class _Changed(msgspec.Struct):
-    kv: KeyValue
-    type: str = "PUT"
-
-    def event(self) -> Put | Delete:
-        return Delete(self.kv.key, self.kv.mod_revision) if self.type == "DELETE" else self.kv
-
-
-class _Result(msgspec.Struct):
-    header: Header = Header()
-    canceled: bool = False
-    compact_revision: int = 0
-    cancel_reason: str = ""
-    events: list[_Changed] | None = None
-
-
-class _Line(msgspec.Struct):
-    result: _Result | None = None
-    error: Failure | None = None
 
 
 async def watch_prefix(
@@ -153,7 +125,7 @@ async def _changes(
     async with client.stream("/watch", {"create_request": create}, idle_s=idle_s) as lines:
         async for line in lines:
             try:
-                message = msgspec.json.decode(line, type=_Line, strict=False)
+                message = msgspec.json.decode(line, type=Answer, strict=False)
             except (msgspec.MsgspecError, ValueError) as exc:
                 raise RegistryUnavailable(f"etcd sent no watch message: {exc}") from exc
             result = message.result
@@ -167,7 +139,10 @@ async def _changes(
                 raise RevisionLost(why)
             if result.header.revision < revision:
                 raise RevisionLost("etcd's store is younger than what was read from it")
-            yield [changed.event() for changed in result.events or ()]
+            yield [
+                Delete(one.kv.key, one.kv.mod_revision) if one.type == "DELETE" else one.kv
+                for one in result.events or ()
+            ]
 
 
 class Follower:
