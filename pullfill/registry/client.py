@@ -31,6 +31,7 @@ from pullfill import redact
 from pullfill.backoff import Backoff
 from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import ConfigError, NotNow, RegistryUnavailable
+from pullfill.net.channel import tune
 from pullfill.net.security import OPEN, ServerSecurity
 from pullfill.runtime.health import ServerHealth
 
@@ -154,13 +155,9 @@ def range_of(prefix: str) -> dict[str, bytes]:
 
 
 def _make_socket(address: Any) -> socket.socket:
-    """Make a socket whose kernel notices a vanished server in about 20 s."""
     family, kind, proto, _, _ = address
     sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    tune(sock)
     return sock
 
 
