@@ -6,7 +6,8 @@ import asyncio
 import base64
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,25 @@ def test_a_creds_file_signs_the_servers_nonce(tmp_path: Path) -> None:
     key.public_key().verify(base64.b64decode(options["signature_cb"]("nonce")), b"nonce")
 
 
+@asynccontextmanager
+async def followed(client: EtcdClient, prefix: str, **limits: Any) -> AsyncIterator[list[bytes]]:
+    """The values that a watch has brought so far. The client is closed at the end."""
+    seen: list[bytes] = []
+
+    async def follow() -> None:
+        async for event in watch_prefix(client, prefix, **limits):
+            if isinstance(event, Put):
+                seen.append(event.value)
+
+    following = asyncio.create_task(follow())
+    try:
+        yield seen
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await client.close()
+
+
 async def test_a_watch_outlives_a_changed_password(
     tmp_path: Path,
     locked_etcd: EtcdServer,
@@ -143,19 +163,12 @@ async def test_a_watch_outlives_a_changed_password(
     security = write(tmp_path, toml("etcd", certificates), password=PASSWORD)
     assert local_servers.etcd_ready(locked_etcd.url, 5.0, security.etcd.tls()) is None
     client = await EtcdClient.connect(locked_etcd.url, wait_s=HANG_S, security=security.etcd)
-    seen: list[bytes] = []
-
-    async def follow() -> None:
-        async for event in watch_prefix(client, "p/", idle_s=0.3, refused_s=0.2):
-            if isinstance(event, Put):
-                seen.append(event.value)
 
     async def change(password: str) -> None:
         user = {"name": "root", "password": password}
         await client.call("/auth/user/changepw", user)
 
-    following = asyncio.create_task(follow())
-    try:
+    async with followed(client, "p/", idle_s=0.3, refused_s=0.2) as seen:
         await client.put("p/0", b"0")
         await soon(lambda: seen == [b"0"], HANG_S)
         await change("another")
@@ -167,10 +180,6 @@ async def test_a_watch_outlives_a_changed_password(
         await soon(lambda: seen == [b"0", b"1"], HANG_S)
         await change(PASSWORD)
         await soon(lambda: not client.health.up, HANG_S)
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await client.close()
     assert not client.health.error("watch of p/"), "nobody watches any more"
     assert PASSWORD not in caplog.text
 
@@ -250,16 +259,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -> None:
     url = etcd.url.replace("://", f"://demo:{PASSWORD}@")
     client = await EtcdClient.connect(url, wait_s=HANG_S)
-    prefix = "/pullfill/demo/"
-    seen: list[bytes] = []
-
-    async def follow() -> None:
-        async for event in watch_prefix(client, prefix, idle_s=0.5):
-            if isinstance(event, Put):
-                seen.append(event.value)
-
-    following = asyncio.create_task(follow())
-    try:
+    async with followed(client, "/pullfill/demo/", idle_s=0.5) as seen:
         await client.ping(2.0)
         lease, _, _ = await client.grant_lease(5)
         worker = keys.worker("demo", "decode", "decode-1")
@@ -277,7 +277,3 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
         ):
             with pytest.raises(ConfigError, match="permission"):
                 await refused
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await client.close()
