@@ -39,11 +39,9 @@ def parse(value: bytes, kind: type[T]) -> T:
         raise ConfigError(f"{_ROOT[kind]} settings: {exc}") from exc
 
 
-def _allowed(kind: type[Message], name: str) -> str:
+def _allowed(field_type: Any) -> str:
     """Say what a setting may be, by the type of its field. Its name says what a number counts."""
-    struct = inspect.type_info(kind)
-    assert isinstance(struct, inspect.StructType)
-    info = next(f.type for f in struct.fields if f.name == name)
+    info = inspect.type_info(field_type)
     if isinstance(info, inspect.UnionType):  # with None, for "not set"
         info = next(t for t in info.types if not isinstance(t, inspect.NoneType))
     if isinstance(info, inspect.EnumType):
@@ -150,13 +148,11 @@ def _from_text(kind: type[T], name: str, text: str) -> Any:
     """`text` as the field's type. Raises ConfigError."""
     field = next(f for f in msgspec.structs.fields(kind) if f.name == name)
     value: Any = None
-    try:
+    with suppress(msgspec.MsgspecError):
         value = msgspec.convert(text.strip(), type=field.type, strict=False)
-    except msgspec.MsgspecError:
-        pass
     if value is None:
         raise ConfigError(
-            f"{_ROOT[kind]}.{name}: {text!r} is not allowed: must be {_allowed(kind, name)}, "
+            f"{_ROOT[kind]}.{name}: {text!r} is not allowed: must be {_allowed(field.type)}, "
             f"or {UNSET} for the default"
         )
     return msgspec.to_builtins(value)
