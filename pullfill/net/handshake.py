@@ -64,16 +64,10 @@ class _Proofs:
         self._key = key.derive(purpose)
         self._nonces = prefill + decode
 
-    def _of(self, label: str) -> bytes:
-        text = label.encode() + self._nonces
+    def of(self, label: str) -> bytes:
+        """label: `proof of ROLE`, or `seal of ROLE` for the key that seals what it sends."""
+        text = f"{label}:".encode() + self._nonces
         return hashlib.blake2b(text, key=self._key, digest_size=32).digest()
-
-    def proof(self, role: str) -> bytes:
-        return self._of(f"proof of {role}:")
-
-    def key_of(self, role: str) -> bytes:
-        """Seals what `role` sends."""
-        return self._of(f"seal of {role}:")
 
 
 class Introduction:
@@ -88,13 +82,13 @@ class Introduction:
 
         Raises AuthFailed."""
         proofs = _Proofs(self._key, self._purpose, self.hello.nonce, challenge.nonce)
-        if not hmac.compare_digest(challenge.proof, proofs.proof("decode")):
+        if not hmac.compare_digest(challenge.proof, proofs.of("proof of decode")):
             raise AuthFailed(
                 f"the decode worker has another cluster key than ours ({self._key.fingerprint}): "
                 "check [cluster] key_file on both"
             )
-        last = AuthProof(proof=proofs.proof("prefill"))
-        return last, proofs.key_of("decode"), proofs.key_of("prefill")
+        last = AuthProof(proof=proofs.of("proof of prefill"))
+        return last, proofs.of("seal of decode"), proofs.of("seal of prefill")
 
 
 class Acceptance:
@@ -121,14 +115,14 @@ class Acceptance:
             )
         nonce = secrets.token_bytes(32)
         self._proofs = _Proofs(self._key, self._purpose, first.nonce, nonce)
-        return AuthChallenge(nonce=nonce, proof=self._proofs.proof("decode"))
+        return AuthChallenge(nonce=nonce, proof=self._proofs.of("proof of decode"))
 
     def check(self, said: AuthProof) -> tuple[bytes, bytes]:
         """Return the keys that seal incoming and outgoing frames. Raises as `challenge`."""
         assert self._key is not None
-        if not hmac.compare_digest(said.proof, self._proofs.proof("prefill")):
+        if not hmac.compare_digest(said.proof, self._proofs.of("proof of prefill")):
             raise AuthFailed(
                 f"the prefill worker has another cluster key than ours ({self._key.fingerprint}): "
                 "check its [cluster] key_file"
             )
-        return self._proofs.key_of("prefill"), self._proofs.key_of("decode")
+        return self._proofs.of("seal of prefill"), self._proofs.of("seal of decode")
