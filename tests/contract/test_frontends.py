@@ -204,7 +204,8 @@ async def test_entries_nobody_can_read_do_no_harm(etcd: EtcdServer, ns: str) -> 
         r.dispatcher.submit(request("good"))
         await soon(lambda: "good" in r.sink.finished)
         client = await EtcdClient.connect(etcd.url)
-        assert [row["fingerprint"] for row in await posted(client, ns)] == ["beef"]
+        rows = await soon(lambda: posted(client, ns))
+        assert [row["fingerprint"] for row in rows] == ["beef"]
         await client.close()
 
 
