@@ -1,7 +1,4 @@
-"""One HTTP request to a stock server, and its answer as it is passed on to the client.
-
-`asked` closes its connection at the end, unless the answer has been read to its end: then it stays
-open for the next request. vLLM aborts a request whose connection is closed.
+"""The answer of a stock server as it is passed on to the client, and how a request there fails.
 
 Bytes of a stream go on unchanged and at once, but only up to the end of an event. So if the server
 breaks off in the middle of one, the client gets whole events, then vLLM's error event and `[DONE]`.
@@ -10,8 +7,7 @@ breaks off in the middle of one, the client gets whole events, then vLLM's error
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import aiohttp
@@ -21,7 +17,6 @@ from pullfill.frontend.admission import error_of, respond, send_json
 from pullfill.frontend.forward.servers import Server
 from pullfill.frontend.request_log import error_in
 
-_ERROR_EVENT = b'data: {"error"'
 _NOT_BACK = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "date", "server", "trailer"}
 )
@@ -93,66 +88,12 @@ class Answer:
             self.server.streams -= 1
 
 
-@asynccontextmanager
-async def asked(
-    session: aiohttp.ClientSession,
-    server: Server,
-    path: str,
-    headers: list[tuple[str, str]],
-    body: bytes,
-    silence_s: float,
-    source: Server | None = None,
-) -> AsyncIterator[Answer]:
-    """Send a request. Gives the answer, or its first bytes if it is a stream. Raises StageFailed.
+def failure(
+    server: Server, exc: Exception, silence_s: float, source: Server | None = None
+) -> StageFailed:
+    """Return what an exception of aiohttp or of `Server.watched` says of a server.
 
-    silence_s: longest wait for the next bytes.
-    source: a prefill server whose KV is read before the answer begins."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
-    async with AsyncExitStack() as stack:
-        async with reading(server, source):
-            try:
-                async with server.watched():
-                    response = await session.post(
-                        server.url + path,
-                        data=body,
-                        headers=headers,
-                        timeout=timeout,
-                        allow_redirects=False,
-                    )
-                    stack.callback(response.close)
-                    events = response.content_type == "text/event-stream"
-                    first = await (response.content.readany() if events else response.read())
-                    if events and not first:
-                        raise aiohttp.ClientPayloadError("the answer is empty")
-            except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-                raise failure(server, exc, silence_s) from exc
-        status = response.status
-        if events and first.startswith(_ERROR_EVENT):
-            event = first.partition(b"\n")[0].removeprefix(b"data: ")
-            code = error_in(event).get("code")
-            if isinstance(code, int) and code >= 500:
-                status, events, first = code, False, event
-        yield Answer(server, response, status, first, events)
-
-
-@asynccontextmanager
-async def reading(decode: Server, prefill: Server | None) -> AsyncGenerator[None, None]:
-    """While open, a decode server may read the KV of a prefill server, if there is one.
-
-    Raises StageFailed if that one is lost before."""
-    if prefill is None:
-        yield
-        return
-    try:
-        async with prefill.watched(decode):
-            yield
-    except TimeoutError:
-        what = f"decode server {decode.url} waits for KV, and prefill server {prefill.url}"
-        raise StageFailed(prefill, f"{what} is {prefill.state}: {prefill.why}") from None
-
-
-def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
-    """Return what an exception of aiohttp says of a server."""
+    source: the prefill server whose KV was to be read, if there is one."""
     who = f"{server.role} server {server.url}"
     if isinstance(exc, aiohttp.ServerTimeoutError) and not isinstance(
         exc, aiohttp.ConnectionTimeoutError
@@ -161,6 +102,8 @@ def failure(server: Server, exc: Exception, silence_s: float) -> StageFailed:
         text = f"{who} sent nothing for {silence_s:g} s"
         return StageFailed(server, text, again=False, status=504)
     if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
+        if source is not None and source.state != "ready":
+            who, server = f"{who} waits for KV, and prefill server {source.url}", source
         return StageFailed(server, f"{who} is {server.state}: {server.why}")
     text = str(exc) or type(exc).__name__
     if isinstance(exc, aiohttp.ClientPayloadError):

@@ -20,19 +20,21 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 from starlette.types import Receive, Scope, Send
 
 from pullfill.frontend.forward.exchange import (
     END,
     Answer,
     StageFailed,
-    asked,
     broken,
+    failure,
     message_of,
     refuse,
 )
 from pullfill.frontend.forward.protocols import Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of, to_json
+from pullfill.frontend.request_log import error_in
 from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import ForwarderName
 from pullfill.runtime.lifecycle import end
@@ -46,6 +48,7 @@ RISKY = 2
 WHOLE = 10
 MAX_ID = 128
 _BUSY = (429, 503)
+_ERROR_EVENT = b'data: {"error"'
 NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
     "send one prompt with one choice to /v1/completions or /v1/chat/completions"
@@ -375,7 +378,12 @@ class Stock:
         body: bytes,
         source: Server | None = None,
     ) -> AsyncIterator[Answer]:
-        """Send a request. source: it reads the KV of this prefill server."""
+        """Send a request. Gives the answer, or its first bytes if it is a stream.
+
+        Its connection is closed at the end, unless the answer has been read to its end: then it
+        stays open for the next request. Raises StageFailed.
+
+        source: a prefill server whose KV is read before the answer begins."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in call.scope["headers"]
@@ -386,13 +394,35 @@ class Stock:
         streamed = call.json is not None and call.json.get("stream") is True
         long = server.role == "decode" and not streamed
         silence_s = WHOLE * self._silence_s if long else self._silence_s
-        session = self.servers.session
-        async with asked(session, server, call.path, headers, body, silence_s, source) as answer:
-            if answer.status >= 500 or answer.status in _BUSY:
-                status, told = answer.status, answer.first
-                why = f"{server.role} server {server.url} answers {status}: {message_of(told)}"
-                raise StageFailed(server, why, status=status, body=told)
-            yield answer
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
+        kv = source.watched(server) if source is not None else contextlib.nullcontext()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with server.watched(), kv:
+                    response = await self.servers.session.post(
+                        server.url + call.path,
+                        data=body,
+                        headers=headers,
+                        timeout=timeout,
+                        allow_redirects=False,
+                    )
+                    stack.callback(response.close)
+                    events = response.content_type == "text/event-stream"
+                    first = await (response.content.readany() if events else response.read())
+                    if events and not first:
+                        raise aiohttp.ClientPayloadError("the answer is empty")
+            except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+                raise failure(server, exc, silence_s, source) from exc
+            status = response.status
+            if events and first.startswith(_ERROR_EVENT):
+                event = first.partition(b"\n")[0].removeprefix(b"data: ")
+                code = error_in(event).get("code")
+                if isinstance(code, int) and code >= 500:
+                    status, events, first = code, False, event
+            if status >= 500 or status in _BUSY:
+                why = f"{server.role} server {server.url} answers {status}: {message_of(first)}"
+                raise StageFailed(server, why, status=status, body=first)
+            yield Answer(server, response, status, first, events)
 
     async def _relay(self, call: ClientCall, answer: Answer, pick: Pick, send: Send) -> None:
         """Pass an answer on to the client. Raises StageFailed if the server breaks off."""
