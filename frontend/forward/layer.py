@@ -32,7 +32,7 @@ from pullfill.frontend.forward.sources import (
     parse_list,
 )  # fmt: skip
 from pullfill.frontend.forward.stock import ClientCall, Stock
-from pullfill.frontend.request_log import RequestLog, RequestRecord
+from pullfill.frontend.request_log import RequestLog
 from pullfill.options import ForwarderName, FrontendOptions
 from pullfill.wire import ExplainRecord, RouterConfig, Timings
 
@@ -140,12 +140,11 @@ class Layer:
         elif why := self.stock.trouble():
             await respond(send, 503, why)
         else:
-            answered_ms = None
             try:
                 await self.stock.forward(call, receive, send)
-                answered_ms = call.ms()
+                call.record.answer_ms = call.ms()
             finally:
-                self._tell(call, answered_ms)
+                self._tell(call)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Wait until a side can serve, for `timeout_s` at most: the only server may restart.
@@ -172,38 +171,28 @@ class Layer:
         self._due -= 1.0
         return True
 
-    def _tell(self, call: ClientCall, answered_ms: float | None) -> None:
-        """Keep the record for `explain`, under the answer's id.
-
-        answered_ms: how long it took. None: it was cancelled."""
-        key = call.response_id or call.request_id
+    def _tell(self, call: ClientCall) -> None:
+        """Keep the record for `explain`, under the answer's id."""
+        record = call.record
         last = {stage.stage: stage for stage in call.stages}
         prefill, decode = last.get("prefill"), last.get("decode")
         if prefill is not None and prefill.result != "ok":
             prefill = None
         spent = prefill.end_ms - prefill.begin_ms if prefill else None
+        record.decode_choice = decode.choice if decode else None
         told = ExplainRecord(
-            request_id=key,
+            request_id=record.key,
             path=self.stock.name,
             reason=call.whole or "two_stages",
-            prompt_tokens=call.prompt_tokens,
+            prompt_tokens=record.prompt_tokens,
             prefix_hit_tokens=0,
-            remote_tokens=call.prompt_tokens if prefill else 0,
+            remote_tokens=record.prompt_tokens if prefill else 0,
             decode_instance=decode.server if decode else "",
             prefill_instance=prefill.server if prefill else None,
             attempts=sum(stage.stage == "decode" for stage in call.stages),
             timings_ms=Timings(prefill=spent),
-            decode_choice=decode.choice if decode else None,
             stages=tuple(call.stages),
         )
-        arrived_at = time.time() - call.ms() / 1e3
-        record = RequestRecord(
-            key,
-            first_token_ms=call.first_byte_ms,
-            arrived_at=arrived_at,
-            decode_choice=told.decode_choice,
-            answer_ms=answered_ms,
-        )
-        self.requests.begin(record).response_id = call.response_id
+        self.requests.begin(record).response_id = record.key
         self.requests.tell(record, told)
         self.requests.over(record)

@@ -34,7 +34,7 @@ from pullfill.frontend.forward.exchange import (
 )
 from pullfill.frontend.forward.protocols import Stages
 from pullfill.frontend.forward.servers import Pick, Server, Servers, prompt_of, to_json
-from pullfill.frontend.request_log import error_in
+from pullfill.frontend.request_log import RequestRecord, error_in
 from pullfill.frontend.routing.choice import Prompt
 from pullfill.options import ForwarderName
 from pullfill.runtime.lifecycle import end
@@ -126,10 +126,9 @@ class ClientCall:
     request_id: id for both stages, without dashes. The client's `X-Request-Id`, if it sent one.
     prompt: what the policies need of it.
     whole: why it has no prefill stage. Empty: it has one.
-    response_id: the `id` of the answer. Empty: unknown.
+    record: what is told of it. Its key becomes the `id` of the answer, once that is known. Without
+    `first_token_ms` no byte of an answer was sent.
     stages: what was done.
-    prompt_tokens: length of the prompt. 0: unknown.
-    arrived: `time.monotonic` when it came. first_byte_ms: None: no byte of an answer was sent.
     bad: servers that failed it. risky: how often, by whether they answered (RISKY).
     picks: what counts in the load of servers until the attempt has ended."""
 
@@ -140,11 +139,8 @@ class ClientCall:
     request_id: str
     prompt: Prompt
     whole: str
-    response_id: str = ""
+    record: RequestRecord
     stages: list[ForwardStage] = field(default_factory=list)
-    prompt_tokens: int = 0
-    arrived: float = field(default_factory=time.monotonic)
-    first_byte_ms: float | None = None
     bad: set[Server] = field(default_factory=set)
     picks: list[Pick] = field(default_factory=list)
     risky: Counter[bool] = field(default_factory=Counter)
@@ -160,12 +156,13 @@ class ClientCall:
             found = None
         read = found if isinstance(found, dict) else None
         request_id = asked if good else uuid.uuid4().hex
+        record = RequestRecord(request_id, arrived_at=time.time())
         whole = whole_because(path, read)
-        return cls(scope, path, body, read, request_id, prompt_of(read or {}), whole)
+        return cls(scope, path, body, read, request_id, prompt_of(read or {}), whole, record)
 
     def ms(self) -> float:
         """Return the milliseconds since it came."""
-        return round((time.monotonic() - self.arrived) * 1000.0, 3)
+        return round((time.monotonic() - self.record.arrived) * 1000.0, 3)
 
     @contextlib.contextmanager
     def noted(self, stage: str, pick: Pick) -> Iterator[None]:
@@ -252,7 +249,7 @@ class Stock:
                 if failed is None or not (lost or exc.server is None):
                     failed = exc
                 self._failed(call, exc)
-                if call.first_byte_ms is not None:
+                if call.record.first_token_ms is not None:
                     await send({"type": "http.response.body", "body": broken(exc, call.path)})
                     return
                 risky = max(call.risky.values(), default=0) >= RISKY
@@ -303,7 +300,7 @@ class Stock:
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
             # A prefill server may say that it is done after the decode server has begun to answer.
-            if call.first_byte_ms is None and first.done() and not first.result():
+            if call.record.first_token_ms is None and first.done() and not first.result():
                 return False
             await second
             return True
@@ -331,7 +328,7 @@ class Stock:
             try:
                 read = json.loads(told)
                 stages.returned = read.get("kv_transfer_params")
-                call.prompt_tokens = int(read["usage"]["prompt_tokens"])
+                call.record.prompt_tokens = int(read["usage"]["prompt_tokens"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise self._lacks(server, "answered what vLLM does not answer") from None
             if lack := self._protocol.lacks(stages):
@@ -353,13 +350,14 @@ class Stock:
         elif call.json is not None and "kv_transfer_params" in call.json:
             body = decode_body(call.json, None)
         if prefix := _PREFIXES.get(call.path):
-            call.response_id = prefix + request_id
+            call.record.key = prefix + request_id
         try:
             with call.noted("decode", pick):
                 async with self._ask(call, pick.server, request_id, body, source) as answer:
                     await self._relay(call, answer, pick, send)
         except StageFailed as exc:
-            if stages is not None and exc.status in (500, 504) and call.first_byte_ms is None:
+            begun = call.record.first_token_ms is not None
+            if stages is not None and exc.status in (500, 504) and not begun:
                 call.bad.add(stages.prefill)  # perhaps its KV cannot be read
                 where = f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
                 exc.body = b""
@@ -434,9 +432,9 @@ class Stock:
         events = 0  # about one for each token
         async with contextlib.aclosing(answer.blocks(self._silence_s)) as blocks:
             async for block in blocks:
-                if call.first_byte_ms is None:
+                if call.record.first_token_ms is None:
                     pick.share.first()
-                    call.first_byte_ms = call.ms()
+                    call.record.first_token_ms = call.ms()
                     await send(head)
                 events += block.count(END) or 1
                 await send({"type": "http.response.body", "body": block, "more_body": True})
