@@ -109,20 +109,22 @@ class Admission:
             )  # fmt: skip
             return
         request_limits.begin(scope.get("headers", ()))
-        body: list[Message] = []
+        parts: list[bytes] = []
         self.in_flight += 1
         try:
             async with unless_deaf(send, self.send_s) as timed:
-                await self._serve(path, scope, receive, timed, body)
+                await self._serve(path, scope, receive, timed, parts)
         finally:
             self.in_flight -= 1
-            self._bytes -= sum(len(message.get("body", b"")) for message in body)
+            self._bytes -= sum(map(len, parts))
 
     async def _serve(
-        self, path: str, scope: Scope, receive: Receive, send: Send, body: list[Message]
+        self, path: str, scope: Scope, receive: Receive, send: Send, parts: list[bytes]
     ) -> None:
-        if not await self._read(receive, send, body):
+        if not await self._read(receive, send, parts):
             return
+        body = b"".join(parts)
+        parts[:] = [body]
         if refusal := _refusal(path, body):
             await self._refuse(send, *refusal)
         # Without this check a streamed request would get 200 before vLLM finds no worker.
@@ -131,17 +133,17 @@ class Admission:
         else:
             await self._refuse(send, 503, "no_worker", NO_WORKER)
 
-    async def _read(self, receive: Receive, send: Send, body: list[Message]) -> bool:
-        """Read all of the request into `body`. False: the client went away, or was refused."""
-        size = 0
+    async def _read(self, receive: Receive, send: Send, parts: list[bytes]) -> bool:
+        """Read all of the body into `parts`. False: the client went away, or was refused."""
+        size, more = 0, True
         try:
             async with asyncio.timeout(self.body_s):
-                while not body or body[-1].get("more_body"):
+                while more:
                     message = await receive()
                     if message["type"] != "http.request":
                         return False
-                    body.append(message)
-                    came = len(message.get("body", b""))
+                    parts.append(message.get("body", b""))
+                    more, came = message.get("more_body", False), len(parts[-1])
                     size, self._bytes = size + came, self._bytes + came
                     if size > BODY_BYTES:
                         text = f"a request may have {BODY_BYTES >> 20} MiB"
@@ -172,14 +174,13 @@ _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
 
 
-def _refusal(path: str, body: list[Message]) -> tuple[int, str, str] | None:
+def _refusal(path: str, body: bytes) -> tuple[int, str, str] | None:
     """Return status, reason and message if the body may not reach vLLM."""
     if path in FORM_PATHS:  # recordings: any bytes
         return None
-    data = body[0].get("body", b"") if len(body) == 1 else b"".join(m["body"] for m in body)
-    if why := why_too_much(path, data):
+    if why := why_too_much(path, body):
         return 413, "too_large", why
-    if half := lone_surrogate(data):
+    if half := lone_surrogate(body):
         return 400, "not_text", (
             f"the request has {half}, half of a surrogate pair: no text can hold it. Send both "
             "halves, or leave it out"
@@ -321,12 +322,12 @@ async def unless_deaf(send: Send, send_s: float) -> AsyncIterator[Send]:
         timer.cancel()
 
 
-def replay(body: list[Message], receive: Receive) -> Receive:
-    """Return a `receive` that first gives the messages of `body` again."""
-    messages = iter(body)
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that first gives this whole body."""
+    whole = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def read() -> Message:
-        for message in messages:
+        for message in whole:
             return message
         return await receive()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pullfill.errors import ConfigError
 from pullfill.frontend import counters
@@ -128,12 +128,8 @@ class Layer:
             else:
                 await self.app(scope, receive, send)
             return
-        body: list[Message] = []
-        while not body or body[-1].get("more_body"):
-            body.append(await receive())
-            if body[-1]["type"] != "http.request":
-                return  # the client left
-        call = ClientCall.of(scope, path, b"".join(m.get("body", b"") for m in body))
+        body: bytes = (await receive())["body"]  # whole: see `replay`
+        call = ClientCall.of(scope, path, body)
         if not self.stock.suits(call) and self.has_worker():
             # Decode workers get what stock servers cannot serve.
             await self.app(scope, replay(body, receive), send)
