@@ -63,7 +63,6 @@ class Flight:
     waits_since: since when it waits for a worker where it ends nobody else (`suspects`). 0: never.
     hashed: its prompt with hashes. None: they were not needed yet.
     share: what it adds to the load of its worker.
-    counted: number of tokens that were out when it was sent to its worker.
     """
 
     request: Any
@@ -84,7 +83,6 @@ class Flight:
     waits_since: float = 0.0
     hashed: Prompt | None = None
     share: Share | None = None
-    counted: int = 0
 
     def stop_waiting(self) -> None:
         if self.timer is not None:

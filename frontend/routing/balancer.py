@@ -76,7 +76,6 @@ class Balancer:
             if len(self._together) > MAX_TOGETHER:
                 del self._together[next(iter(self._together))]
         flight.share = self._placer.send(view, told.matched_tokens, prompt, now)
-        flight.counted = len(flight.tokens)
         flight.record.decode_choice = told
         counters.DECODE_CHOICE.labels(told.policy, told.reason).inc()
         return by_id[name]
@@ -104,7 +103,7 @@ class Balancer:
     def left(self, flight: Flight) -> None:
         """The request has ended or leaves its worker. May be called again without effect."""
         if flight.share is not None:
-            flight.share.end(len(flight.tokens) - flight.counted)
+            flight.share.end(len(flight.tokens) - flight.record.migrated_tokens)
             flight.share = None
 
     # ---------------------------------------------------------------- workers
