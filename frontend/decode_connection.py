@@ -1,6 +1,6 @@
 """One ZMQ connection from this frontend to one decode worker.
 
-Life: `connecting` → welcome → `ready` → (`draining`) → `closed`. On NOPE `connecting` → `refused`.
+Life: `connecting` → welcome → `ready` → (`draining`) → `closed`. On NOPE `connecting` → `closed`.
 A connection that breaks is closed for good. The dispatcher sends its requests elsewhere, and the
 pool opens a new connection if the worker is still listed.
 
@@ -44,7 +44,6 @@ class ConnectionState(enum.StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     DRAINING = "draining"
-    REFUSED = "refused"
     CLOSED = "closed"
 
 
@@ -122,7 +121,7 @@ class DecodeConnection:
 
     def send(self, kind: bytes, *frames: Any) -> None:
         """Queue one message; never blocks. Nothing happens on a closed connection."""
-        if self.state in (ConnectionState.CLOSED, ConnectionState.REFUSED):
+        if self.state is ConnectionState.CLOSED:
             return
         try:
             front_wire.send(self._socket, (kind, *frames), copy=False)
@@ -152,16 +151,15 @@ class DecodeConnection:
             for event in out.events or ():
                 event.timestamp -= self._ahead
 
-    def close(self, state: ConnectionState = ConnectionState.CLOSED) -> None:
+    def close(self) -> None:
         """Say BYE if the worker knows us, and free the sockets.
 
         Idempotent. The pool is not told."""
-        if self._socket.closed:
-            self.state = state
+        if self.state is ConnectionState.CLOSED:
             return
-        if self.state in (ConnectionState.READY, ConnectionState.DRAINING):
+        if self.state is not ConnectionState.CONNECTING:
             self.send(front_wire.BYE)
-        self.state = state
+        self.state = ConnectionState.CLOSED
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
@@ -205,10 +203,7 @@ class DecodeConnection:
     def _handle(self, kind: bytes, frames: list[Any]) -> None:
         if kind == front_wire.PONG:
             return
-        if kind == front_wire.LOAD and len(frames) == 1:
-            self.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
-            self._pool.on_load(self)
-        elif kind == front_wire.HELO:
+        if kind == front_wire.HELO:
             self._on_welcome(frames)
         elif kind == front_wire.DRAIN:
             if self.state is ConnectionState.READY:
@@ -218,7 +213,7 @@ class DecodeConnection:
             self.lose("it had given us up", died=False)
         elif kind == front_wire.NOPE:
             reason = front_wire.text_of(frames[0]) if frames else "no reason given"
-            self.close(ConnectionState.REFUSED)
+            self.close()
             self._pool.on_refused(self, reason)
         else:
             self._pool.on_message(self, kind, frames)
@@ -257,7 +252,7 @@ class DecodeConnection:
             )
         # An error that names the cause (`PROTOCOL`, `AUTH`) is final. After others ZMQ tries again.
         if self.state is ConnectionState.CONNECTING and event != curve.NO_DETAIL:
-            self.close(ConnectionState.REFUSED)
+            self.close()
             self._pool.on_refused(self, trouble)
         elif self.state is ConnectionState.CONNECTING and not self.trouble:
             self.trouble = trouble
@@ -267,7 +262,7 @@ class DecodeConnection:
         """Close the connection, and tell the pool once that the worker cannot be reached over it.
 
         died: whether the worker's process may have died."""
-        if self.state in (ConnectionState.CLOSED, ConnectionState.REFUSED):
+        if self.state is ConnectionState.CLOSED:
             return
         self.close()
         self._pool.on_lost(self, reason, died)

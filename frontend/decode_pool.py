@@ -185,11 +185,8 @@ class WorkerPool:
         self._refused.pop(connection.instance_id, None)
         self._update()
         self.prefixes.follow(connection, connection.heard_at)
-        self.on_load(connection)
-        self.dispatcher.on_ready(connection)
-
-    def on_load(self, connection: DecodeConnection) -> None:
         self.dispatcher.on_load(connection)
+        self.dispatcher.on_ready(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:
         _log.info("decode worker %s drains", connection.instance_id)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pullfill import wire
 from pullfill.engine import front_wire, migration
 from pullfill.engine.blame import Fault, explained
 from pullfill.errors import BadMessage, PeerUnavailable
@@ -33,7 +34,6 @@ from pullfill.frontend.routing.balancer import Balancer
 from pullfill.frontend.suspects import Suspects, guilty
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log, tracing
-from pullfill.wire import MAX_TEXT
 
 if TYPE_CHECKING:
     from pullfill.engine.front_client import DecodeClient
@@ -123,9 +123,9 @@ class Dispatcher:
         flight = Flight(request, request_id, record, NO_WORKER)
         flight.deadline = now + self._waits.first
         self.flights[request_id] = flight
-        if len(request_id) > MAX_TEXT:  # clients choose ids
+        if len(request_id) > wire.MAX_TEXT:  # clients choose ids
             why = f"the request's id has {len(request_id)} characters"
-            self._fail(flight, f"{why}: give one of at most {MAX_TEXT}", REFUSED)
+            self._fail(flight, f"{why}: give one of at most {wire.MAX_TEXT}", REFUSED)
         elif request.resumable:
             self._fail(flight, "streaming input is not supported", REFUSED)
         elif self._leaving:
@@ -227,6 +227,9 @@ class Dispatcher:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         elif kind == front_wire.EXPL:
             self._requests.take(frames[0])
+        elif kind == front_wire.LOAD:
+            worker.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
+            self.on_load(worker)
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
                 flight = worker.flights.pop(wire_id, None)
