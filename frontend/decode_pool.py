@@ -81,7 +81,6 @@ class WorkerPool:
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _ticker: asyncio.Task[None] | None = None
     _stopped: bool = False
-    _usable: Sequence[DecodeConnection] = ()
 
     def start(self) -> None:
         """Connect to what is listed and follow changes."""
@@ -105,14 +104,14 @@ class WorkerPool:
 
     def candidates(self) -> Sequence[DecodeConnection]:
         """Connections that may take a new request, best tier only."""
-        return self._usable
+        return self.dispatcher.workers
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Whether a worker can take requests, waiting at most `timeout_s` for the first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
-        return bool(self._usable)
+        return bool(self.dispatcher.workers)
 
     def refusals(self) -> list[str]:
         """Return, for people, which listed workers this frontend cannot use, and why."""
@@ -230,13 +229,13 @@ class WorkerPool:
         )
         # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
-        self._usable = best or [c for c in usable if c.instance_id not in listed]
-        self.dispatcher.on_usable(self._usable)
-        if self._usable:
+        workers = best or [c for c in usable if c.instance_id not in listed]
+        self.dispatcher.workers = workers
+        if workers:
             self._ready.set()
         else:
             self._ready.clear()
-        counters.DECODE_WORKERS.labels("ready").set(len(self._usable))
+        counters.DECODE_WORKERS.labels("ready").set(len(workers))
         counters.DECODE_WORKERS.labels("draining").set(draining)
         counters.DECODE_WORKERS.labels("refused").set(len(self._refused))
 

@@ -64,6 +64,7 @@ class Dispatcher:
     board: the requests that all frontends refuse.
     never: why no answer can migrate with this configuration. Empty: answers can.
     flights: the requests submitted and not ended, by id. Read it only.
+    workers: those to which requests may go, as the pool says. A list of them is never changed.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Dispatcher:
         self._codec = codec
         self._requests = requests
         self._never = never
-        self._workers: Sequence[DecodeConnection] = ()
+        self.workers: Sequence[DecodeConnection] = ()
         self._loop = asyncio.get_running_loop()
         self.flights: dict[str, Flight] = {}
         # Requests that are at no worker, and are to be placed soon.
@@ -93,7 +94,7 @@ class Dispatcher:
         self._tasks: tuple[str, ...] | None = None
         self._leaving = ""
         self.suspects = Suspects(
-            board, self.flights.values, lambda: self._workers, self._all_soon, waits
+            board, self.flights.values, lambda: self.workers, self._all_soon, waits
         )
 
     def fail_all(self, why: str) -> None:
@@ -146,7 +147,7 @@ class Dispatcher:
             worker.abort(ids)
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
-        if not (workers := self._workers):
+        if not (workers := self.workers):
             raise PeerUnavailable(NO_WORKER)
         call_id = next(self._calls)
         frames = self._codec.encode((call_id, method, tuple(args)))
@@ -167,10 +168,6 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- from the pool
 
-    def on_usable(self, workers: Sequence[DecodeConnection]) -> None:
-        """Requests may go to these workers from now on. The list is not changed afterwards."""
-        self._workers = workers
-
     def on_ready(self, worker: DecodeConnection) -> None:
         """Send waiting requests: this worker takes requests from now on."""
         assert worker.welcome is not None
@@ -184,7 +181,7 @@ class Dispatcher:
         if worker.load is not None:
             self._sink.loaded(worker.instance_id, worker.load)
         now = self._loop.time()
-        if (uneven := self.balancer.report(worker, self._workers, now)) is None:
+        if (uneven := self.balancer.report(worker, self.workers, now)) is None:
             return
         source, to = uneven
         flights = [flight for flight in source.flights.values() if self._may_move(flight)]
@@ -337,7 +334,7 @@ class Dispatcher:
         if guilty(flight):  # `suspects` soon ends it, or finds that it is not
             self._hold(flight)
             return
-        ready = [worker for worker in to or self._workers if worker is not flight.avoid]
+        ready = [worker for worker in to or self.workers if worker is not flight.avoid]
         workers = ready
         if flight.room:
             workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]

@@ -218,7 +218,7 @@ class Desk(Sink):
         self.dispatcher = Dispatcher(
             made, PlainCodec(), balancer, self.log, board, never=never, waits=waits
         )
-        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
+        self.dispatcher.workers = self.workers  # type: ignore[assignment]
         for item in requests:
             self.dispatcher.submit(item)
 
@@ -230,7 +230,7 @@ class Desk(Sink):
     def lose(self, *left: Worker) -> None:
         """The first worker leaves us, alive; these are there then."""
         gone, self.workers = self.workers[0], list(left)
-        self.dispatcher.on_usable(self.workers)  # type: ignore[arg-type]
+        self.dispatcher.workers = self.workers  # type: ignore[assignment]
         self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
     def say(self, name: str, *tokens: int, **fields: Any) -> None:
@@ -293,7 +293,7 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
     assert (list(seeded.failures), second.flights) == (["a1"], {})
     assert not seeded.dispatcher.flights
     later = Desk(waits=waits)
-    later.dispatcher.on_usable([])
+    later.dispatcher.workers = []
     for name in ("a1", "a2"):
         later.dispatcher.submit(request(name))
     await soon(lambda: list(later.failures) == ["a1"])
