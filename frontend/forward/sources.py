@@ -146,12 +146,6 @@ def bind_heartbeats(address: str, networks: Sequence[Network]) -> zmq.Socket[byt
     return socket
 
 
-@dataclass(slots=True)
-class _Heard:
-    entry: StockEntry
-    at: float
-
-
 @dataclass(slots=True, eq=False)
 class Heartbeats:
     """Stock servers that register themselves over ZMQ. `run` it as a task, `close` it at the end.
@@ -170,7 +164,8 @@ class Heartbeats:
     silence_s: float = SILENCE_S
     clock: Callable[[], float] = time.monotonic
     url: str = field(init=False)
-    _heard: dict[tuple[str, str], _Heard] = field(default_factory=dict)
+    # Who has sent a heartbeat, by role and URL, and when.
+    _heard: dict[tuple[str, str], tuple[StockEntry, float]] = field(default_factory=dict)
     _published: tuple[StockEntry, ...] = ()
     _looked: float = field(init=False)
     _seldom: log.Seldom = field(default_factory=lambda: log.Seldom(60.0))
@@ -216,15 +211,14 @@ class Heartbeats:
         now = self.clock()
         # Two looks are further apart if this process was stopped. It heard nobody meanwhile.
         if (stopped := now - self._looked) > 2.0:
-            for heard in self._heard.values():
-                heard.at += stopped
+            self._heard = {key: (entry, at + stopped) for key, (entry, at) in self._heard.items()}
         self._looked = now
-        for key, heard in list(self._heard.items()):
-            if now - heard.at > self.silence_s:
+        for key, (_, at) in list(self._heard.items()):
+            if now - at > self.silence_s:
                 del self._heard[key]
                 text = "stock %s server %s has sent no heartbeat for %g s"
                 _log.warning(text, *key, self.silence_s)
-        entries = tuple(heard.entry for heard in self._heard.values())
+        entries = tuple(entry for entry, _ in self._heard.values())
         if entries != self._published:
             self._published = entries
             self.publish(entries)
@@ -242,17 +236,14 @@ class Heartbeats:
         return address.is_loopback or any(address in network for network in self.networks)
 
     def _note(self, entry: StockEntry) -> None:
-        now, key = self.clock(), (entry.role, entry.url)
-        heard = self._heard.get(key)
-        if heard is None or now - heard.at > self.silence_s:
-            if heard is None and len(self._heard) >= MAX_SERVERS:
-                raise ConfigError(f"{MAX_SERVERS} servers send heartbeats: no more are taken")
-            self._heard[key] = _Heard(entry, now)
-            return
+        key = entry.role, entry.url
+        if key not in self._heard and len(self._heard) >= MAX_SERVERS:
+            raise ConfigError(f"{MAX_SERVERS} servers send heartbeats: no more are taken")
+        known, _ = self._heard.get(key, (entry, 0.0))
         # Two servers that share a role and a URL would take turns.
-        if heard.entry != entry:
+        if known != entry:
             raise ConfigError(
                 f"two {entry.role} servers say that they are {entry.url}, with the KV addresses "
-                f"{heard.entry.kv!r} and {entry.kv!r}: give each its own address"
+                f"{known.kv!r} and {entry.kv!r}: give each its own address"
             )
-        heard.at = now
+        self._heard[key] = entry, self.clock()
