@@ -15,7 +15,8 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pullfill.engine import request_limits
 from pullfill.frontend import counters
-from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.flight import WAITS
 from pullfill.frontend.request_log import RequestLog
 from pullfill.runtime import log
@@ -69,7 +69,8 @@ _MOST_REPORTED = 1 << 20
 class Admission:
     """See the module.
 
-    wait_ready: takes seconds. Returns whether a decode worker can take requests within that time.
+    trouble: returns why nobody can take requests that need an engine. Empty: somebody can.
+    wait_s: how long a request waits for somebody who can take it.
     body_s: how long a client may take to send its request.
     send_s: clients that read nothing for so long while their connection's buffers are full are
     disconnected. This frees their admission slot.
@@ -79,8 +80,9 @@ class Admission:
     in_flight: requests that have a place."""
 
     app: ASGIApp
-    wait_ready: Callable[[float], Awaitable[bool]]
+    trouble: Callable[[], str]
     max_inflight: int
+    wait_s: float = WAITS.first
     body_s: float = 60.0
     send_s: float = 120.0
     requests: RequestLog = field(default_factory=RequestLog)
@@ -127,11 +129,16 @@ class Admission:
         parts[:] = [body]
         if refusal := _refusal(path, body):
             await self._refuse(send, *refusal)
-        # Without this check a streamed request would get 200 before vLLM finds no worker.
-        elif path in TEXT_PATHS or await self.wait_ready(WAITS.first):
-            await self.app(scope, replay(body, receive), send)
-        else:
-            await self._refuse(send, 503, "no_worker", NO_WORKER)
+            return
+        if path in ENGINE_PATHS:
+            end = time.monotonic() + self.wait_s
+            # Without this check a streamed request would get 200 before vLLM finds no worker.
+            while (why := self.trouble()) and time.monotonic() < end:  # noqa: ASYNC110 - rare
+                await asyncio.sleep(0.05)
+            if why:
+                await self._refuse(send, 503, "no_worker", why)
+                return
+        await self.app(scope, replay(body, receive), send)
 
     async def _read(self, receive: Receive, send: Send, parts: list[bytes]) -> bool:
         """Read all of the body into `parts`. False: the client went away, or was refused."""

@@ -9,7 +9,6 @@ The connection says whether a worker is alive. The registry says whether it shou
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from pullfill.engine import front_wire
 from pullfill.errors import IncompatibleError
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import ConnectionState, DecodeConnection
-from pullfill.frontend.dispatch import Dispatcher
+from pullfill.frontend.dispatch import NO_WORKER, Dispatcher
 from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.net.security import ClusterKey
 from pullfill.registry.directory import Directory
@@ -78,7 +77,6 @@ class WorkerPool:
     _connections: dict[str, DecodeConnection] = field(default_factory=dict)
     # Of workers that are not used: the incarnation, and why.
     _refused: dict[str, tuple[str, str]] = field(default_factory=dict)
-    _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _ticker: asyncio.Task[None] | None = None
     _stopped: bool = False
 
@@ -106,12 +104,9 @@ class WorkerPool:
         """Connections that may take a new request, best tier only."""
         return self.dispatcher.workers
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        """Whether a worker can take requests, waiting at most `timeout_s` for the first."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        return bool(self.dispatcher.workers)
+    def trouble(self) -> str:
+        """Return why no worker can take requests. Empty: one can."""
+        return "" if self.dispatcher.workers else NO_WORKER
 
     def refusals(self) -> list[str]:
         """Return, for people, which listed workers this frontend cannot use, and why."""
@@ -231,10 +226,6 @@ class WorkerPool:
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
         workers = best or [c for c in usable if c.instance_id not in listed]
         self.dispatcher.workers = workers
-        if workers:
-            self._ready.set()
-        else:
-            self._ready.clear()
         counters.DECODE_WORKERS.labels("ready").set(len(workers))
         counters.DECODE_WORKERS.labels("draining").set(draining)
         counters.DECODE_WORKERS.labels("refused").set(len(self._refused))

@@ -309,7 +309,7 @@ class _Frontend:
         admin = Admin(front.app, pool, view, requests, board.listed, live, stock)
         admin.attach()
         app: ASGIApp = front.app
-        wait_ready = pool.wait_ready
+        trouble = pool.trouble
         if stock is not None:
             app = both = layer.Layer(
                 app,
@@ -318,14 +318,14 @@ class _Frontend:
                 lambda: settings.current.stock_share,
                 requests,
             )
-            wait_ready = both.wait_ready
+            trouble = both.trouble
 
         def fail_all() -> None:
             dispatcher.fail_all(_STOPPING)
             if stock is not None:
                 stock.servers.fail_all(_STOPPING)
 
-        return Admission(app, wait_ready, options.max_inflight, requests=requests), admin, fail_all
+        return Admission(app, trouble, options.max_inflight, requests=requests), admin, fail_all
 
     def _records(self, model: str, incarnation: str) -> list[WorkerRecord]:
         """Return what this frontend says of itself in the registry."""

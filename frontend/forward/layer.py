@@ -10,7 +10,6 @@ Without a flag that names stock servers nothing of this is made.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -133,8 +132,6 @@ class Layer:
         if not self.stock.suits(call) and self.has_worker():
             # Decode workers get what stock servers cannot serve.
             await self.app(scope, replay(body, receive), send)
-        elif why := self.stock.trouble():
-            await respond(send, 503, why)
         else:
             try:
                 await self.stock.forward(call, receive, send)
@@ -142,26 +139,17 @@ class Layer:
             finally:
                 self._tell(call)
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until a side can serve, for `timeout_s` at most: the only server may restart.
-
-        Returns True also if none can: `__call__` says why."""
-        end = time.monotonic() + timeout_s
-        while (  # noqa: ASYNC110 - two sides, and neither can take requests: a rare case
-            not self.has_worker() and self.stock.trouble() and time.monotonic() < end
-        ):
-            await asyncio.sleep(0.05)
-        return True
+    def trouble(self) -> str:
+        """Return why neither side can take requests. Empty: one can."""
+        return "" if self.has_worker() else self.stock.trouble()
 
     def _by_stock(self) -> bool:
         """Whether a stock server is to get the next request. Shares are kept exactly."""
-        has_worker, share = self.has_worker(), self.share()
-        if self.stock.trouble():
-            # If neither can, the stock servers' reason is told unless workers are to serve all.
-            return not has_worker and share > 0
-        if not has_worker:
+        if not self.has_worker():
             return True
-        self._due += share
+        if self.stock.trouble():
+            return False
+        self._due += self.share()
         if self._due < 1.0 - 1e-9:
             return False
         self._due -= 1.0

@@ -12,10 +12,12 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from pullfill.frontend.admission import Admission
 from pullfill.frontend.forward import sources
 from pullfill.frontend.forward.servers import load_of
 from pullfill.frontend.forward.sources import Heartbeats, bind_heartbeats
 from pullfill.wire import DecodePolicy
+from tests.support.asgi import Client
 from tests.support.frontend_rig import PATIENCE_S, ForwardRig, events, forwarding
 from tests.support.waiting import soon
 
@@ -532,14 +534,15 @@ async def test_requests_wait_a_moment_for_a_server_that_comes_back() -> None:
     async with forwarding() as rig:
         rig.decode[0].alive = False
         await rig.states(failing=1)
-        assert await rig.layer.wait_ready(0.0), "the answer says why it is refused"
-        assert (await rig.ask()).status == 503
-        waits = [asyncio.create_task(rig.layer.wait_ready(PATIENCE_S)) for _ in range(2)]
+        gate = Admission(rig.layer, rig.layer.trouble, 9, wait_s=0.1)
+        refused = await Client(gate).say().ended()
+        assert (refused.status, refused.message) == (503, rig.stock.trouble())
+        gate.wait_s = PATIENCE_S
+        waiting = Client(gate).say()
         await asyncio.sleep(0.1)
-        assert not any(wait.done() for wait in waits)
+        assert not waiting.sent
         rig.decode[0].alive = True
-        await asyncio.gather(*waits)
-        assert (await rig.ask()).status == 200
+        assert (await waiting.ended()).status == 200
 
 
 async def test_decode_workers_get_what_stock_servers_cannot_serve() -> None:
@@ -616,7 +619,7 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
                 await rig.states(ready=2)
                 assert (await rig.ask()).status == 200
             await soon(lambda: not rig.servers.known)
-            assert "no stock decode server is known" in (await rig.ask()).message
+            assert "no stock decode server is known" in rig.layer.trouble()
             await dealer.send(b"x" * 5000)  # ends its connection. A DEALER connects again by itself
             async with running(beats()):
                 await rig.states(ready=2)

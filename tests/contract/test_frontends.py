@@ -239,13 +239,9 @@ async def endless(scope: Any, receive: Any, send: Any) -> None:
         gone.cancel()
 
 
-async def always(timeout_s: float) -> bool:
-    return True
-
-
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Admission, int]]:
-    gate = Admission(endless, always, 8, send_s=0.4)
+    gate = Admission(endless, str, 8, send_s=0.4)
     config = uvicorn.Config(gate, port=0, log_level="critical", lifespan="off")
     server = Server(config)
     running = asyncio.create_task(server.serve())

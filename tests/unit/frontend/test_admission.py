@@ -20,7 +20,6 @@ class App:
         self.go = asyncio.Event()
         self.bodies: list[bytes] = []
         self.fail = False
-        self.ready = True
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "POST":
@@ -40,15 +39,12 @@ class App:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def wait_ready(self, timeout_s: float) -> bool:
-        return self.ready
-
 
 async def served(body: bytes, path: str = "/v1/completions") -> Client:
     """A request with this body, answered by an app that takes each, or refused before."""
     app = App()
     app.go.set()
-    client = await Client(Admission(app, app.wait_ready, 1), path).say(body).ended()
+    client = await Client(Admission(app, str, 1), path).say(body).ended()
     assert (client.status == 200) is bool(app.bodies)
     return client
 
@@ -61,7 +57,7 @@ async def settle() -> None:
 @pytest.mark.essential
 async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
     app = App()
-    gate = Admission(app, app.wait_ready, 2)
+    gate = Admission(app, str, 2)
     inside = [Client(gate).say() for _ in range(2)]
     await settle()
     assert gate.in_flight == 2
@@ -83,7 +79,7 @@ async def test_beyond_the_limit_is_429_until_one_has_ended() -> None:
 
 async def test_every_way_out_frees_the_slot() -> None:
     app = App()
-    gate = Admission(app, app.wait_ready, 1)
+    gate = Admission(app, str, 1)
     app.fail = True
     broken = Client(gate).say()
     await settle()
@@ -94,9 +90,10 @@ async def test_every_way_out_frees_the_slot() -> None:
     await settle()
     cancelled.task.cancel()
     await asyncio.gather(cancelled.task, return_exceptions=True)
-    app.ready = False
-    nobody = await Client(gate).say().ended()
+    lonely = Admission(app, lambda: "nobody", 1, wait_s=0.01)
+    nobody = await Client(lonely).say().ended()
     assert (nobody.status, nobody.headers[b"retry-after"]) == (503, b"1")
+    assert (nobody.message, lonely.in_flight) == ("nobody", 0)
     early = Client(gate).say(b"{", more=True)
     early.leave()
     await early.task
@@ -109,7 +106,7 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
 ) -> None:
     monkeypatch.setattr(gates, "ALL_BYTES", 8)
     app = App()
-    gate = Admission(app, app.wait_ready, 9)
+    gate = Admission(app, str, 9)
     served = Client(gate).say(b"1234")
     read = Client(gate).say(b"1234", more=True)
     await settle()
@@ -126,9 +123,8 @@ async def test_all_bodies_together_are_bounded_until_their_answers_end(
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
 async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(path: str) -> None:
     app = App()
-    app.ready = False
     app.go.set()
-    gate = Admission(app, app.wait_ready, 1)
+    gate = Admission(app, lambda: "nobody", 1)
     assert (await Client(gate, path).say().ended()).status == 200
     first = Client(gate, path).say(b"{", more=True)
     await settle()
@@ -141,7 +137,7 @@ async def test_what_needs_the_tokenizer_is_bounded_too_but_needs_no_worker(path:
 @pytest.mark.parametrize("path", ["/v1/completions", "/api/v1/completions"])
 async def test_a_root_path_is_no_way_around(path: str) -> None:
     app = App()
-    gate = Admission(app, app.wait_ready, 0)
+    gate = Admission(app, str, 0)
     refused = await Client(gate, path, root_path="/api").ended()
     assert refused.status == 429
 
@@ -152,7 +148,7 @@ async def test_a_body_that_would_be_checked_for_seconds_is_refused(
     """However it comes, and whatever it is said to be. All streams would wait."""
     monkeypatch.setattr(gates, "MOST_VALUES", 4)
     app = App()
-    gate = Admission(app, app.wait_ready, 2)
+    gate = Admission(app, str, 2)
     client = Client(gate, headers=[(b"content-type", b"multipart/form-data")])
     client.say(b'{"messages": [1, 1,', more=True).say(b"1, 1]}")
     await client.task
@@ -174,7 +170,7 @@ async def test_a_body_that_never_ends_is_408_and_one_too_large_413(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     app = App()
-    gate = Admission(app, app.wait_ready, 1, body_s=0.05)
+    gate = Admission(app, str, 1, body_s=0.05)
     slow = await Client(gate).say(b"{", more=True).ended()
     assert slow.status == 408
     monkeypatch.setattr(gates, "BODY_BYTES", 8)

@@ -49,12 +49,8 @@ def finish(requests: RequestLog, key: str) -> None:
 
 async def serve(requests: RequestLog, app: App, name: str = "", most: int = 9) -> Client:
     """Serve an HTTP request. Returns its client."""
-
-    async def ready(_: float) -> bool:
-        return True
-
     headers = [(b"x-request-id", name.encode())] if name else []
-    gate = Admission(app, ready, most, requests=requests)
+    gate = Admission(app, str, most, requests=requests)
     return await Client(gate, headers=headers).say().ended()
 
 
