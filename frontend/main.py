@@ -306,8 +306,6 @@ class _Frontend:
         stock = await stack.enter_async_context(
             layer.forwarding(options, prepared.names, lambda: settings.current, stock_key)
         )
-        admin = Admin(front.app, pool, view, requests, board.listed, live, stock)
-        admin.attach()
         app: ASGIApp = front.app
         trouble = pool.trouble
         if stock is not None:
@@ -319,6 +317,8 @@ class _Frontend:
                 requests,
             )
             trouble = both.trouble
+        admin = Admin(front.app, pool, view, requests, board.listed, live, trouble, stock)
+        admin.attach()
 
         def fail_all() -> None:
             dispatcher.fail_all(_STOPPING)
@@ -390,7 +390,7 @@ class _Frontend:
                 self._stop.ask("lease revoked")
             drain_s = self.options.drain_timeout_s
             # If nobody can serve, /ready has been 503 already.
-            grace_s = self.options.ready_grace_s if admin.can_serve() else 0.0
+            grace_s = self.options.ready_grace_s if not admin.trouble() else 0.0
             exit_within(grace_s + drain_s + EXIT_S, 1)
             admin.drain()
             membership.note_state(WorkerState.DRAINING)

@@ -20,7 +20,6 @@ from pullfill.frontend.admission import error_of
 from pullfill.frontend.cluster_view import ASKED_BY, ClusterView
 from pullfill.frontend.counters import WORKERS_NEEDED
 from pullfill.frontend.decode_pool import WorkerPool
-from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.forward.sources import ROLES
 from pullfill.frontend.forward.stock import Stock
 from pullfill.frontend.live import page as live_page
@@ -42,6 +41,7 @@ class Admin:
     app: vLLM's.
     refused: returns the entries of `suspects`.
     page: makes what the live page shows.
+    trouble: as of `Admission`.
     stock: the stock vLLM servers, if there may be any.
     draining: the process takes no new requests. See `drain`."""
 
@@ -51,6 +51,7 @@ class Admin:
     requests: RequestLog
     refused: Callable[[], list[dict[str, Any]]]
     page: live_page.LiveView
+    trouble: Callable[[], str]
     stock: Stock | None = None
     draining: bool = False
 
@@ -64,13 +65,6 @@ class Admin:
             Route("/metrics", self.metrics),
             *live_page.routes(self.page, self.request),
         ]
-
-    def can_serve(self) -> bool:
-        """Whether somebody can take requests: a decode worker, or the stock servers."""
-        return bool(self.pool.candidates()) or self._by_stock()
-
-    def _by_stock(self) -> bool:
-        return self.stock is not None and not self.stock.trouble()
 
     def drain(self) -> None:
         """Take no new requests, and end the streams of the live page."""
@@ -86,22 +80,23 @@ class Admin:
         decode = len(self.pool.candidates())
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
         stock, troubles = self.stock, [] if self.stock is None else self.stock.servers.troubles()
-        by_stock = self._by_stock()
-        ok = self.can_serve() and not self.draining
+        why = self.trouble()
         reasons = ["this frontend drains"] if self.draining else []
-        if not decode and not by_stock:
-            reasons.append(NO_WORKER if stock is None else stock.trouble())
+        if why:
+            reasons.append(why)
         # Stock servers alone are a whole fleet.
-        if not prefill and (decode or stock is None):
+        alone = stock is not None and not decode
+        if not prefill and not alone:
             reasons.append(NO_PREFILL)
         reasons += troubles
         unknown = self.pool.prefixes.troubles(asyncio.get_running_loop().time())
         away += [f"{name}: {trouble}" for name, trouble in unknown.items()]
         reasons += away + self.pool.refusals()
         reasons += [f"{r.instance_id} is {r.state}" for r in records if r.state != "ready"]
+        ok = not why and not self.draining
         body = {
             "ready": ok,
-            "degraded": (prefill == 0 and not (by_stock and not decode)) or bool(away or troubles),
+            "degraded": bool((not prefill and (why or not alone)) or away or troubles),
             "reasons": reasons,
             "decode": decode,
             "prefill": prefill,

@@ -31,7 +31,7 @@ class _View:
 def admin(r: Rig) -> Admin:
     parts: dict[str, Any] = {
         "view": _View(), "requests": SimpleNamespace(), 
-        "refused": list, "page": SimpleNamespace(),
+        "refused": list, "page": SimpleNamespace(), "trouble": r.pool.trouble,
     }  # fmt: skip
     return Admin(cast(Any, None), r.pool, **parts)
 
