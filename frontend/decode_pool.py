@@ -226,6 +226,7 @@ class WorkerPool:
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
         workers = best or [c for c in usable if c.instance_id not in listed]
         self.dispatcher.workers = workers
+        self.dispatcher.balancer.placer.peers = max(1, len(self.directory.workers("frontend")))
         counters.DECODE_WORKERS.labels("ready").set(len(workers))
         counters.DECODE_WORKERS.labels("draining").set(draining)
         counters.DECODE_WORKERS.labels("refused").set(len(self._refused))

@@ -260,9 +260,7 @@ class _Frontend:
         await board.start(options.connect_timeout_s)
         stack.push_async_callback(board.close)
         prefixes = Prefixes(options.prefix_index_blocks)
-        balancer = Balancer(
-            lambda: settings.current, prefixes, lambda: len(directory.workers("frontend"))
-        )
+        balancer = Balancer(lambda: settings.current, prefixes)
         requests = RequestLog()
         adapters = AdapterBoard(etcd, cluster.namespace)
         stack.push_async_callback(adapters.close)

@@ -34,16 +34,14 @@ class Balancer:
 
     config: returns the router's settings.
     prefixes: which worker holds which blocks.
-    frontends: returns how many frontends serve the same workers."""
+    placer: its `peers` are set by the pool."""
 
     config: Callable[[], RouterConfig]
     prefixes: Prefixes = field(default_factory=lambda: Prefixes(0))
-    frontends: Callable[[], int] = lambda: 1
-    _placer: Placer = field(default_factory=lambda: Placer(random.Random()))
+    placer: Placer = field(default_factory=lambda: Placer(random.Random()))
     # The worker of each answer with several choices.
     _together: dict[str, str] = field(default_factory=dict)
     _block: int = 0
-    _look_at: float = 0.0
     _even_until: float = 0.0
 
     # ---------------------------------------------------------------- requests
@@ -54,8 +52,9 @@ class Balancer:
         """Return one of `workers`, which is not empty, and count the request there.
 
         now: seconds of the loop's clock."""
-        if now >= self._look_at:
-            self._look(workers, now)
+        sizes = (worker.welcome.prefix_block_size for worker in workers if worker.welcome)
+        # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
+        self._block = next(filter(None, sizes), 0)
         by_id = {worker.instance_id: worker for worker in workers}
         request = flight.request
         # All choices of one answer (`n` > 1) go to one worker. So a prompt that kills workers kills
@@ -65,9 +64,7 @@ class Balancer:
         names = [before] if before in by_id else by_id
         prompt = self._prompt(flight)
         held, more = self.prefixes.matched(prompt.hashes)
-        view, told = self._placer.choose(
-            self.config().decode_policy, prompt, names, now, held, more
-        )
+        view, told = self.placer.choose(self.config().decode_policy, prompt, names, now, held, more)
         name = view.instance_id
         if before == name:
             told = replace(told, reason="together")
@@ -75,7 +72,7 @@ class Balancer:
             self._together[request.external_req_id] = name
             if len(self._together) > MAX_TOGETHER:
                 del self._together[next(iter(self._together))]
-        flight.share = self._placer.send(view, told.matched_tokens, prompt, now)
+        flight.share = self.placer.send(view, told.matched_tokens, prompt, now)
         flight.record.decode_choice = told
         counters.DECODE_CHOICE.labels(told.policy, told.reason).inc()
         return by_id[name]
@@ -116,7 +113,7 @@ class Balancer:
         workers: all that take requests. Returns which of them has a stream too many, and which
         shall have it, if any."""
         if (load := worker.load) is not None:
-            view = self._placer.report(
+            view = self.placer.report(
                 worker.instance_id,
                 load.uncached_tokens_queued,
                 load.active_blocks,
@@ -128,23 +125,15 @@ class Balancer:
             return None
         self._even_until = now + MOVE_S
         by_id = {worker.instance_id: worker for worker in workers}
-        if (found := self._placer.uneven(by_id, now)) is None:
+        if (found := self.placer.uneven(by_id, now)) is None:
             return None
         return by_id[found[0]], by_id[found[1]]
 
     def lost(self, worker: DecodeConnection) -> None:
         """Forget a worker. It may come back under the same name, with an empty cache."""
-        self._placer.drop(worker.instance_id)
+        self.placer.drop(worker.instance_id)
 
     # ---------------------------------------------------------------- inside
-
-    def _look(self, workers: Sequence[DecodeConnection], now: float) -> None:
-        """Find the block size, and the number of frontends."""
-        self._look_at = now + 0.25
-        self._placer.peers = max(1, self.frontends())
-        sizes = (worker.welcome.prefix_block_size for worker in workers if worker.welcome)
-        # Workers of one model have blocks of one size. Others match nothing: their hashes differ.
-        self._block = next(filter(None, sizes), 0)
 
     def _prompt(self, flight: Flight) -> Prompt:
         """What the policy is to know of the prompt: some need its hashes."""

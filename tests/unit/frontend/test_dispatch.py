@@ -174,7 +174,7 @@ async def test_nothing_is_left_of_the_load_of_requests_that_ended() -> None:
         for number in range(4):
             r.dispatcher.submit(request(f"held-{number}", list(range(number, 300))))
         await soon(lambda: len(one.added) + len(two.added) == 5)
-        views = r.dispatcher.balancer._placer.views
+        views = r.dispatcher.balancer.placer.views
         assert sum(view.own_tokens for view in views.values()) > 1000
         one.die()
         await soon(lambda: set(views) == {"decode-2"})
