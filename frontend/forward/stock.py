@@ -189,6 +189,7 @@ class ClientCall:
             )
 
 
+@dataclass(slots=True, eq=False)
 class Stock:
     """Forwards requests to stock servers. tests/contract/test_forwarders.py checks its promises:
 
@@ -205,12 +206,9 @@ class Stock:
 
     silence_s: longest silence of a server during a stage."""
 
-    def __init__(self, name: ForwarderName, servers: Servers, silence_s: float) -> None:
-        self.name = str(name)
-        self.servers = servers
-        self._protocol = servers.protocol
-        self._parallel = name is ForwarderName.PARALLEL
-        self._silence_s = silence_s
+    name: ForwarderName
+    servers: Servers
+    silence_s: float
 
     def trouble(self) -> str:
         """Return why no request can be served now: no decode server, or wrong prefill servers."""
@@ -220,7 +218,7 @@ class Stock:
 
     def suits(self, call: ClientCall) -> bool:
         """Return whether the decode servers can serve it: see `KvProtocol.pairs`."""
-        return not (self._protocol.pairs and call.whole)
+        return not (self.servers.protocol.pairs and call.whole)
 
     async def forward(self, call: ClientCall, receive: Receive, send: Send) -> None:
         """Answer the request. receive: what comes after the body, so it tells of a disconnect."""
@@ -276,10 +274,10 @@ class Stock:
             await self._decode(call, None, self._pick(call, "decode"), send)
             return
         prefill, decode = self._pick(call, "prefill"), None
-        if self._parallel or self._protocol.pairs:
+        if self.name is ForwarderName.PARALLEL or self.servers.protocol.pairs:
             decode = self._pick(call, "decode")
         stages = Stages(uuid.uuid4().hex, prefill.server, decode.server if decode else None)
-        if self._parallel:
+        if self.name is ForwarderName.PARALLEL:
             assert decode is not None
             if await self._both(call, stages, prefill, decode, send):
                 return
@@ -313,14 +311,14 @@ class Stock:
         """Run the prefill stage. False: there is no KV, or the server calls the request wrong."""
         server = pick.server
         assert call.json is not None
-        body = prefill_body(call.json, self._protocol.prefill(stages))
-        request_id = self._protocol.request_id(stages, call.request_id)
+        body = prefill_body(call.json, self.servers.protocol.prefill(stages))
+        request_id = self.servers.protocol.request_id(stages, call.request_id)
         with call.noted("prefill", pick):
             async with self._ask(call, server, request_id, body) as answer:
                 status, told = answer.status, answer.first
             pick.share.end()
             if status != 200:
-                if self._protocol.pairs:
+                if self.servers.protocol.pairs:
                     text = f"{server.role} server {server.url} answers {status}"
                     raise StageFailed(None, text, again=False, status=status, body=told)
                 call.whole = "prefill_refused"
@@ -331,9 +329,9 @@ class Stock:
                 call.record.prompt_tokens = int(read["usage"]["prompt_tokens"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise self._lacks(server, "answered what vLLM does not answer") from None
-            if lack := self._protocol.lacks(stages):
+            if lack := self.servers.protocol.lacks(stages):
                 raise self._lacks(server, lack)
-        if self._protocol.empty(stages):
+        if self.servers.protocol.empty(stages):
             call.whole = "no_kv"
         return not call.whole
 
@@ -345,8 +343,8 @@ class Stock:
         if stages is not None:
             stages.decode, source = pick.server, stages.prefill
             assert call.json is not None
-            body = decode_body(call.json, self._protocol.decode(stages))
-            request_id = self._protocol.request_id(stages, request_id)
+            body = decode_body(call.json, self.servers.protocol.decode(stages))
+            request_id = self.servers.protocol.request_id(stages, request_id)
         elif call.json is not None and "kv_transfer_params" in call.json:
             body = decode_body(call.json, None)
         if prefix := _PREFIXES.get(call.path):
@@ -359,11 +357,11 @@ class Stock:
             begun = call.record.first_token_ms is not None
             if stages is not None and exc.status in (500, 504) and not begun:
                 call.bad.add(stages.prefill)  # perhaps its KV cannot be read
-                where = f"{stages.prefill.url} at {self._protocol.kv_address(stages)}"
+                where = f"{stages.prefill.url} at {self.servers.protocol.kv_address(stages)}"
                 exc.body = b""
                 exc.why = (
                     f"{exc.why.rstrip('.')}. If its log tells of KV, look whether it reaches "
-                    f"{where}; if it has another connector, {self._protocol.start_with}"
+                    f"{where}; if it has another connector, {self.servers.protocol.start_with}"
                 )
             raise
 
@@ -391,7 +389,7 @@ class Stock:
         # An answer that is not streamed may be a long one.
         streamed = call.json is not None and call.json.get("stream") is True
         long = server.role == "decode" and not streamed
-        silence_s = WHOLE * self._silence_s if long else self._silence_s
+        silence_s = WHOLE * self.silence_s if long else self.silence_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=silence_s)
         kv = source.watched(server) if source is not None else contextlib.nullcontext()
         async with contextlib.AsyncExitStack() as stack:
@@ -430,7 +428,7 @@ class Stock:
             "headers": answer.headers(),
         }
         events = 0  # about one for each token
-        async with contextlib.aclosing(answer.blocks(self._silence_s)) as blocks:
+        async with contextlib.aclosing(answer.blocks(self.silence_s)) as blocks:
             async for block in blocks:
                 if call.record.first_token_ms is None:
                     pick.share.first()
@@ -461,7 +459,7 @@ class Stock:
 
     def _lacks(self, server: Server, what: str) -> StageFailed:
         """A prefill server is not set up for the protocol."""
-        why = f"{server.role} server {server.url} {what}: {self._protocol.start_with}"
+        why = f"{server.role} server {server.url} {what}: {self.servers.protocol.start_with}"
         self.servers.lacks(server, why)
         return StageFailed(server, why, status=500)
 
@@ -469,7 +467,7 @@ class Stock:
         """Whether requests may come now: a prefill server is ready, or they may do without."""
         if self.servers.ready("prefill"):
             return True
-        return not (self._protocol.pairs or self.servers.count("prefill", "refused"))
+        return not (self.servers.protocol.pairs or self.servers.count("prefill", "refused"))
 
 
 _PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
