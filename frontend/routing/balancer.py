@@ -7,7 +7,6 @@ policy is `router.decode_policy`; `choice` says what the policies do.
 from __future__ import annotations
 
 import random
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ class Balancer:
         before = self._together.pop(request.external_req_id, "") if several else ""
         names = [before] if before in by_id else by_id
         prompt = self._prompt(flight)
-        held, more = self.prefixes.matched(prompt.hashes)
+        held, more = self.prefixes.index.deepest(prompt.hashes, KNOWN)
         view, told = self.placer.choose(self.config().decode_policy, prompt, names, now, held, more)
         name = view.instance_id
         if before == name:
@@ -84,9 +83,9 @@ class Balancer:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
-        held = self.prefixes.matched(hashes)[0]
+        held = self.prefixes.index.deepest(hashes, KNOWN)[0]
         if worker.instance_id not in held and len(held) == KNOWN:
-            held = self.prefixes.matched(hashes, sys.maxsize)[0]
+            held = self.prefixes.index.match(hashes)
         own = held.pop(worker.instance_id, 0)
         if not held:
             return None

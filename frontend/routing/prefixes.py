@@ -10,7 +10,7 @@ told: `troubles`, for /ready and `pullfill status`, and a metric.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pullfill import wire
@@ -18,7 +18,6 @@ from pullfill.engine import front_wire
 from pullfill.errors import BadMessage
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
-from pullfill.frontend.routing.choice import KNOWN
 from pullfill.prefix.events import Replica, State
 from pullfill.prefix.index import PrefixIndex
 from pullfill.wire.codec import decode
@@ -40,25 +39,17 @@ class Prefixes:
 
     max_blocks: how many different blocks are kept, of all workers together. 0: nothing is kept, and
     no worker is asked.
-    missing_s: events of a worker are missing when the index has not been complete for so long."""
+    missing_s: events of a worker are missing when the index has not been complete for so long.
+    index: who holds what. Read it only."""
 
     def __init__(self, max_blocks: int, missing_s: float = 10.0) -> None:
         self._missing_s = missing_s
-        self._index = PrefixIndex(max(1, max_blocks))
+        self.index = PrefixIndex(max(1, max_blocks))
         self._off = max_blocks == 0
         self._followed: dict[str, _Followed] = {}
-        counters.PREFIX_BLOCKS.set_function(lambda: float(len(self._index)))
+        counters.PREFIX_BLOCKS.set_function(lambda: float(len(self.index)))
 
     # ---------------------------------------------------------------- questions
-
-    def matched(self, hashes: Sequence[int], most: int = KNOWN) -> tuple[dict[str, int], int]:
-        """Return how many leading blocks each worker holds. Those that lack the first are left out.
-
-        hashes: of a prompt's blocks (prefix/chain.py). Workers with another block size hold none of
-        these: their hashes differ.
-        most: of more workers than this, only those that hold most of the blocks are named. The
-        second number is how many are left out that hold as much as the best."""
-        return self._index.deepest(hashes, most)
 
     @property
     def workers(self) -> int:
@@ -78,7 +69,7 @@ class Prefixes:
         told: dict[str, Any] = {"state": "none"}
         if (followed := self._followed.get(instance_id)) is not None:
             told["state"] = str(followed.replica.state)
-            held = self._index.held(instance_id)
+            held = self.index.held(instance_id)
             told["blocks"], told["refused"] = len(held.blocks), held.refused
             told["since_s"] = now - followed.replica.since
         if trouble := self.troubles(now).get(instance_id):
@@ -102,7 +93,7 @@ class Prefixes:
         self.forget(connection)
         if self._off or welcome is None or not welcome.prefix_block_size:
             return
-        replica = Replica(self._index, name, now)
+        replica = Replica(self.index, name, now)
         followed = self._followed[name] = _Followed(connection, replica)
         followed.ask(replica.ask(now))
 
