@@ -28,6 +28,11 @@ pullfill_h_sum 0.25
 # HELP pullfill_queue_depth_jobs Jobs
 # TYPE pullfill_queue_depth_jobs gauge
 pullfill_queue_depth_jobs 4.0
+# HELP vllm:tokens_total Tokens of a step
+# TYPE vllm:tokens_total histogram
+vllm:tokens_total_bucket{le="+Inf"} 2.0
+vllm:tokens_total_count 2.0
+vllm:tokens_total_sum 3.0
 """
 
 
@@ -54,6 +59,10 @@ def test_merged_metrics_have_each_family_once_and_say_whose_sample_it_is() -> No
     assert len(buckets) == 6
     assert {s.labels.get("role") for s in buckets} == {None, "decode", "prefill"}
     assert families["up"].samples[0].labels == {"model": "m"}
+    # vLLM has a histogram that is called `total`. Its samples stay below its own header.
+    assert text.index("# TYPE vllm:tokens_total") < text.index("vllm:tokens_total_bucket")
+    total = families["vllm:tokens_total"]
+    assert (total.type, len(total.samples)) == ("histogram", 6)
 
 
 @given(st.lists(st.text(max_size=60), max_size=8))
@@ -62,19 +71,3 @@ def test_no_text_of_a_worker_spoils_the_page(lines: list[str]) -> None:
     own = [line for line in OWN.splitlines() if not line.startswith("#")]
     assert set(own) <= set(text.splitlines())
     assert text.count("# TYPE up_total counter") == 1
-
-
-TOTAL = """# HELP vllm:tokens_total Tokens of a step
-# TYPE vllm:tokens_total histogram
-vllm:tokens_total_bucket{le="+Inf"} 2.0
-vllm:tokens_total_count 2.0
-vllm:tokens_total_sum 3.0
-"""
-
-
-def test_a_histogram_may_be_called_total() -> None:
-    """vLLM has one. Its samples stay below its own header."""
-    text = merge_metrics(({}, TOTAL), ({"instance_id": "decode-1", "role": "decode"}, TOTAL))
-    assert text.index("# TYPE vllm:tokens_total") < text.index("vllm:tokens_total_bucket")
-    (total,) = text_string_to_metric_families(text)
-    assert (total.name, total.type, len(total.samples)) == ("vllm:tokens_total", "histogram", 6)
