@@ -3,7 +3,6 @@
 layer        puts it all together; picks who gets each request: decode workers or stock servers
 stock        `staged` and `parallel`: prefill at one stock server, decode at another
 protocols    what each KV connector needs: bodies of both stages, whether both can start at once
-exchange     the answer of a stock server, passed on to the client, and its failures
 servers      the known stock servers, their health, and which of them gets a stage
 sources      what names them: `--servers`, heartbeats
 """
