@@ -9,17 +9,21 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pullfill.frontend.cluster_view import ClusterView
+from pullfill.frontend.routes import Admin
+from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.net import http_proof
 from pullfill.runtime import probe
 from pullfill.runtime.health import ServerHealth
 from pullfill.runtime.probe import ProbeServer
 from pullfill.snapshot import UNTOLD
+from tests.support.frontend_rig import FakeDecode, rig
 from tests.support.http_stub import serving
 from tests.support.listening import listening
 from tests.support.waiting import soon
@@ -134,6 +138,28 @@ async def test_workers_that_hang_hide_no_other() -> None:
             stopped.ended.set()
             rows = (await looking).workers
             assert [row.state for row in rows if row.http == url] == ["ready"]
+
+
+async def test_a_worker_whose_blocks_are_not_known_is_a_trouble_and_a_reason() -> None:
+    async with (
+        answering({"load": {}}) as url,
+        rig(
+            FakeDecode("decode-0", prefix_block_size=16), prefixes=Prefixes(9, missing_s=0.05)
+        ) as r,
+        viewed(url) as view,
+    ):
+        prefixes, loop, nothing = r.pool.prefixes, asyncio.get_running_loop(), SimpleNamespace()
+        await soon(lambda: bool(prefixes.troubles(loop.time())))
+        other: Any = nothing, r.pool, view, r.requests, list, nothing, r.pool.trouble
+        admin = Admin(*other)
+        asked: Any = nothing
+        (row,) = json.loads((await admin.status(asked)).body)["workers"]
+        ready = json.loads((await admin.ready(asked)).body)
+    assert row["routing"]["prefix"]["state"] == "cold"
+    assert [t for t in row["troubles"] if "its cached blocks are not known" in t]
+    assert ready["ready"], "it is served like any other"
+    assert ready["degraded"]
+    assert [why for why in ready["reasons"] if why.startswith("decode-0: its cached blocks")]
 
 
 async def test_a_frontend_that_etcd_names_gets_the_proof_of_the_clients_key_only() -> None:
