@@ -137,24 +137,9 @@ def test_not_every_report_looks_at_all_workers(rig: Rig) -> None:
     assert 4 <= len(looked) <= 6
 
 
-@pytest.mark.parametrize(
-    "other", [{"cache_salt": "s"}, {"lora_request": SimpleNamespace(lora_name="l")}]
-)
-async def test_salt_and_adapter_make_other_blocks(rig: Rig, other: dict[str, Any]) -> None:
-    def tagged(name: str) -> Any:
-        made = request(name, PROMPT)
-        for key, value in other.items():
-            setattr(made, key, value)
-        return made
-
-    rig.holds(b=request("x", PROMPT), c=tagged("y"))
-    assert rig.worker_of(request("r", PROMPT)) == "b"
-    assert rig.worker_of(tagged("r")) == "c"
-
-
 def test_which_blocks_of_a_prompt_can_be_matched() -> None:
     """Text before an image, tokens of the answer that are out, and nothing that is not cached."""
-    text, image, embeds, skips = (request(name, PROMPT) for name in "ties")
+    text, image, embeds, skips, salted, adapted = (request("r", PROMPT) for _ in range(6))
     image.mm_features = [
         SimpleNamespace(mm_position=SimpleNamespace(offset=at)) for at in (200, 70)
     ]
@@ -166,6 +151,9 @@ def test_which_blocks_of_a_prompt_can_be_matched() -> None:
     assert hashes_of(request("t", PROMPT[:100]), PROMPT[100:], BLOCK) == whole
     for nothing in (embeds, skips, request("n", [])):
         assert hashes_of(nothing, (), BLOCK) == []
+    salted.cache_salt, adapted.lora_request = "s", SimpleNamespace(lora_name="l")
+    others = [*hashes_of(salted, (), BLOCK), *hashes_of(adapted, (), BLOCK)]
+    assert len({*whole, *others}) == 60, "salt and adapter make other blocks"
 
 
 # --------------------------------------------------------------------------- fetches
