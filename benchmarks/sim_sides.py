@@ -25,7 +25,7 @@ from benchmarks.report import percentile
 from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
-from pullfill.frontend.routing.few import Told, few
+from pullfill.frontend.routing.few import few
 from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
@@ -589,7 +589,7 @@ class Cluster:
         if self.options.place == "pack":
             if now >= self._few_until:
                 self._few_until = now + LOAD_S
-                self._few = few([Told(one.load(), 0.0) for one in self.decode])
+                self._few = few([(one.load(), 0.0) for one in self.decode])
             fits = fits[: self._few]
         if now >= self._told_until:
             self._told_until = now - now % TELL_S + TELL_S

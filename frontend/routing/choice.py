@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pullfill.engine.front_wire import LOAD_S, LoadReport
-from pullfill.frontend.routing.few import Told, few
+from pullfill.frontend.routing.few import few
 from pullfill.prefix.index import Predicted
 from pullfill.wire import DecodeChoice, DecodePolicy
 
@@ -243,7 +243,7 @@ class Placer:
         """How many of these workers get streams. All, if none tells its load: stock servers."""
         if now >= self._few_until:
             self._few_until = now + LOAD_S
-            told = [Told(v.told, now - v.told_at) for v in views if v.told is not None]
+            told = [(v.told, now - v.told_at) for v in views if v.told is not None]
             self._few = few(told) if told else len(views)
         return self._few
 

@@ -18,7 +18,6 @@ throughput, and less waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.rate import fade
@@ -43,22 +42,17 @@ _SEATED = 0.75
 _FREE = 0.05
 
 
-class Told(NamedTuple):
-    """What a worker has told, and for how many seconds nothing new."""
+def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
+    """Return how many of these workers get streams. There is one worker at least.
 
-    load: LoadReport
-    age_s: float
-
-
-def few(workers: Sequence[Told]) -> int:
-    """Return how many of these workers get streams. There is one worker at least."""
-    loads, count = [one.load for one in workers], len(workers)
+    workers: what each has told, and for how many seconds nothing new."""
+    loads, count = [load for load, _ in workers], len(workers)
     # Each request becomes a stream. After a pause of all, or in a burst, none of them is one yet. A
     # worker of an older build tells only its streams.
     streams = sum(max(load.requests, load.streams) for load in loads) + 1
     tokens = sum(load.stream_tokens for load in loads)
     # A worker that does nothing tells nothing more, and its last share fades.
-    prompts = sum(one.load.prompt_share * fade(one.age_s) for one in workers)
+    prompts = sum(load.prompt_share * fade(age_s) for load, age_s in workers)
     # A worker that had no streams does not know what they cost.
     knowing = sum(load.streams + 1e-6 for load in loads)
     base_s, stream_s, token_s = (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from pullfill.engine.front_wire import LoadReport
-from pullfill.frontend.routing.few import Told, few
+from pullfill.frontend.routing.few import few
 from tests.support.said import blank
 
 # A step of a CPU core: 6 ms, 0.3 ms for each stream, 0.1 ms for 1000 tokens of their KV.
@@ -16,13 +15,13 @@ STEP_S = (0.006, 0.0003, 1e-7)
 
 def worker(
     streams: int = 0, prompts: float = 0.0, *, seats: int = 64, blocks: int = 0, age_s: float = 0.0
-) -> Told:
+) -> tuple[LoadReport, float]:
     load = blank(
         LoadReport, running=streams, active_blocks=blocks, free_blocks=1000 - blocks, seats=seats,
         requests=streams, streams=streams, stream_tokens=1000 * streams, prompt_share=prompts,
         step_s=STEP_S,
     )  # fmt: skip
-    return Told(load, age_s)
+    return load, age_s
 
 
 @pytest.mark.parametrize(
@@ -49,16 +48,15 @@ def worker(
     ],
 )
 def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
-    workers: list[Told], count: int
+    workers: list[tuple[LoadReport, float]], count: int
 ) -> None:
     assert few(workers) == count
 
 
 def test_what_streams_cost_is_told_by_those_that_have_some() -> None:
-    dear = msgspec.structs.replace(worker().load, step_s=(0.006, 0.003, 0.0))
-    assert few([worker(2), Told(dear, 0.0)]) == 1
-    told = msgspec.structs.replace(dear, streams=2)
-    assert few([Told(told, 0.0), worker()]) == 2
+    dear = replace(worker()[0], step_s=(0.006, 0.003, 0.0))
+    assert few([worker(2), (dear, 0.0)]) == 1
+    assert few([(replace(dear, streams=2), 0.0), worker()]) == 2
 
 
 def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
@@ -69,13 +67,13 @@ def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
 
 def test_requests_whose_prompts_wait_become_streams() -> None:
     """After a burst nobody has streams yet. Who gets them then has them for the whole answer."""
-    waiting = [Told(replace(one.load, requests=32), 0.0) for one in (worker(1), worker(1))]
+    waiting = [(replace(load, requests=32), 0.0) for load, _ in (worker(1), worker(1))]
     assert few([worker(1), worker(1)]) == 1
     assert few(waiting) == 2
-    older = [Told(replace(one.load, requests=0), 0.0) for one in (worker(32), worker(32))]
+    older = [(replace(load, requests=0), 0.0) for load, _ in (worker(32), worker(32))]
     assert few(older) == few([worker(32), worker(32)]) == 2
 
 
 def test_requests_do_not_wait_for_the_seats_of_one_worker() -> None:
-    full = replace(worker(1, seats=8).load, requests=16)
-    assert few([Told(full, 0.0), *[worker(seats=8)] * 3]) == 2
+    full = replace(worker(1, seats=8)[0], requests=16)
+    assert few([(full, 0.0), *[worker(seats=8)] * 3]) == 2
