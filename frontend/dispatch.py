@@ -19,7 +19,8 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill import wire
@@ -57,6 +58,7 @@ _FAULTS = {REFUSED: Fault.REQUEST, OURS: Fault.OURS}
 _ABORTED = 2  # vLLM's FinishReason.ABORT
 
 
+@dataclass(slots=True, eq=False)
 class Dispatcher:
     """Implements `engine.front_client.DecodePort`.
 
@@ -67,34 +69,28 @@ class Dispatcher:
     workers: those to which requests may go, as the pool says. A list of them is never changed.
     """
 
-    def __init__(
-        self,
-        sink: DecodeClient,
-        codec: Any,
-        balancer: Balancer,
-        requests: RequestLog,
-        board: SuspectBoard,
-        *,
-        never: str = "",
-        waits: Waits = WAITS,
-    ) -> None:
-        self._sink = sink
-        self._codec = codec
-        self._requests = requests
-        self._never = never
-        self.workers: Sequence[DecodeConnection] = ()
-        self._loop = asyncio.get_running_loop()
-        self.flights: dict[str, Flight] = {}
-        # Requests that are at no worker, and are to be placed soon.
-        self._queue: dict[str, Flight] = {}
-        self._placing = False
-        self._waits = waits
-        self._calls = itertools.count(1)
-        self.balancer = balancer
-        self._tasks: tuple[str, ...] | None = None
-        self._leaving = ""
+    sink: DecodeClient
+    codec: Any
+    balancer: Balancer
+    requests: RequestLog
+    board: InitVar[SuspectBoard]
+    _: KW_ONLY
+    never: str = ""
+    waits: Waits = WAITS
+    flights: dict[str, Flight] = field(default_factory=dict)
+    workers: Sequence[DecodeConnection] = ()
+    suspects: Suspects = field(init=False)
+    # Requests that are at no worker, and are to be placed soon.
+    _queue: dict[str, Flight] = field(default_factory=dict)
+    _placing: bool = False
+    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _tasks: tuple[str, ...] | None = None
+    _leaving: str = ""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+    def __post_init__(self, board: SuspectBoard) -> None:
         self.suspects = Suspects(
-            board, self.flights.values, lambda: self.workers, self._all_soon, waits
+            board, self.flights.values, lambda: self.workers, self._all_soon, self.waits
         )
 
     def fail_all(self, why: str) -> None:
@@ -120,9 +116,9 @@ class Dispatcher:
             prompt_tokens=len(request.prompt_token_ids or ()),
             spans=tracing.root(request.trace_headers),
         )
-        self._requests.begin(record)
+        self.requests.begin(record)
         flight = Flight(request, request_id, record, NO_WORKER)
-        flight.deadline = now + self._waits.first
+        flight.deadline = now + self.waits.first
         self.flights[request_id] = flight
         if len(request_id) > wire.MAX_TEXT:  # clients choose ids
             why = f"the request's id has {len(request_id)} characters"
@@ -150,7 +146,7 @@ class Dispatcher:
         if not (workers := self.workers):
             raise PeerUnavailable(NO_WORKER)
         call_id = next(self._calls)
-        frames = self._codec.encode((call_id, method, tuple(args)))
+        frames = self.codec.encode((call_id, method, tuple(args)))
         for worker in workers:
             worker.calls[call_id] = self._loop.create_future()
             worker.send(front_wire.UTIL, *frames)
@@ -172,14 +168,14 @@ class Dispatcher:
         """Send waiting requests: this worker takes requests from now on."""
         assert worker.welcome is not None
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
-        self._sink.joined(worker.welcome)
+        self.sink.joined(worker.welcome)
         self.suspects.on_return(worker.process)
         self._all_soon()
 
     def on_load(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load. One stream may move to another worker."""
         if worker.load is not None:
-            self._sink.loaded(worker.instance_id, worker.load)
+            self.sink.loaded(worker.instance_id, worker.load)
         now = self._loop.time()
         if (uneven := self.balancer.report(worker, self.workers, now)) is None:
             return
@@ -196,7 +192,7 @@ class Dispatcher:
         if not flight.tokens or flight.attempt or _to_come(flight) < WORTH_MOVING:
             return False
         try:
-            return not (self._never or migration.why_not(flight.request, flight.tokens))
+            return not (self.never or migration.why_not(flight.request, flight.tokens))
         except Exception:  # it goes on where it is
             return False
 
@@ -204,7 +200,7 @@ class Dispatcher:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
         flights, worker.flights = list(worker.flights.values()), {}
         self.balancer.lost(worker)
-        self._sink.left(worker.instance_id)
+        self.sink.left(worker.instance_id)
         for call in worker.calls.values():
             if not call.done():
                 call.set_exception(PeerUnavailable(f"decode worker {worker.instance_id}: {reason}"))
@@ -216,14 +212,14 @@ class Dispatcher:
     def on_message(self, worker: DecodeConnection, kind: bytes, frames: list[Any]) -> None:
         """Handle a message of a worker. Raises BadMessage if it cannot be read."""
         if kind == front_wire.LAST and len(frames) > 1:
-            self._requests.take(frames[0])
+            self.requests.take(frames[0])
             kind, frames = front_wire.OUT, frames[1:]
         if kind == front_wire.OUT:
             self.on_outputs(worker, frames)
         elif len(frames) != 1:
             raise BadMessage(f"{kind[:8]!r} with {len(frames)} frames")
         elif kind == front_wire.EXPL:
-            self._requests.take(frames[0])
+            self.requests.take(frames[0])
         elif kind == front_wire.LOAD:
             worker.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
             self.on_load(worker)
@@ -239,7 +235,7 @@ class Dispatcher:
 
     def on_outputs(self, worker: DecodeConnection, frames: list[Any]) -> None:
         """Handle the outputs of one engine step of one worker."""
-        outputs = self._codec.outputs(frames)
+        outputs = self.codec.outputs(frames)
         if outputs.utility_output is not None:
             self._on_result(worker, outputs.utility_output)
             return
@@ -271,7 +267,7 @@ class Dispatcher:
             kept.append(out)
         outputs.outputs = kept
         if kept or outputs.scheduler_stats is not None:
-            self._sink.outputs(worker.instance_id, outputs)
+            self.sink.outputs(worker.instance_id, outputs)
 
     # ---------------------------------------------------------------- inside
 
@@ -308,7 +304,7 @@ class Dispatcher:
         flight.stop_waiting()
         if answered:
             flight.record.answered(flight.request.sampling_params)
-        self._requests.over(flight.record, len(flight.tokens), error)
+        self.requests.over(flight.record, len(flight.tokens), error)
         self.balancer.left(flight)
         self.suspects.on_end(flight, finished=answered)
 
@@ -346,9 +342,9 @@ class Dispatcher:
             return
         around = self.suspects.around(flight, workers, now)
         if not around:
-            flight.deadline = max(flight.deadline, now + self._waits.first)
+            flight.deadline = max(flight.deadline, now + self.waits.first)
             self._hold(flight)
-            self._loop.call_later(self._waits.look, self._soon, (flight,))
+            self._loop.call_later(self.waits.look, self._soon, (flight,))
             return
         flight.stop_waiting()
         self._send(flight, self.balancer.choose(flight, around, now))
@@ -394,14 +390,14 @@ class Dispatcher:
         to = flight.record.to(worker.instance_id)
         request.trace_headers = to.headers(request.trace_headers)
         try:
-            frames = self._codec.encode(request, self.balancer.holder(flight, worker))
+            frames = self.codec.encode(request, self.balancer.holder(flight, worker))
         except (ValueError, OverflowError) as exc:  # e.g. an integer too large for msgpack
             self._fail(flight, f"the request cannot be sent to a decode worker: {exc}", REFUSED)
             return
         flight.worker, flight.proven, flight.waits_since = worker, False, 0.0
         flight.avoid = None  # it may have recovered by the time that this worker is lost
         worker.flights[flight.wire_id] = flight
-        self._requests.sent(flight.wire_id, flight.record, to)
+        self.requests.sent(flight.wire_id, flight.record, to)
         worker.send(front_wire.ADD, *frames)
         if flight.tokens:
             counters.MIGRATED.labels("sent").inc()
@@ -418,7 +414,7 @@ class Dispatcher:
         if flight.tokens:
             flight.record.migrated_tokens = len(flight.tokens)
             reason += f" after {len(flight.tokens)} tokens of this answer"
-            why = self._never or migration.why_not(flight.request, flight.tokens)
+            why = self.never or migration.why_not(flight.request, flight.tokens)
             if why:
                 message = f"{reason}, and another cannot continue it exactly: {why}; send it again"
                 self._fail(flight, message, "not_exact")
@@ -430,7 +426,7 @@ class Dispatcher:
             # The next worker must have room for the same answer.
             most = worker.welcome.max_model_len
             flight.room = min(migration.room_for(flight.request), most)
-        waits, now = self._waits, self._loop.time()
+        waits, now = self.waits, self._loop.time()
         wait = max(waits.least, min(waits.most, worker.heard_at + waits.stalled - now))
         if guilty(flight):
             wait += waits.sure
@@ -451,7 +447,7 @@ class Dispatcher:
             counters.MIGRATED.labels(result).inc()
         _log.warning("request %s failed: %s", flight.record.key, message, extra=ids_of(flight))
         try:
-            self._sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
+            self.sink.failed(flight.request_id, message, _FAULTS.get(result, Fault.WORKERS))
         except Exception:
             _log.exception("nobody could be told that request %s failed", flight.record.key)
 
