@@ -100,10 +100,6 @@ class WorkerPool:
 
     # ---------------------------------------------------------------- questions
 
-    def candidates(self) -> Sequence[DecodeConnection]:
-        """Connections that may take a new request, best tier only."""
-        return self.dispatcher.workers
-
     def trouble(self) -> str:
         """Return why no worker can take requests. Empty: one can."""
         return "" if self.dispatcher.workers else NO_WORKER
@@ -224,10 +220,9 @@ class WorkerPool:
         )
         # If etcd is away for longer than a lease, a worker's key goes while its connection lives.
         # Such a worker keeps its streams, and gets new requests only while no listed one is ready.
-        workers = best or [c for c in usable if c.instance_id not in listed]
-        self.dispatcher.workers = workers
+        self.dispatcher.workers = best or [c for c in usable if c.instance_id not in listed]
         self.dispatcher.balancer.placer.peers = max(1, len(self.directory.workers("frontend")))
-        counters.DECODE_WORKERS.labels("ready").set(len(workers))
+        counters.DECODE_WORKERS.labels("ready").set(len(self.dispatcher.workers))
         counters.DECODE_WORKERS.labels("draining").set(draining)
         counters.DECODE_WORKERS.labels("refused").set(len(self._refused))
 

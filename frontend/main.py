@@ -309,7 +309,7 @@ class _Frontend:
         if stock is not None:
             app = both = layer.Layer(
                 app,
-                lambda: bool(pool.candidates()),
+                lambda: bool(dispatcher.workers),
                 stock,
                 lambda: settings.current.stock_share,
                 requests,

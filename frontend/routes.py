@@ -77,7 +77,7 @@ class Admin:
     async def ready(self, _: Request) -> Response:
         away = await self.view.reasons()  # first, so that all else is of one moment
         records = self.view.records()
-        decode = len(self.pool.candidates())
+        decode = len(self.pool.dispatcher.workers)
         prefill = sum(r.role == "prefill" and r.state is WorkerState.READY for r in records)
         stock, troubles = self.stock, [] if self.stock is None else self.stock.servers.troubles()
         why = self.trouble()

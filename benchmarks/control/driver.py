@@ -108,7 +108,7 @@ class Driver:
     async def wait(self, decode: int, within: float) -> dict[str, Any]:
         """Until that many workers take requests."""
         async with asyncio.timeout(within):
-            while len(self.pool.candidates()) < decode:  # noqa: ASYNC110 - polled on purpose
+            while len(self._port.workers) < decode:  # noqa: ASYNC110 - polled on purpose
                 await asyncio.sleep(0.02)
         return {}
 

@@ -377,7 +377,7 @@ class Rig:
     workers: list[FakeDecode]
 
     async def ready(self, count: int) -> None:
-        await soon(lambda: len(self.pool.candidates()) == count)
+        await soon(lambda: len(self.dispatcher.workers) == count)
 
     async def told(self, name: str) -> Explained:
         """Return the record of a request that has ended, or will."""

@@ -70,7 +70,7 @@ async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Pro
     async with rig() as r:
         r.directory.put(behind(proxy, worker))
         await r.ready(1)
-        connection = r.pool.candidates()[0]
+        connection = r.dispatcher.workers[0]
         be_busy()
         await soon(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
         assert connection.load != LATE

@@ -121,7 +121,7 @@ async def test_a_key_that_goes_while_the_connection_lives_costs_no_request() -> 
         assert not r.sink.failures
         # A listed worker comes first as soon as there is one.
         r.add(FakeDecode("decode-2"))
-        await soon(lambda: [c.instance_id for c in r.pool.candidates()] == ["decode-2"])
+        await soon(lambda: [c.instance_id for c in r.dispatcher.workers] == ["decode-2"])
 
 
 async def test_a_refused_or_foreign_worker_is_named_and_not_used() -> None:

@@ -162,7 +162,7 @@ async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:
         for i in range(400):
             r.dispatcher.submit(request(f"r{i}", PROMPT, max_tokens=100))
         await soon(lambda: len(one.added) == len(two.added) == 200)
-        (link,) = [c for c in r.pool.candidates() if c.instance_id == "decode-2"]
+        (link,) = [c for c in r.dispatcher.workers if c.instance_id == "decode-2"]
         left: list[int] = []
 
         async def watch() -> None:

@@ -117,7 +117,7 @@ async def test_a_connection_that_breaks_and_comes_back_is_no_death() -> None:
         r.dispatcher.submit(request("a"))
         for n, fake in enumerate((worker, other), 1):
             await soon(lambda n=n: len(worker.added) + len(other.added) == n)  # type: ignore[misc]
-            (link,) = [c for c in r.pool.candidates() if c.instance_id == fake.instance_id]
+            (link,) = [c for c in r.dispatcher.workers if c.instance_id == fake.instance_id]
             link.lose("its connection broke")
         for fake in (worker, other):
             fake.hold = False
