@@ -30,6 +30,9 @@ _STAGES = ("fetch", "queue", "prefix_read", "prefill", "tail")
 _QUEUED = frozenset({"queued", "quarantined"})
 # Pull mode: the decode worker reads the KV.
 _READING = "reading"
+# Open jobs by decode worker and request there. Jobs that a prefill worker has, by id.
+_Jobs = dict[tuple[str, str], OpenJob]
+_Held = dict[str, tuple[str, HeldJob]]
 
 
 def ended_of(record: Explained, targets_ms: tuple[float, float]) -> Ended:
@@ -105,8 +108,8 @@ def flows_of(
     """Return `limit` requests under way, the oldest first, and how many more there are.
 
     flights: the oldest first. now: `time.monotonic`."""
-    jobs: dict[tuple[str, str], OpenJob] = {}
-    held: dict[str, tuple[str, HeldJob]] = {}
+    jobs: _Jobs = {}
+    held: _Held = {}
     for record, report in reports:
         if report is None:
             continue
@@ -121,7 +124,7 @@ def flows_of(
     total = len(waiting) + len(streaming) + len(others)
     # Those without a token come first: they are fewer, and move.
     shown = [*waiting[:limit], *streaming[: max(0, limit - len(waiting))]]
-    flows = [_own(f, _at(f), jobs.get((_at(f), f.wire_id)), held, now) for f in shown]
+    flows = [_own(flight, jobs, held, now) for flight in shown]
     flows += [_other(decode, job, held) for decode, job in others[: limit - len(flows)]]
     flows.sort(key=lambda flow: -flow.age_s)
     return tuple(flows), total - len(flows)
@@ -131,14 +134,9 @@ def _at(flight: Flight) -> str:
     return flight.worker.instance_id if flight.worker is not None else ""
 
 
-def _own(
-    flight: Flight,
-    decode: str,
-    job: OpenJob | None,
-    held: dict[str, tuple[str, HeldJob]],
-    now: float,
-) -> Flow:
-    record = flight.record
+def _own(flight: Flight, jobs: _Jobs, held: _Held, now: float) -> Flow:
+    record, decode = flight.record, _at(flight)
+    job = jobs.get((decode, flight.wire_id))
     age_s = max(0.0, now - record.arrived)
     more = {"id": record.key, "age_s": age_s, "tokens": record.prompt_tokens, "decode": decode}
     if job is not None and not flight.tokens:
@@ -154,13 +152,13 @@ def _own(
     return Flow(stage=stage, stage_s=stage_s, made=len(flight.tokens), **more)  # type: ignore[arg-type]
 
 
-def _other(decode: str, job: OpenJob, held: dict[str, tuple[str, HeldJob]]) -> Flow:
+def _other(decode: str, job: OpenJob, held: _Held) -> Flow:
     return _of_job(
         job, held, id=job.request_id, own=False, age_s=job.open_s, tokens=job.tokens, decode=decode
     )
 
 
-def _of_job(job: OpenJob, held: dict[str, tuple[str, HeldJob]], **more: object) -> Flow:
+def _of_job(job: OpenJob, held: _Held, **more: object) -> Flow:
     """The flow of a request whose job is open."""
     prefill, holder = held.get(job.job_id, ("", None))
     kv_s = holder.kv_s if holder is not None else None
