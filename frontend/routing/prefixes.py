@@ -117,7 +117,7 @@ class Prefixes:
     def forget(self, connection: DecodeConnection) -> None:
         """Forget a worker whose connection is lost."""
         self._followed.pop(connection.instance_id, None)
-        self._index.forget(connection.instance_id)
+        self.index.forget(connection.instance_id)
 
     def tick(self, now: float) -> None:
         """Ask workers again that have not answered, and set the gauge. Call about once a second."""
