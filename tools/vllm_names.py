@@ -18,7 +18,6 @@ Names = Mapping[str, Iterable[str]]
 WORKER = {
     "vllm.v1.engine.core": (
         "EngineCore.step",
-        "EngineCore.step_with_batch_queue",
         "EngineCore.post_step",
         "EngineCore.add_request",
         "EngineCore.abort_requests",
@@ -31,7 +30,6 @@ WORKER = {
         "EngineCoreRequest:cache_salt",
         "EngineCoreRequest:client_index",
         "EngineCoreOutput:prefill_stats",
-        "EngineCoreOutputs:utility_output",
         "UtilityOutput:failure_message",
         "FinishReason.ERROR",
     ),
@@ -39,7 +37,6 @@ WORKER = {
         "Scheduler.has_requests",
         "Scheduler.get_request_counts",
         "Scheduler._update_from_kv_xfer_finished",
-        "Scheduler._handle_failed_recving",
     ),
     "vllm.v1.outputs": ("KVConnectorOutput:finished_recving",),
     "vllm.v1.core.sched.output": (
@@ -78,34 +75,22 @@ WORKER = {
     "vllm.v1.metrics.stats": ("PrefillStats:num_local_cached_tokens",),
     "vllm.v1.executor": ("Executor.get_class",),
     "vllm.v1.executor.multiproc_executor": ("WorkerProcHandle:proc", "WorkerProcHandle:rank"),
-    "vllm.v1.worker.gpu_input_batch": ("CachedRequestState:generator", "InputBatch"),
+    "vllm.v1.worker.gpu_input_batch": ("CachedRequestState:generator",),
     "vllm.v1.worker.worker_base": ("WorkerBase.sample_tokens", "WorkerBase.add_lora"),
-    "vllm.v1.kv_cache_interface": (
-        "ChunkedLocalAttentionSpec",
-        "FullAttentionSpec",
-        "MambaSpec",
-        "SlidingWindowSpec",
-    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "SupportsHMA.request_finished_all_groups",
         "KVConnectorTransferResults:failed_recving",
         "KVConnectorBase_V1.get_transfer_results",
         "KVConnectorBase_V1.bind_kv_cache_manager",
-        "KVConnectorBase_V1.bind_gpu_block_pool",
         "KVConnectorBase_V1.has_pending_push_work",
         "KVConnectorBase_V1.get_handshake_metadata",
         "KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
-        "KVConnectorHandshakeMetadata",
         "KVConnectorBase_V1.get_required_kvcache_layout",
     ),
 }
 
 # What a frontend uses.
 FRONTEND = {
-    "vllm.entrypoints.launchers.app": ("build_app",),
-    "vllm.entrypoints.launchers.api_server.app_state": ("init_app_state",),
-    "vllm.entrypoints.launchers.cli_args": ("make_arg_parser", "validate_parsed_serve_args"),
-    "vllm.entrypoints.generate.base.protocol": ("RequestResponseMetadata",),
     "vllm.v1.engine": (
         "EngineCoreRequest:request_id",
         "EngineCoreRequest:external_req_id",
@@ -121,9 +106,7 @@ FRONTEND = {
     "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.add_request",
-        "AsyncLLM.from_vllm_config",
         "AsyncLLM._run_output_handler",
-        "InputStreamError",
         "EngineCoreClient",
     ),
     "vllm.v1.engine.output_processor": ("OutputProcessor.abort_requests",),
@@ -146,15 +129,9 @@ FRONTEND = {
         "OpenAIServingResponses.responses_background_stream_generator",
         "OpenAIServingResponses.responses_stream_generator",
         "OpenAIServingResponses.create_error_response",
-        "OpenAIServingResponses.create_responses",
     ),
     "vllm.entrypoints.anthropic.serving": ("AnthropicServingMessages.message_stream_converter",),
     "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
-    "vllm.v1.metrics.loggers": (
-        "PrometheusStatLogger.record",
-        "load_stat_logger_plugin_factories",
-    ),
-    "vllm.v1.metrics.stats": ("SchedulerStats", "PrefixCacheStats"),
     "vllm.envs": ("enable_envs_cache",),
 }
 
