@@ -7,7 +7,6 @@ is 1 if anything failed.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pullfill import redact
-from pullfill.config import ClusterRef, split_urls
+from pullfill.config import ClusterRef
 from pullfill.deploy import local_servers, machine, members, status
 from pullfill.deploy.machine import FAIL, OK, WARN, Finding
 from pullfill.deploy.state import full_disk
@@ -152,7 +151,7 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
     """Count the jobs that nobody may try again."""
     try:
         found = asyncio.run(ask_nats(ref))
-    except Exception as exc:
+    except PullfillError as exc:
         yield Finding(WARN, f"dead letters cannot be counted: {exc}", "see NATS above")
         return
     for stream, count in found.items():
@@ -167,26 +166,14 @@ def dead_letters(ref: ClusterRef) -> Iterator[Finding]:
 
 
 async def ask_nats(ref: ClusterRef) -> dict[str, int]:
-    """Return the number of dead letters by stream. Raises what the client of NATS raises."""
-    import nats
+    """Return the number of dead letters by stream. Raises ConfigError, QueueUnavailable."""
+    # It brings the client of NATS, for which other commands need not wait.
+    from pullfill.queue.nats_connection import NatsConnection
 
-    async def quiet(_: Exception) -> None:
-        """Keep the client from printing tracebacks. Errors that matter are raised."""
-
-    # Without a limit the client tries the first connection 60 times, every two seconds.
-    client = await nats.connect(
-        split_urls(ref.nats_url),
-        connect_timeout=2,
-        allow_reconnect=False,
-        max_reconnect_attempts=1,
-        reconnect_time_wait=0.05,
-        error_cb=quiet,
-        **ref.security.nats.options(),
-    )
+    connection = NatsConnection(ref.nats_url, "doctor", ref.security.nats.options())
+    await connection.start(2.0)
     try:
-        streams = await client.jetstream(timeout=2).streams_info()
+        found = await connection.api("STREAM.LIST", {"subject": f"pullfill.{ref.namespace}.*.dead"})
     finally:
-        await client.close()
-    ours = re.compile(rf"PULLFILL-{re.escape(ref.namespace)}-.*-dead")
-    counts = {str(stream.config.name): stream.state.messages for stream in streams}
-    return {name: count for name, count in counts.items() if ours.fullmatch(name)}
+        await connection.close()
+    return {one["config"]["name"]: one["state"]["messages"] for one in found["streams"]}
