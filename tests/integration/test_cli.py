@@ -27,8 +27,8 @@ from tests.support.command_line import (
     read_until,
     run,
     start,
-    wait_for,
 )
+from tests.support.waiting import until
 from tests.support.workers import record
 
 
@@ -126,7 +126,7 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     up = start(
         state, "up", "--model", str(model), "--decode", "1", "--prefill", "0", "--frontends", "0"
     )
-    wait_for((state / "cluster.json").exists, "up did not begin")
+    until((state / "cluster.json").exists, 20, "up did not begin")
     launch = cluster(state)
     output, _ = up.communicate(timeout=180)
     assert up.returncode == 1

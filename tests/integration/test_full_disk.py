@@ -13,9 +13,10 @@ import pytest
 
 from tests.support import web
 from tests.support.cluster import FLAGS, MOCK
-from tests.support.command_line import cluster, detached, entry, run, wait_for
+from tests.support.command_line import cluster, detached, entry, run
 from tests.support.deadly import ask
 from tests.support.prompts import random_prompt
+from tests.support.waiting import until
 
 MIB = 200
 """etcd alone reserves 125 MiB for its log."""
@@ -100,11 +101,11 @@ def test_a_disk_that_fills_stops_nothing(state: Path, model_path: Path) -> None:
             os.kill(before["etcd"].pid, signal.SIGKILL)
             answered(long=True)
             assert entry(state, "etcd") == before["etcd"], "the record is as it was"
-        wait_for(lambda: entry(state, "nats").restarts == 1, "NATS starts again", 40)
-        wait_for(lambda: entry(state, "etcd").restarts == 1, "etcd starts again", 40)
+        until(lambda: entry(state, "nats").restarts == 1, 40, "NATS starts again")
+        until(lambda: entry(state, "etcd").restarts == 1, 40, "etcd starts again")
         assert "nats starts again: it met a full disk" in log.read_text()
-        wait_for(lambda: "NATS and etcd answer" in told(), "both answer")
+        until(lambda: "NATS and etcd answer" in told(), 20, "both answer")
         assert "is full" not in told()
-        wait_for(remote_again, "prompts are prefilled remotely", 60)
+        until(remote_again, 60, "prompts are prefilled remotely")
         assert entry(state, "nats").restarts == 1
         assert entry(state, "decode-0") == before["decode-0"]

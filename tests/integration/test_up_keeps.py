@@ -26,10 +26,10 @@ from tests.support.command_line import (
     detached,
     entry,
     run,
-    wait_for,
 )
 from tests.support.deadly import SLOW
 from tests.support.prompts import random_prompt
+from tests.support.waiting import until
 
 
 def file_of(directory: Path, model_path: Path, **more: int) -> str:
@@ -51,7 +51,7 @@ def wait_restarted(state: Path, restarts: int, *names: str) -> None:
         found = {e.name: e for e in cluster(state).processes}
         return all(found[n].restarts == restarts and is_alive(found[n]) for n in names)
 
-    wait_for(back, f"{names} restarted {restarts} times")
+    until(back, 20, f"{names} restarted {restarts} times")
 
 
 def said(state: Path) -> str:
@@ -97,7 +97,7 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         lease = asyncio.run(fill())
         kill(state, "nats", "etcd")
         wait_restarted(state, 1, "nats", "etcd")
-        wait_for(lambda: servers_answer(state), "servers answer")
+        until(lambda: servers_answer(state), 20, "servers answer")
         after = cluster(state)
         assert (after.nats_url, after.etcd_url) == (before.nats_url, before.etcd_url)
         assert asyncio.run(read()) == (1, b"key", 60)
@@ -112,8 +112,8 @@ def test_five_deaths_in_a_minute_are_given_up_and_told(state: Path) -> None:
     with detached(state, *SERVERS_ONLY):
         (state / "nats" / "nats.conf").write_text("listen: {nonsense")
         kill(state, "nats")
-        wait_for(lambda: "gave up after 5 deaths" in said(state), "it gives up", 40)
-        wait_for(lambda: bool(entry(state, "nats").gave_up), "it says so")
+        until(lambda: "gave up after 5 deaths" in said(state), 40, "it gives up")
+        until(lambda: bool(entry(state, "nats").gave_up), 20, "it says so")
         assert entry(state, "nats").restarts == 4
         assert "Parse error" in entry(state, "nats").gave_up, "the last lines of its log"
         told = run(state, "status").stdout
@@ -129,16 +129,16 @@ def test_a_supervisor_only_waits_and_the_cluster_outlives_it(state: Path) -> Non
         return int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0])
 
     with detached(state, *SERVERS_ONLY) as launch:
-        wait_for(lambda: (state / "logs" / "supervisor.log").exists(), "it waits")
+        until(lambda: (state / "logs" / "supervisor.log").exists(), 20, "it waits")
 
         def rests() -> bool:
             before = switches(launch.supervisor.pid)
             time.sleep(0.5)
             return switches(launch.supervisor.pid) == before
 
-        wait_for(rests, "it only looks at its disk, every 5 s")
+        until(rests, 20, "it only looks at its disk, every 5 s")
         os.kill(launch.supervisor.pid, signal.SIGKILL)
-        wait_for(lambda: not is_alive(launch.supervisor), "it is gone")
+        until(lambda: not is_alive(launch.supervisor), 20, "it is gone")
         assert servers_answer(state)
         gone = f"the supervisor (pid {launch.supervisor.pid}) is gone"
         assert gone in run(state, "status").stdout
@@ -181,8 +181,8 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
     old = {name: entry(state, name) for name in names}
     kill(state, *names)
     wait_restarted(state, 1, *names)
-    wait_for(lambda: {role: n for role, (_, n) in ready().items()} == restarts, "seen", 90)
-    wait_for(answers, "served again", 60)
+    until(lambda: {role: n for role, (_, n) in ready().items()} == restarts, 90, "seen")
+    until(answers, 60, "served again")
     for name in names:
         new = entry(state, name)
         assert new.instance_id != old[name].instance_id
@@ -192,10 +192,10 @@ def test_workers_and_frontends_come_back_but_not_who_was_drained(running: Path) 
 
     drained, kept = entry(state, "prefill-0"), ready()["decode"]
     assert run(state, "drain", drained.instance_id, "--wait").returncode == 0
-    wait_for(lambda: "prefill-0 finished (drained)" in said(state), "it is seen to leave")
+    until(lambda: "prefill-0 finished (drained)" in said(state), 20, "it is seen to leave")
     kill(state, "nats", "etcd")  # the supervisor goes on, and would have started it by now
     wait_restarted(state, 1, "nats", "etcd")
-    wait_for(lambda: servers_answer(state), "servers answer")
+    until(lambda: servers_answer(state), 20, "servers answer")
     assert entry(state, "prefill-0") == drained
     assert answers(), "prompts are prefilled locally"
-    wait_for(lambda: ready() == {"decode": kept}, "the worker is the same")
+    until(lambda: ready() == {"decode": kept}, 20, "the worker is the same")

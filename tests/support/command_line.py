@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pullfill.config import ClusterFile, ProcessEntry
 from pullfill.deploy.state import StateDir, is_alive
-from tests.support.waiting import patience, until
+from tests.support.waiting import patience
 
 SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
@@ -54,10 +54,6 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
         if text in line:
             return seen
     raise AssertionError(f"ended without {text!r}:\n{seen}")
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    until(condition, seconds, what)
 
 
 def cluster(state: Path) -> ClusterFile:
