@@ -201,7 +201,6 @@ class FakeTransferWorker:
     def __init__(self) -> None:
         self.queue: list[Copy] = []
         self.log: list[tuple[str, Sequence[int], Sequence[int]]] = []
-        self.flushes = 0
 
     def copy(self, copy: Copy) -> None:
         copy.task.outstanding += 1
@@ -209,7 +208,6 @@ class FakeTransferWorker:
 
     def flush(self, task: Any = None) -> bool:
         """None: everything."""
-        self.flushes += 1
         while any(task is None or copy.task is task for copy in self.queue):
             self.finish()
         return True
