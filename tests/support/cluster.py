@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import httpx
 import msgspec
 import nats
+import psutil
 import pytest
 from nats.js import JetStreamContext
 from prometheus_client.parser import text_string_to_metric_families
@@ -91,8 +92,8 @@ class Worker:
     def stopped(self) -> bool:
         """By SIGSTOP, or a failpoint's."""
         try:
-            return _state_of(self.pid) == "T"
-        except OSError:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
             return False  # it has ended
 
     @property
@@ -156,10 +157,6 @@ class Worker:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def write_failpoints(log: Path, spec: str) -> Path:
     """Replace the file from which a worker with this log takes its failpoints."""
     check_failpoints(spec)
@@ -192,8 +189,8 @@ class StockWorker(Worker):
     def alive(self) -> bool:
         if self.process.poll() is not None:
             return False
-        with contextlib.suppress(OSError):
-            return _state_of(self.pid) != "Z"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE)
         return False
 
     @property

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
+import psutil
+
 from pullfill.deploy.local_servers import etcd_binary, etcd_command, etcd_ready
 from tests.support.certificates import Certificates
 
@@ -117,8 +119,7 @@ class ServerProcess:
         """SIGSTOP: connected, but silent."""
         os.kill(self.pid, signal.SIGSTOP)
         # The signal takes effect a little later; tests count on silence from here on.
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.001)
 
     def resume(self) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
+import psutil
 
 from pullfill.errors import Fenced, PullfillError
 from pullfill.runtime.failpoints import ENV
@@ -74,8 +75,7 @@ class Program:
         return self.answer()
 
     def stopped(self) -> bool:
-        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] == "T"
+        return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
 
     def close(self) -> None:
         self.process.kill()
