@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pullfill.deploy import cli, vllm_flags
+from pullfill.deploy import cli
 from pullfill.errors import ConfigError
 from pullfill.options import UpOptions
 from pullfill.wire import KvMode
@@ -151,8 +151,6 @@ def test_values_are_judged_as_on_the_command_line(
 
 def test_a_key_that_is_no_flag_of_up_is_one_of_vllm(up: Up) -> None:
     assert up("seed: 1\ndecod: 2\n", "--seed=3").vllm_args == ["--seed=1", "--decod=2", "--seed=3"]
-    with pytest.raises(ConfigError, match="flag --decod: did you mean --decode"):
-        vllm_flags.check(["--decod=2"])
 
 
 def test_a_file_that_is_not_there(path: Path) -> None:
