@@ -19,7 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shlex import quote
@@ -81,21 +81,6 @@ def send(process: ProcessId, sig: int) -> bool:
         finally:
             os.close(fd)
     return False
-
-
-def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a program. What it prints is appended to `log`. Raises OSError if it cannot start."""
-    # In a session of its own: Ctrl-C reaches only the supervisor, which stops children in order.
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as handle:
-        return subprocess.Popen(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-            start_new_session=True,
-        )
 
 
 def confine(pid: int, cores: Collection[int]) -> None:

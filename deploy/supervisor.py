@@ -39,7 +39,6 @@ from pullfill.deploy.state import (
     full_disk,
     identify,
     is_alive,
-    spawn,
     start_time,
     tail,
     wait_exit,
@@ -93,7 +92,17 @@ class Children:
         if spec.instance_id:
             env[LEAVING_ENV] = str(self.state.leaving_of(spec.instance_id))
         try:
-            child = spawn(spec.argv, log=log, env=env)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                child = subprocess.Popen(
+                    spec.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    # Ctrl-C reaches only the supervisor, which stops children in order.
+                    start_new_session=True,
+                )
         except OSError as exc:
             raise StartFailed(f"cannot start {spec.name} ({spec.argv[0]}): {exc.strerror}") from exc
         self.running[spec.name] = child
