@@ -221,11 +221,9 @@ def worker_arguments(options: UpOptions, role: str) -> list[str]:
 def served_name(options: UpOptions) -> str:
     """Return the model name that clients must send."""
     name = resolve_model(options.model)  # unless --served-model-name gives some. Its first counts
-    for flag, *values in vllm_flags.group_flags(worker_arguments(options, "frontend")):
-        given, _, joined = flag.partition("=")
-        known = vllm_flags.flag_name(given)
-        if known == "served-model-name":
-            name = joined or next(iter(values), name)
+    for flag, *values in group_flags(worker_arguments(options, "frontend")):
+        if flag_name(flag) == "served-model-name":
+            name = flag.partition("=")[2] or next(iter(values), name)
     return name
 
 

@@ -62,8 +62,9 @@ def _is_number(text: str) -> bool:
 
 
 def flag_name(flag: str) -> str:
-    """Return the plain name of a flag: `--no-a_b=1` -> `a-b`."""
-    return flag.split("=", 1)[0].lstrip("-").replace("_", "-").removeprefix("no-")
+    """Return the plain name of a flag: `--no-a_b=1` -> `a-b`, `--config.key` -> `config`."""
+    name = flag.split("=", 1)[0].partition(".")[0]
+    return name.lstrip("-").replace("_", "-").removeprefix("no-")
 
 
 def for_worker(arguments: Sequence[str]) -> list[str]:
@@ -75,12 +76,7 @@ def for_worker(arguments: Sequence[str]) -> list[str]:
 def for_frontend(arguments: Sequence[str]) -> list[str]:
     """Return those flags of decode workers that a frontend must know: how they speculate."""
     # Without them vLLM's frontend has no metrics of drafts and checks no request against them.
-    kept = (
-        # Also --speculative-config.method and the like.
-        g
-        for g in group_flags(arguments)
-        if flag_name(g[0]).partition(".")[0] in _SPECULATION
-    )
+    kept = (g for g in group_flags(arguments) if flag_name(g[0]) in _SPECULATION)
     return [part for group in kept for part in group]
 
 
@@ -119,7 +115,7 @@ def _check_name(flag: str) -> None:
     """Refuse what is no whole name of a flag of vLLM. Raises ConfigError."""
     # vLLM also takes the beginning of a name. Here all who look for a flag would have to know.
     theirs, _ = of_vllm()
-    name = flag_name(flag).partition(".")[0]  # of --config.key
+    name = flag_name(flag)
     dashes = "--" if flag.startswith("--") else "-"
     if not theirs or f"{dashes}{name}" in theirs or flag.startswith("-O"):
         return  # without vLLM nothing starts: `machine.refuse_wrong_packages`

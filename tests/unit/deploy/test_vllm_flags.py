@@ -87,6 +87,7 @@ class TestOneRole:
             ("--help", "--help in"),
             ("-dp 2", "-dp: workers do not run data-parallel engines"),
             ("--kv-transfer-config {}", "own to set"),
+            ("--kv-transfer-config.kv_role kv_both", "own to set"),
             ("--api-key k", "--api-key in --decode-args is a flag of frontends"),
             ("--seed 1 --ssl_keyfile=k", "--ssl_keyfile in --decode-args is a flag of frontends"),
         ],
