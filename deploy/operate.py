@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import click
@@ -36,7 +35,11 @@ async def drain(
 ) -> int:
     """Revoke the worker's lease, so that it drains. Return the exit code: 1 after `timeout_s`."""
     async with etcd_of(ref) as etcd:
-        worker = _named(await workers(etcd, ref.namespace), instance_id)
+        known = await workers(etcd, ref.namespace)
+        worker = next((one for one in known if one.instance_id == instance_id), None)
+        if worker is None:
+            there = ", ".join(dict.fromkeys(one.instance_id for one in known)) or "none"
+            raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
         # Before the revoke: afterwards the process may be gone and its pid another's.
         process = identify(worker.pid) if worker.host_id == host_id() else None
         report = await asyncio.to_thread(ask_worker, worker)
@@ -70,15 +73,6 @@ async def drain(
             await asyncio.sleep(0.1)
     click.echo(f"{instance_id} is gone after {time.monotonic() - began:.1f} s")
     return 0
-
-
-def _named(records: Sequence[WorkerRecord], instance_id: str) -> WorkerRecord:
-    """Return the record of that id. Raises ConfigError if there is none."""
-    for record in records:
-        if record.instance_id == instance_id:
-            return record
-    there = ", ".join(dict.fromkeys(record.instance_id for record in records)) or "none"
-    raise ConfigError(f"no worker {instance_id!r} is registered; there are: {there}")
 
 
 def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:

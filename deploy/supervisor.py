@@ -502,7 +502,11 @@ class Supervisor:
             self._state.path,
             options.security,
         )
-        await self._store_settings(ref)
+        if options.settings:  # stored before any worker reads them
+            async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
+                for text in options.settings:
+                    key, _, value = text.partition("=")
+                    await store_setting(etcd, ref.namespace, key, value)
         specs = plan.worker_specs(options, ref)
         for spec in specs:
             if spec.after:
@@ -558,14 +562,6 @@ class Supervisor:
         if spec.role != "frontend" or not self._options.decodes:
             return True
         return not await asyncio.to_thread(members.why_not_ready, url)
-
-    async def _store_settings(self, ref: ClusterRef) -> None:
-        """Store what `--set` gives, before any worker reads it."""
-        if self._options.settings:
-            async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
-                for text in self._options.settings:
-                    key, _, value = text.partition("=")
-                    await store_setting(etcd, ref.namespace, key, value)
 
     async def _start_server(
         self,
