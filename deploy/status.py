@@ -135,9 +135,8 @@ def workers_table(rows: Sequence[WorkerRow]) -> Table:
 
 def load_lines(rows: Sequence[WorkerRow]) -> Iterator[Text]:
     """Yield for each worker what else is not 0 in its load."""
-    for row in {
-        row.instance_id: row for row in rows
-    }.values():  # the rows of both sides say the same
+    # The rows of both sides of a worker say the same.
+    for row in {row.instance_id: row for row in rows}.values():
         more = [
             f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in [("restarts", row.restarts), *row.load.items()]
