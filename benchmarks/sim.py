@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from benchmarks import command
 from benchmarks.report import Row, percentile, row, versus
 from benchmarks.sim_sides import Cluster, Machine, Options, Request, World
-from pullfill.decode_worker.cost import Choice, CostModel, Queue, Targets
+from pullfill.decode_worker.cost import CostModel, Queue, Targets
 from pullfill.rate import FORGET_S
 from pullfill.worker.step_meter import Step
 
@@ -185,11 +185,11 @@ def decision_us() -> float:
         name, tokens = f"r{number}", 500 + number
         begin = time.perf_counter()
         costs = model.predict(queue, targets, 0, tokens)
-        cheapest = costs.cheapest()
+        sent = costs.remote is not None and costs.remote.cost < costs.local.cost
         took.append(time.perf_counter() - begin)
         if number >= 48:
             continue
-        model.admitted(name, costs, number < 8 or (number < 16 and cheapest is Choice.REMOTE))
+        model.admitted(name, costs, number < 8 or (number < 16 and sent))
         if number >= 16:
             model.stepped(Step(0, 0, ((0, tokens),), {name: tokens}), 0.1)
     return statistics.median(took[48:]) * 1e6

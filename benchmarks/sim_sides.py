@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.report import percentile
-from pullfill.decode_worker.cost import CostModel, Queue, Targets
+from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import few
@@ -226,6 +226,7 @@ class Product(Rule):
         self.plans = policy is RouterPolicy.COST or engine.sides == "prefill"
         self.model = CostModel(engine.options.step_tokens, clock=engine.world)
         self.step: Any = None
+        self.decided: dict[str, Prefill] = {}
 
     @property
     def cost(self) -> StepCost:
@@ -263,12 +264,13 @@ class Product(Rule):
         self.step = Step(len(parts) - len(prompts), kv, prompts, {r.name: n for r, n in parts})
 
     def stepped(self, seconds: float) -> None:
-        for _, outcome in self.model.stepped(self.step, seconds):
-            if outcome.error is not None:
-                self.engine.cluster.errors.append((self.engine.world.now, outcome.error))
+        self.model.stepped(self.step, seconds)
 
     def finished(self, request: Request) -> None:
         self.model.finished(request.name)
+        if (one := self.decided.pop(request.name, None)) and one.option and one.took_s:
+            error = abs(one.option.ttft_s / one.took_s - 1.0)
+            self.engine.cluster.errors.append((one.decided + one.took_s, error))
 
     def loaded(self, request: Request) -> None:
         self.model.settled(request.name, True)
@@ -290,6 +292,7 @@ class Product(Rule):
         )
         remote = (first(OF_THE_CLUSTER, request, now) or Decision(True, "long_prompt")).remote
         self.model.admitted(request.name, costs, remote)
+        self.decided[request.name] = costs
         return remote
 
     def wants(self) -> int | None:

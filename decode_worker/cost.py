@@ -3,8 +3,7 @@
     predict      what each choice would cost. The rule `cost` (rules.py) takes the cheapest
     admitted     vLLM has taken the request, so the decision counts
     plan         what the next step computes (worker/step_rule.py)
-    stepped      what it has computed, and how long it took. First tokens are compared with their
-                 predictions
+    stepped      what it has computed, and how long it took, and first tokens
     settled      a remote prefill has ended
     finished     the request is over
 
@@ -13,18 +12,17 @@ Predictions are made under every policy, so a change of policy begins with what 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.rate import Rate, fade
-from pullfill.wire import PredictedMs
 from pullfill.worker import step_rule
 from pullfill.worker.step_cost import Errors, StepCost
 from pullfill.worker.step_meter import Step, StepModel
@@ -53,13 +51,6 @@ class Queue(msgspec.Struct, frozen=True):
     harm: float = 0.0  # what a second of that costs streams there, by the step rule's price
 
 
-class Choice(enum.StrEnum):
-    """Where a prompt is computed. LOCAL: in steps that spare the streams."""
-
-    REMOTE = "remote"
-    LOCAL = "local"
-
-
 class Targets(msgspec.Struct, frozen=True):
     """What one request asked for, in seconds."""
 
@@ -84,21 +75,25 @@ class Prefill(msgspec.Struct):
     waited_s: float  # how long it had waited when decided
     left: int  # prompt tokens that are not computed yet, after `at` others
     at: int
-    # What each choice costs. Without REMOTE: no remote prefill was measured yet.
-    options: dict[Choice, Option] = {}
+    local: Option  # computed here, in steps that spare the streams
+    remote: Option | None = None  # by a prefill worker. None: none was measured yet
     # What is known of prefill workers is old, or nothing is, and no other prompt is about to find
     # out.
     probe: bool = False
     # Seconds that one prefill worker computes until it is done: it, and what goes before it.
     work: float = 0.0
     alone: bool = False  # a prefill worker was free
-    choice: Choice = Choice.LOCAL
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
+    took_s: float | None = None  # from the decision to the first token. None: it has not come
 
-    def cheapest(self) -> Choice:
-        """Return the choice that has the least cost. Of equals it is LOCAL."""
-        return min(self.options, key=lambda choice: self.options[choice].cost)
+    @property
+    def regret_s(self) -> float | None:
+        """How much sooner the other choice was expected. None: nothing to compare with."""
+        other = self.remote if self.option is self.local else self.local
+        if self.took_s is None or self.option is None or other is None:
+            return None
+        return max(0.0, self.took_s - other.ttft_s)
 
     def prompt(self, name: str) -> Prompt:
         """Return it as the step rule takes it."""
@@ -116,16 +111,6 @@ class Stream:
     itl_s: float
     since: int
     over: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """How a decision ended, in milliseconds."""
-
-    first_token_ms: float
-    regret_ms: float | None = None  # None: nothing to compare with
-    # Error of the prediction, as a share of the outcome. None: there was none.
-    error: float | None = None
 
 
 class CostModel(StepModel):
@@ -148,12 +133,14 @@ class CostModel(StepModel):
         self._newest = -math.inf  # when it was decided about the last one that told that
         self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
-        self._requests: dict[str, Prefill] = {}
+        # Each request that was admitted and is not over is in one of these.
         self._here: dict[str, Prefill] = {}
         self._away: dict[str, Prefill] = {}
-        # Requests whose KV has come and that no step has taken yet, in the order of their commits.
-        self._loaded: dict[str, None] = {}
+        # Those whose KV has come and that no step has taken yet, in the order of their commits.
+        self._loaded: dict[str, Prefill] = {}
         self._streams: dict[str, Stream] = {}
+        self._admitted: tuple[dict[str, Any], ...]
+        self._admitted = self._here, self._away, self._loaded, self._streams
 
     # ------------------------------------------------------------------ predictions
 
@@ -183,13 +170,14 @@ class CostModel(StepModel):
         queue: what its job would meet. waited_s: how long it has waited already."""
         now = self._clock.monotonic()
         self._rate = queue.rate or self._rate
-        one = Prefill(targets, now, waited_s, tokens, start)
+        arrival = now - waited_s
+        prompt = Prompt("", start, tokens, arrival + targets.ttft_s, arrival)
         own = [each.prompt(name) for name, each in islice(self._here.items(), step_rule.LOOK)]
         cost, seconds = step_rule.quote(
-            one.prompt(""), self.kept(), [*own, *self.jobs], self.cost, self.errors,
+            prompt, self.kept(), [*own, *self.jobs], self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
-        one.options[Choice.LOCAL] = Option(seconds, cost)
+        one = Prefill(targets, now, waited_s, tokens, start, Option(seconds, cost))
         one.probe = not (self._away or self._beside.fresh(now) or self._behind.fresh(now))
         if self._rate and queue.workers:
             # What a prompt attends to counts there as it does here.
@@ -203,7 +191,7 @@ class CostModel(StepModel):
                 beside_s = max(beside_s, self._behind.a * fade(now - self._behind.at))
             beside_s += self.base(self.streams)
             cost, seconds = step_rule.quote(
-                one.prompt(""), Streams(), jobs, there, self.errors,
+                prompt, Streams(), jobs, there, self.errors,
                 now=now + others_s + beside_s, step_tokens=self._step_tokens,
             )  # fmt: skip
             one.work = others_s + seconds
@@ -216,7 +204,7 @@ class CostModel(StepModel):
                 # It has no vote there. But it has one if it could be in time here.
                 cost += here.work(start, tokens) <= left_s
             cost += queue.harm * alone_s
-            one.options[Choice.REMOTE] = Option(ttft_s, cost)
+            one.remote = Option(ttft_s, cost)
         return one
 
     def _jobs(self, queue: Queue, there: StepCost, now: float) -> tuple[list[Prompt], float]:
@@ -261,54 +249,45 @@ class CostModel(StepModel):
 
     # ------------------------------------------------------------------ what is under way
 
-    def admitted(self, name: str, one: Prefill, remote: bool) -> PredictedMs | None:
-        """Make a decision count. Returns what was predicted. None: it was decided about before.
+    def admitted(self, name: str, one: Prefill, remote: bool) -> bool:
+        """Make a decision count. Returns False if it was decided about before.
 
         remote: False: vLLM computes it here, whatever was decided."""
-        if name in self._requests:
-            return None
-        one.choice = Choice.REMOTE if remote else Choice.LOCAL
-        one.option = one.options.get(one.choice)
-        self._requests[name] = one
+        if any(name in each for each in self._admitted):
+            return False
+        one.option = one.remote if remote else one.local
         (self._away if remote else self._here)[name] = one
-        found = {choice.value: option.ttft_s * 1e3 for choice, option in one.options.items()}
-        return PredictedMs(**found)
+        return True
 
     def settled(self, name: str, loaded: bool) -> None:
         """Note that a remote prefill has ended. If its KV was not loaded, it is computed here."""
         if (one := self._away.pop(name, None)) is None:
             return
         if loaded:
-            self._loaded[name] = None
+            self._loaded[name] = one
         else:
-            one.choice, one.option = Choice.LOCAL, None
+            one.option = None
             self._here[name] = one
 
-    def stepped(self, step: Step, seconds: float) -> list[tuple[str, FirstToken]]:
-        """Learn from a step that has run. Returns the requests whose first token it made."""
+    def stepped(self, step: Step, seconds: float) -> None:
+        """Learn from a step that has run."""
         now = self._clock.monotonic()
         first: list[str] = []
         for name in [name for name in self._here if name in step.tokens]:
             one, tokens = self._here[name], step.tokens[name]
             one.at, one.left = one.at + tokens, max(0, one.left - tokens)
             if not one.left:
-                del self._here[name]
                 first.append(name)
-        for name in [name for name in self._loaded if name in step.tokens]:
-            del self._loaded[name]
-            first.append(name)
+        first += [name for name in self._loaded if name in step.tokens]
         self.learn(step, seconds)
         for stream in self._streams.values():
             stream.over += seconds > stream.itl_s
-        return [
-            (name, self._first_token(name, made, now))
-            for name in first
-            if (made := self._requests.get(name)) is not None
-        ]
+        for name in first:
+            self._first_token(name, now)
 
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
-        for each in (self._here, self._away, self._loaded, self._requests, self._streams):
+        for each in self._admitted:
             each.pop(name, None)
 
     @property
@@ -319,7 +298,7 @@ class CostModel(StepModel):
     @property
     def requests(self) -> int:
         """Number of those that were admitted and are not over."""
-        return len(self._requests)
+        return sum(map(len, self._admitted))
 
     @property
     def streams(self) -> int:
@@ -327,26 +306,20 @@ class CostModel(StepModel):
 
     # ------------------------------------------------------------------ looking back
 
-    def _first_token(self, name: str, one: Prefill, now: float) -> FirstToken:
-        took = now - one.decided
+    def _first_token(self, name: str, now: float) -> None:
+        away = name in self._loaded
+        one = (self._loaded if away else self._here).pop(name)
+        one.took_s = took = now - one.decided
         self._streams[name] = Stream(one.targets.itl_s, self.steps)
-        if one.choice is Choice.REMOTE:
-            step_s = self.base(self.streams)
-            beside_s = max(0.0, took - step_s - one.work)
-            # A job that others went before was late. That tells nothing of those that are not.
-            if one.work and (one.alone or one.decided >= self._newest):
-                self._newest = max(self._newest, one.decided)
-                (self._beside if one.alone else self._behind).observe(1.0, 0.0, beside_s, now)
-        if one.option is None or one.option.ttft_s <= 0:
-            return FirstToken(took * 1e3)
-        error = abs(one.option.ttft_s / took - 1.0) if took > 0 else 0.0
-        if one.choice is Choice.REMOTE:
+        if not away:
+            return
+        beside_s = max(0.0, took - self.base(self.streams) - one.work)
+        # A job that others went before was late. That tells nothing of those that are not.
+        if one.work and (one.alone or one.decided >= self._newest):
+            self._newest = max(self._newest, one.decided)
+            (self._beside if one.alone else self._behind).observe(1.0, 0.0, beside_s, now)
+        if one.option is not None:
             self._late.stepped(one.option.ttft_s, took)
-        other = Choice.LOCAL if one.choice is Choice.REMOTE else Choice.REMOTE
-        if other not in one.options:
-            return FirstToken(took * 1e3, error=error)
-        regret = max(0.0, took - one.options[other].ttft_s)
-        return FirstToken(took * 1e3, regret * 1e3, error)
 
 
 def _near(targets: Collection[float]) -> dict[float, float]:

@@ -17,7 +17,7 @@ from pullfill.engine import request_limits
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
 from pullfill.rate import Share
-from pullfill.wire import PredictedMs, RouterConfig
+from pullfill.wire import RouterConfig
 from pullfill.worker.step_meter import Step, StepMeter
 
 
@@ -29,7 +29,6 @@ class DecodeMeter(StepMeter):
     def __init__(self, context: DecodeContext, view: View, clock: Clock = SYSTEM_CLOCK) -> None:
         model = CostModel(view.chunks.step_tokens, clock)
         super().__init__(view, model, context.router_config, clock=clock)
-        self._traces = context.traces
         self.demand = DemandMeter(clock)
         self.prompts = Share(clock)
 
@@ -37,8 +36,7 @@ class DecodeMeter(StepMeter):
         streams, base_s = self.model.streams, self.model.base(step.streams)
         if step.parts:
             self.prompts.add(max(0.0, seconds - base_s))
-        for request_id, outcome in self.model.stepped(step, seconds):
-            self._traces.first_token(request_id, outcome.first_token_ms, outcome.regret_ms)
+        self.model.stepped(step, seconds)
         if streams and step.streams:
             gap_s = self.model.base(step.streams) if step.parts else seconds
             # Not the streams' own targets: one request could ask for dozens of workers.
@@ -63,17 +61,13 @@ class DecodeMeter(StepMeter):
         itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         return Targets((ttft_ms or config.ttft_ms) / 1e3, itl_s)
 
-    def admitted(self, request_id: str, now: Situation, decision: Decision) -> PredictedMs | None:
-        """Note that vLLM has taken a request as it was decided. Returns what was predicted.
+    def admitted(self, request_id: str, now: Situation, decision: Decision) -> None:
+        """Note that vLLM has taken a request as it was decided.
 
-        None: nothing was, or the request was preempted and comes again."""
-        if now.costs is None:
-            return None
-        predicted = self.model.admitted(request_id, now.costs, decision.remote)
-        if predicted is not None:
+        Nothing is noted of one that was preempted and comes again."""
+        if now.costs is not None and self.model.admitted(request_id, now.costs, decision.remote):
             here_s = self.prefill_s(now.hit_tokens, now.remote_tokens)
             self.demand.decided(now, decision, here_s)
-        return predicted
 
     def prefill_s(self, start: int, tokens: int) -> float:
         """Return how long it takes to compute `tokens` after `start` others. 0: unknown."""

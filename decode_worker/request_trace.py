@@ -136,7 +136,6 @@ class RequestTraces:
         *,
         offloaded: int = 0,
         fetched: int = 0,
-        predicted: PredictedMs | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Record the first decision of a request; later ones (after a fallback or a preemption)
@@ -144,7 +143,6 @@ class RequestTraces:
 
         offloaded: how many tokens of the hit come from vLLM's own KV offloading.
         fetched: how many will be read from another decode worker.
-        predicted: what the policy `cost` expects.
         headers: the request's trace headers."""
         if request_id in self.apart:
             return
@@ -161,9 +159,6 @@ class RequestTraces:
             trace.planned_fetch, trace.again = fetched, False
             trace.told["expected_s"] = expected(situation, decision)
             trace.told["offloaded_tokens"] = offloaded
-            if predicted is not None and situation.costs is not None:
-                trace.told["choice"] = situation.costs.choice.value
-                trace.told["predicted_ms"] = predicted
             if decision.reason in BY_OUTAGE:
                 trace.told["outage"] = self._outage() or None
 
@@ -226,15 +221,6 @@ class RequestTraces:
             trace = self._open.get(request_id)
             if trace is not None and "fetch" not in trace.told:
                 trace.told |= {"fetched_from": instance_id, "fetch": outcome.value}
-
-    def first_token(self, request_id: str, outcome_ms: float, regret_ms: float | None) -> None:
-        """Note how long the first token took since the decision."""
-        with self._lock:
-            if (trace := self._open.get(request_id)) is not None:
-                trace.told |= {"outcome_ms": outcome_ms, "regret_ms": regret_ms}
-                if (costs := trace.situation.costs) is not None:
-                    # Since it came to vLLM. A frontend knows it since it came to the frontend.
-                    trace.timings["first_token"] = costs.waited_s * 1e3 + outcome_ms
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
@@ -332,6 +318,17 @@ class RequestTraces:
         if loaded:
             told = told | trace.brought
             timings = timings | trace.stages | {"commit": trace.commit_ms}
+        if (costs := trace.situation.costs) is not None:
+            remote_ms = None if costs.remote is None else 1e3 * costs.remote.ttft_s
+            told = told | {
+                "choice": "remote" if trace.decision.remote else "local",
+                "predicted_ms": PredictedMs(local=1e3 * costs.local.ttft_s, remote=remote_ms),
+            }
+            if costs.took_s is not None:
+                told["outcome_ms"] = 1e3 * costs.took_s
+                told["regret_ms"] = costs.regret_s and 1e3 * costs.regret_s
+                # Since it came to vLLM. A frontend knows it since it came to the frontend.
+                timings = timings | {"first_token": 1e3 * (costs.waited_s + costs.took_s)}
         away = trace.decision.remote and not trace.outcome
         attempts, prefill_instance, _ = trace.claims[-1] if trace.claims else (0, None, 0.0)
         return ExplainRecord(

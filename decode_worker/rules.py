@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pullfill.decode_worker.cost import PROBE_TOKENS, Choice, Prefill
+from pullfill.decode_worker.cost import PROBE_TOKENS, Prefill
 from pullfill.decode_worker.forecast import MAX_TIMEOUT_S, Forecast, timeouts
 from pullfill.engine import features
 from pullfill.wire import MAX_TEXT, Adapter, Expected, RouterConfig, RouterPolicy
@@ -176,8 +176,8 @@ def cost(request: Any, now: Situation) -> Decision | None:
         return None
     if costs.probe and now.remote_tokens >= PROBE_TOKENS:
         return Decision(True, "cost_probe")
-    if Choice.REMOTE in costs.options:
-        remote = costs.cheapest() is Choice.REMOTE
+    if costs.remote is not None:
+        remote = costs.remote.cost < costs.local.cost
         return Decision(remote, "cost_remote" if remote else COST_LOCAL)
     # Until the first prefill worker is measured, length decides.
     return None if now.long else Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")

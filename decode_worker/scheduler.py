@@ -276,10 +276,10 @@ class DecodeScheduler:
             self._seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
-        predicted = self._meter.admitted(request.request_id, situation, decision)
+        self._meter.admitted(request.request_id, situation, decision)
         self._traces.decided(
             request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
-            predicted=predicted, headers=request.trace_headers,
+            headers=request.trace_headers,
         )  # fmt: skip
         if fetched and self._fetching is not None:
             hit = (situation.hit_tokens - fetched) // self._block_size

@@ -165,7 +165,7 @@ class FakeChunks:
 def unmeasured() -> Any:
     """A DecodeMeter that measures no step and predicts nothing."""
     meter = create_autospec(DecodeMeter, instance=True)
-    meter.predict.return_value = meter.admitted.return_value = None
+    meter.predict.return_value = None
     return meter
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pullfill.decode_worker.cost import Choice, Queue
+from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.meter import DecodeMeter
-from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine.requests import OWN_CLIENT
 from pullfill.rate import SHARE_S
@@ -23,8 +22,7 @@ class Rig:
         self.clock, self.chunks = FakeClock(), FakeChunks()
         self.config = RouterConfig(policy=RouterPolicy.COST)
         chunks: Any = self.chunks
-        self.traces = RequestTraces("d", self.clock)
-        context: Any = SimpleNamespace(traces=self.traces, router_config=lambda: self.config)
+        context: Any = SimpleNamespace(router_config=lambda: self.config)
         view: Any = SimpleNamespace(chunks=chunks, hit=lambda request: 0)
         self.meter = DecodeMeter(context, view, self.clock)
 
@@ -39,9 +37,7 @@ class Rig:
         request = FakeRequest(name, list(range(tokens)), **fields)
         costs = self.meter.predict(request, 0, Queue(), self.config)
         now = Situation(tokens, 0, config=self.config, costs=costs)
-        stays = Decision(False, "queue_full")
-        predicted = self.meter.admitted(name, now, stays)
-        self.traces.decided(name, now, stays, predicted=predicted)
+        self.meter.admitted(name, now, Decision(False, "queue_full"))
 
 
 def pressure(rig: Rig) -> float:
@@ -185,5 +181,5 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
         rig.config = config
         rig.step(0.01, a=1)
         costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)
-        took.append(costs.options[Choice.LOCAL].ttft_s)
+        took.append(costs.local.ttft_s)
     assert took[1] < took[0] / 4
