@@ -446,10 +446,11 @@ class DecodeScheduler:
         failed, self._failed = self._failed, []
         return loaded, failed
 
-    def request_finished(self, request_id: str, tables: Sequence[Sequence[int]] = ()) -> None:
+    def request_finished(self, request: Any, tables: Sequence[Sequence[int]] = ()) -> None:
         """Cancel the job of a request that is over in vLLM, if one is open.
 
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
+        request_id = request.request_id
         self._decisions.pop(request_id, None)
         self._seats.leave([request_id])
         self._meter.finished(request_id)
@@ -460,10 +461,7 @@ class DecodeScheduler:
         if (job_id := self._waiting.get(request_id)) is not None:
             # It is settled all the same, so that vLLM frees its blocks.
             self._ledger.give_up(job_id, Outcome.CANCELLED)
-
-    def end_record(self, request: Any) -> None:
-        """A request is over. Unless a frontend gets its record, keep the record here."""
-        if not self._of_frontend(request.request_id):
+        if not self._of_frontend(request_id):
             self._traces.keep(request)
 
 
@@ -529,8 +527,7 @@ class DecodeHalf(SchedulerHalf):
             self._scheduler.step_done(running)
 
     def finished(self, request: Any, tables: Tables) -> bool:
-        self._scheduler.request_finished(request.request_id, tables)
-        self._scheduler.end_record(request)
+        self._scheduler.request_finished(request, tables)
         return False
 
     @property

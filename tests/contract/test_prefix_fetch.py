@@ -300,7 +300,7 @@ async def test_a_lease_is_given_back_when_its_prompt_goes_another_way(pair: Pair
     side._scheduled.clear()
     async with asyncio.timeout(2.0):
         await soon(lambda: not pair.holder.leases.open)
-    side.request_finished(request.request_id)
+    side.request_finished(request)
 
 
 @pytest.mark.parametrize("wrong", ["beyond", "odd", "many", "late"])

@@ -200,7 +200,7 @@ class FetchWorker(DecodeHalf):
             # After a failed load vLLM asks once more. The prompt is computed.
             assert self.side.decide(served.request, 0) == (0, False)
             self.side.enqueue(served.request, [[]], 0)
-        self.side.request_finished(served.request.request_id)
+        self.side.request_finished(served.request)
         record = self.traces.finish(served.request.request_id)
         assert record is not None
         return record

@@ -172,7 +172,7 @@ class HandoffModel:
     def abort(self, job: Job) -> None:
         """The request ends in vLLM. While it waits its blocks stay until the report."""
         job.aborted = True
-        self.side.request_finished(job.request.request_id)
+        self.side.request_finished(job.request)
         if job.reports:
             self._free(job)
         self.act()

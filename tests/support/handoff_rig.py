@@ -212,7 +212,7 @@ class DecodeHalf:
 
     def abort(self, served: Served) -> None:
         served.over = True
-        self.side.request_finished(served.request.request_id)
+        self.side.request_finished(served.request)
         if served.loaded:
             self.pool.release(served.table)
 

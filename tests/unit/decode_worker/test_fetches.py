@@ -69,7 +69,7 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     fetch.answer_by = 0.0
     assert worker.side.decide(request, 0) == (0, False)
     assert worker.side.decide(request, 0) == (0, False)
-    worker.side.request_finished(request.request_id)
+    worker.side.request_finished(request)
     assert not worker.fetches._open
 
 
@@ -88,6 +88,6 @@ async def test_a_burst_of_prompts_asks_for_so_many_prefixes(
     await asyncio.sleep(0)
     assert [fetch.request_id for fetch in asked] == ["r0", "r1"]
     for request in burst:
-        worker.side.request_finished(request.request_id)
+        worker.side.request_finished(request)
     later = worker.request(TOKENS, hint(worker, 10 * BLOCK))
     assert worker.side.decide(later, 0) == (None, False), "those that have ended do not count"

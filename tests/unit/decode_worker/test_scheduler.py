@@ -232,7 +232,7 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
     assert entry.first_target == 5
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
-    rig.side.request_finished("r")
+    rig.side.request_finished(request)
     rig.side.collect()
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (0, 0)
 
@@ -322,9 +322,9 @@ def test_a_job_that_ends_while_the_hit_is_loaded_is_reported_after_the_load(
 ) -> None:
     """vLLM frees the blocks when it hears of the end, and the tier still writes into them."""
     rig, _ = rig_with(3 * BLOCK)
-    rig.send(PROMPT)
+    request = rig.send(PROMPT)
     if cancelled:
-        rig.side.request_finished("r")
+        rig.side.request_finished(request)
     else:
         rig.ledger.give_up_all(Outcome.PREFILL_LOST)
     for _ in range(2):

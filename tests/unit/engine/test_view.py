@@ -183,12 +183,12 @@ def test_what_a_step_computes_is_read_from_its_plan() -> None:
 def test_a_remote_prompt_keeps_a_seat_until_it_can_run_or_is_over(end: str) -> None:
     made = Scheduler()
     rig = Rig(seats=Seats(made))
-    rig.send(64, name="r")
+    request = rig.send(64, name="r")
     rig.send(64, name="s")
     rig.side.step_done()
     assert made.seats == 1
     if end == "finished":
-        rig.side.request_finished("r")
+        rig.side.request_finished(request)
     else:
         first = rig.published[0]
         rig.ledger.give_up(first.job_id, Outcome.PUBLISH_FAILED)
