@@ -21,7 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.prefix.fetches import Fetch, FetchOutcome
@@ -190,11 +190,7 @@ class RequestTraces:
                 "why_not_better": why_not_better,
             }
             trace.stages = {
-                "claim": stages.claim_ms,
-                "prefix_read": stages.prefix_read_ms,
-                "prefill": stages.prefill_ms,
-                "kv_write": stages.kv_write_ms,
-                "tail": stages.tail_ms,
+                name.removesuffix("_ms"): value for name, value in asdict(stages).items()
             }
         for stage, ms in trace.stages.items():
             metrics.HANDOFF_STAGE.labels(stage).observe(ms / 1e3)

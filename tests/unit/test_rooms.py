@@ -251,6 +251,7 @@ READ_WHOLE = {
     "Expected": "part of ExplainRecord",
     "PredictedMs": "part of ExplainRecord",
     "Timings": "part of ExplainRecord",
+    "StageTimings": "named like those of Timings, which it fills",
     "LoadReport": "shown as JSON in /pullfill/status",
     "QueueStatus": "shown as JSON in /pullfill/status",
 }
