@@ -34,12 +34,8 @@ from pullfill.runtime.tracing import PARENT, Context
 from pullfill.snapshot import MAX_PARTS, MAX_RECORDS, RECENT, Explained
 from pullfill.wire import MAX_TEXT, ExplainRecord, PredictedMs, StageTimings, Timings
 
-_AFTER_OUTAGE = frozenset(Outcome) - {
-    Outcome.COMMITTED,
-    Outcome.CANCELLED,
-    Outcome.QUEUE_FULL,
-    Outcome.REJECTED,
-}
+# Ends of remote prefills that come from no outage.
+_AS_USUAL = frozenset({Outcome.QUEUE_FULL, Outcome.REJECTED})
 
 # Of the parts of one call, the first of these states is that of the whole call.
 _STATES = ("running", "failed", "cancelled", "", "answered")
@@ -109,10 +105,7 @@ class _RequestTrace:
 class RequestTraces:
     """All requests of this worker that were decided and are not finished, and what `keep` keeps.
 
-    outage: returns what is unreachable now, for people. Empty: nothing.
-    apart: requests of the self-check. They are not recorded and not counted. By request id: a
-    function that is called when the remote prefill is settled, with whether the KV was loaded.
-    """
+    outage: returns what is unreachable now, for people. Empty: nothing."""
 
     def __init__(
         self,
@@ -126,7 +119,6 @@ class RequestTraces:
         self._lock = threading.Lock()
         self._open: dict[str, _RequestTrace] = {}
         self._kept: deque[Explained] = deque(maxlen=MAX_RECORDS)
-        self.apart: dict[str, Callable[[bool], None]] = {}
 
     def decided(
         self,
@@ -144,8 +136,6 @@ class RequestTraces:
         offloaded: how many tokens of the hit come from vLLM's own KV offloading.
         fetched: how many will be read from another decode worker.
         headers: the request's trace headers."""
-        if request_id in self.apart:
-            return
         with self._lock:
             now, trace = self._clock.monotonic(), self._open.get(request_id)
             if trace is None:
@@ -220,21 +210,17 @@ class RequestTraces:
 
     def settled(self, request_id: str, outcome: Outcome) -> None:
         """Note that vLLM was told how the remote prefill ended. Engine thread."""
-        loaded = outcome is Outcome.COMMITTED
-        if (tell := self.apart.get(request_id)) is not None:
-            tell(loaded)
-            return
         with self._lock:
-            if (trace := self._open.get(request_id)) is not None:
-                trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
-                if loaded:
-                    metrics.HANDOFF_STAGE.labels("commit").observe(trace.commit_ms / 1e3)
-                elif outcome is not Outcome.CANCELLED:
-                    trace.told["fallback"] = outcome.value
-                    if outcome in _AFTER_OUTAGE:
-                        trace.told["outage"] = self._outage() or None
-        if not loaded and outcome is not Outcome.CANCELLED:
-            metrics.FALLBACK.labels(outcome.value).inc()
+            if (trace := self._open.get(request_id)) is None:
+                return
+            trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
+            if trace.loaded:
+                metrics.HANDOFF_STAGE.labels("commit").observe(trace.commit_ms / 1e3)
+            elif outcome is not Outcome.CANCELLED:
+                metrics.FALLBACK.labels(outcome.value).inc()
+                trace.told["fallback"] = outcome.value
+                if outcome not in _AS_USUAL:
+                    trace.told["outage"] = self._outage() or None
 
     def header(self, request_id: str) -> str:
         """Return the `traceparent` for those who work on its remote prefill. Empty: none."""

@@ -277,10 +277,11 @@ class DecodeScheduler:
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
         self._meter.admitted(request.request_id, situation, decision)
-        self._traces.decided(
-            request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
-            headers=request.trace_headers,
-        )  # fmt: skip
+        if not (self._trials and self._trials.decision(request.request_id)):
+            self._traces.decided(
+                request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
+                headers=request.trace_headers,
+            )  # fmt: skip
         if fetched and self._fetching is not None:
             hit = (situation.hit_tokens - fetched) // self._block_size
             blocks = tables[0][hit : hit + external_tokens // self._block_size]
@@ -426,6 +427,8 @@ class DecodeScheduler:
                     del self._waiting[request_id]
                     self._blocks.read_no_more(request_id)
                     self._traces.settled(request_id, outcome)
+                    if self._trials is not None:
+                        self._trials.settled(request_id, event.loaded)
                     self._meter.settled(request_id, outcome)
                     (loaded if event.loaded else self._failed).append(request_id)
         self._seats.leave([*loaded, *self._failed])

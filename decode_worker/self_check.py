@@ -44,7 +44,6 @@ from pullfill.wire import Compat, SelfCheck, WorkerRecord, WorkerState
 if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
     from pullfill.decode_worker.difference import Pages
-    from pullfill.decode_worker.request_trace import RequestTraces
     from pullfill.transfer.contract import LocalMemory
     from pullfill.worker.ports import Submit
 
@@ -305,20 +304,18 @@ class Trials:
 
     They take the path of any request: vLLM's scheduler, the ledger, a prefill worker's claim,
     writes and commit. But the decision about them is made here, their job goes to the prefill
-    worker that is checked, and metrics do not count them. asyncio thread only, except where a
-    heading says otherwise."""
+    worker that is checked, and they have no trace, so metrics do not count them. asyncio thread
+    only, except where a heading says otherwise."""
 
     def __init__(
         self,
         submit: Submit,
-        traces: RequestTraces,
         memories: Sequence[LocalMemory],
         groups: Groups,  # the KV cache groups of the model
         # How many of the most likely tokens get a log probability. None: no tokens.
         logprobs: int | None,
     ) -> None:
         self._submit = submit
-        self._traces = traces
         self._logprobs = logprobs
         self._groups = groups
         self._memories = memories
@@ -330,11 +327,6 @@ class Trials:
         """Prefill `tokens` here, or by `writer`, and sample one token. Raises Incomplete."""
         name = f"self-check-{new_job_id()}"
         trial = self._open[name] = Trial(writer, blocks)
-
-        def settled(loaded: bool) -> None:
-            trial.loaded = loaded
-
-        self._traces.apart[name] = settled
         request = requests.own_request(
             name, tokens, cache_salt=salt, arrival_time=time.time(), logprobs=self._logprobs
         )
@@ -345,9 +337,6 @@ class Trials:
             raise Incomplete(str(exc)) from exc
         finally:
             self._submit.abort(name, lambda: self._open.pop(name, None))
-            # The job of an aborted request is settled later. Until then its trace stays apart.
-            loop = asyncio.get_running_loop()
-            loop.call_later(2 * LONGEST_S, self._traces.apart.pop, name, None)
         trial.took_s = time.monotonic() - began
         if (found := output.new_logprobs) is not None:
             pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
@@ -365,6 +354,11 @@ class Trials:
             return None
         # Asked again after the remote prefill has failed, the answer is local.
         return Decision(bool(trial.writer) and trial.loaded is None, "self_check", to=trial.writer)
+
+    def settled(self, request_id: str, loaded: bool) -> None:
+        """Note how the remote prefill of a request has ended."""
+        if (trial := self._open.get(request_id)) is not None:
+            trial.loaded = loaded
 
     def finished(self, request_id: str, tables: Sequence[Sequence[int]]) -> None:
         """Copy the request's blocks. vLLM is done with it, and has not reused them yet.
@@ -411,7 +405,7 @@ def checks_for(
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(
-        submit, context.traces, context.memories, context.groups,
+        submit, context.memories, context.groups,
         # This worker samples in both prefills. So they say no more than the KV, if it can be read.
         logprobs=None if difference.readable(kv_dtype) else 5,
     )  # fmt: skip

@@ -15,7 +15,6 @@ import pytest
 
 from pullfill.decode_worker import self_check
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.self_check import (
     Checks,
     Incomplete,
@@ -27,7 +26,6 @@ from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import TransferFailed
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.wire import Hello
-from tests.support.fakes import FakeClock
 from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, random_bytes
 from tests.support.waiting import soon
 
@@ -182,5 +180,5 @@ async def test_kv_that_cannot_be_read_harms_no_step(
         requests, "own_request", lambda name, *_, **__: SimpleNamespace(request_id=name)
     )
     submit: Any = SimpleNamespace(add=add, abort=lambda _, forgotten: forgotten())
-    trials = Trials(submit, RequestTraces("d", FakeClock()), [memory], ONE_GROUP, logprobs=None)
+    trials = Trials(submit, [memory], ONE_GROUP, logprobs=None)
     assert len((await trials.run([1, 2, 3], salt="s", blocks=2)).pages) == 1
