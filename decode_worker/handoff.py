@@ -74,22 +74,17 @@ _GRANTED = metrics.CLAIM.labels("granted")
 class OpenedJob:
     """A job that was just opened in the ledger, to be encoded and published."""
 
-    job_id: str
-    request_id: str
+    entry: Entry
     token_ids: list[int]
     hit_tokens: int
-    blocks: tuple[int, ...]
     read_from: tuple[int, ...]
     kept_from: tuple[int, ...]
     cache_salt: str | None
     adapter: Adapter | None
     priority: int
-    timeout_s: float
     urgency: Urgency = Urgency.NORMAL
     features: Sequence[Any] = ()  # vLLM's multimodal inputs of the prompt
     trace: str = ""  # as in `PrefillJob`
-    due_s: float = 0.0  # as in `PrefillJob`
-    to: str = ""  # see `Decision`
 
 
 class Handoff:
@@ -145,63 +140,64 @@ class Handoff:
             self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
 
     async def _publish(self, job: OpenedJob) -> None:
-        log.about(job_id=job.job_id, request_id=job.request_id)
-        ledger = self.ledger
+        ledger, job_id, request_id = self.ledger, job.entry.job_id, job.entry.request_id
+        log.about(job_id=job_id, request_id=request_id)
         try:
             brought, brings = b"", ""
             if job.features:  # on a thread: 8 MiB take 10 ms
                 brought, brings = await asyncio.to_thread(features.encode, job.features)
-            if ledger.find(job.job_id) is None:
+            if ledger.find(job_id) is None:
                 return  # the job ended before it was published
             body = self._encode(job, brings)
-            ledger.set_digest(job.job_id, job_digest(body), brought)
+            ledger.set_digest(job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
-            if job.to:  # past the queue
-                if (peer := self.peers.get(job.to)) is None:
-                    raise PeerUnavailable(f"{job.to} is not connected any more")
+            if to := job.entry.to:  # past the queue
+                if (peer := self.peers.get(to)) is None:
+                    raise PeerUnavailable(f"{to} is not connected any more")
                 peer.channel.write(Trial(job=body))
                 return
             tokens = len(job.token_ids) - job.hit_tokens
-            receipt = await self._queue.publish(job.job_id, body, tokens, job.urgency)
+            receipt = await self._queue.publish(job_id, body, tokens, job.urgency)
         except PullfillError as exc:
             full = isinstance(exc, QueueFull) and exc.retryable  # else the job is too large
             if not full:
-                logger.warning("serving %s locally: %s", job.request_id, exc)
-            ledger.give_up(job.job_id, Outcome.QUEUE_FULL if full else Outcome.PUBLISH_FAILED)
+                logger.warning("serving %s locally: %s", request_id, exc)
+            ledger.give_up(job_id, Outcome.QUEUE_FULL if full else Outcome.PUBLISH_FAILED)
         except Exception:
-            logger.exception("publishing %s failed; serving it locally", job.request_id)
-            ledger.give_up(job.job_id, Outcome.PUBLISH_FAILED)
+            logger.exception("publishing %s failed; serving it locally", request_id)
+            ledger.give_up(job_id, Outcome.PUBLISH_FAILED)
         else:
-            ledger.published(job.job_id, receipt)
-            entry = ledger.find(job.job_id)
+            ledger.published(job_id, receipt)
+            entry = ledger.find(job_id)
             if entry is None or entry.state is not JobState.QUEUED:
                 self._queue.claimed(receipt)  # the claim came before the answer of the queue
-            if entry is None and ledger.was_committed(job.job_id):
+            if entry is None and ledger.was_committed(job_id):
                 self._queue.committed(receipt)
 
     def _encode(self, job: OpenedJob, brings: str) -> bytes:
         """Encode a job for the stream.
 
         brings: digest of the multimodal inputs, which the grant will bring."""
+        entry = job.entry
         return encode(
             PrefillJob(
-                job_id=job.job_id,
+                job_id=entry.job_id,
                 incarnation=self.ledger.incarnation,
                 decode_instance=self._instance_id,
                 # For people who read a dead letter. A client can make it as long as it likes.
-                request_id=job.request_id[:MAX_TEXT],
+                request_id=entry.request_id[:MAX_TEXT],
                 compat=self._compat_hash,
                 token_ids=u32.pack(job.token_ids),
                 hit_tokens=job.hit_tokens,
-                block_ids=u32.pack(job.blocks),
+                block_ids=u32.pack(entry.blocks),
                 read_from=job.read_from,
                 kept_from=job.kept_from,
                 cache_salt=job.cache_salt,
                 adapter=job.adapter,
                 features=brings,
                 priority=job.priority,
-                timeout_s=job.timeout_s,
-                due_s=job.due_s,
+                timeout_s=entry.timeout_s,
+                due_s=entry.due_s,
                 trace=job.trace,
             )
         )

@@ -116,8 +116,7 @@ class Entry:
     # An attempt that makes progress may go on beyond timeout_s. It ends after this many seconds
     # without progress.
     stall_s: float = 0.0
-    # In how many seconds from its opening its first token is late. None: nobody waits for it.
-    due_s: float | None = None
+    due_s: float = 0.0  # in how many seconds from its opening its first token is late
     # The only prefill worker that gets the job: name of its connection. Such a job tells nothing
     # about the queue. Empty: the job is published.
     to: str = ""
@@ -463,15 +462,14 @@ class Ledger:
         entry.written = 0
         entry.writer, entry.fence, entry.ack_subject = writer, fence, claim.ack_subject
         self._enter(entry, JobState.GRANTED)
-        entry.granted_at = now = self._clock.monotonic()
-        due_s = None if entry.due_s is None else entry.opened_at + entry.due_s - now
+        entry.granted_at = self._clock.monotonic()
         return Grant(
             rid=claim.rid,
             job_id=entry.job_id,
             attempt=entry.attempt,
             incarnation=self.incarnation,
             deadline_s=entry.deadline - entry.granted_at,
-            due_s=due_s,
+            due_s=entry.opened_at + entry.due_s - entry.granted_at,
             job_digest=entry.digest,
             fence=fence,
             mode=self.kv_mode,

@@ -329,12 +329,24 @@ class DecodeScheduler:
         if self._tier is not None:
             # It may still copy from them, for requests that have ended.
             self._tier.claim(targets)
-        job = OpenedJob(
-            job_id=new_job_id(),
-            request_id=request.request_id,
+        entry = Entry(
+            new_job_id(),
+            request.request_id,
+            (*prefix, *targets),
+            first_target=len(prefix),
+            timeout_s=timeout_s,
+            tokens=external_tokens,
+            claim_timeout_s=claim_timeout_s,
+            stall_s=config.remote_timeout_s,
+            due_s=request.arrival_time + (ttft_ms or config.ttft_ms) / 1e3 - time.time(),
+            to=to,
+        )
+        self._waiting[entry.request_id] = entry.job_id
+        self._ledger.open(entry)
+        return OpenedJob(
+            entry,
             token_ids=request.prompt_token_ids[:tokens],
             hit_tokens=hit_tokens,
-            blocks=(*prefix, *targets),
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
@@ -342,27 +354,8 @@ class DecodeScheduler:
             features=request.mm_features,
             priority=request.priority,
             trace=self._traces.header(request.request_id),
-            to=to,
-            timeout_s=timeout_s,
-            due_s=request.arrival_time + (ttft_ms or config.ttft_ms) / 1e3 - time.time(),
             urgency=urgency_of(ttft_ms, config.tight_ttft_ms, config.loose_ttft_ms),
         )
-        self._waiting[job.request_id] = job.job_id
-        self._ledger.open(
-            Entry(
-                job.job_id,
-                job.request_id,
-                job.blocks,
-                first_target=len(prefix),
-                timeout_s=timeout_s,
-                tokens=external_tokens,
-                claim_timeout_s=claim_timeout_s,
-                stall_s=config.remote_timeout_s,
-                due_s=job.due_s,
-                to=to,
-            )
-        )
-        return job
 
     def tier_loaded(self, output: Any) -> None:
         """Publish the jobs whose hit has now been loaded from the tier.

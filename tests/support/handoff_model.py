@@ -59,7 +59,9 @@ class Grant:
 
 @dataclass(slots=True)
 class Job:
-    job: OpenedJob
+    job: Entry
+    hits: int
+    targets: int
     request: FakeRequest
     blocks: list[int]
     deadline: float
@@ -70,14 +72,6 @@ class Job:
     committed: bool = False
     reports: list[bool] = field(default_factory=list)
     freed: bool = False
-
-    @property
-    def hits(self) -> int:
-        return self.job.hit_tokens // BLOCK
-
-    @property
-    def targets(self) -> int:
-        return len(self.job.blocks) - self.hits
 
 
 class Watched(Ledger):
@@ -149,10 +143,10 @@ class HandoffModel:
         assert external == tokens - 1 - hits * BLOCK
         self.side.enqueue(request, [blocks], external)
         self.side.step_done()
-        opened = self._opened.pop()
+        entry = self._opened.pop().entry
         assert not self._opened
-        job = Job(opened, request, blocks, self.clock.monotonic() + TIMEOUT_S)
-        self.jobs[opened.job_id] = job
+        job = Job(entry, hits, targets, request, blocks, self.clock.monotonic() + TIMEOUT_S)
+        self.jobs[entry.job_id] = job
         self.check()
         return job
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,15 +63,15 @@ class Rig:
         self.stored.append((job_id, urgency, decode(body, PrefillJob).due_s))
         return Receipt(job_id, len(self.stored), False, "s")
 
-    def send(self, job_id: str, **changes: Any) -> None:
+    def send(self, job_id: str, urgency: Urgency = Urgency.NORMAL, due_s: float = 0.0) -> None:
         """Open a job, and have it published. The engine thread's part."""
+        entry = Entry(job_id, f"r-{job_id}", (1,), 0, timeout_s=60.0, due_s=due_s)
         job = OpenedJob(
-            job_id=job_id, request_id=f"r-{job_id}", token_ids=[1, 2, 3], hit_tokens=0,
-            blocks=(1,), read_from=(0,), kept_from=(0,), cache_salt=None, priority=0,
-            timeout_s=5.0, adapter=None,
+            entry, token_ids=[1, 2, 3], hit_tokens=0, read_from=(0,), kept_from=(0,),
+            cache_salt=None, priority=0, adapter=None, urgency=urgency,
         )  # fmt: skip
-        self.ledger.open(Entry(job_id, job.request_id, job.blocks, 0, timeout_s=60.0))
-        self.handoff.publish(replace(job, **changes))
+        self.ledger.open(entry)
+        self.handoff.publish(job)
 
 
 async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:

@@ -76,7 +76,7 @@ def test_a_worker_that_speculates_computes_the_last_two_tokens(tokens: int) -> N
     request = rig.send(tokens)
     (job,) = rig.published
     assert job.token_ids == request.prompt_token_ids[: tokens - 2]  # type: ignore[index]
-    assert len(job.blocks) == blocks
+    assert len(job.entry.blocks) == blocks
 
 
 def test_more_blocks_than_needed_are_not_granted() -> None:
@@ -85,7 +85,7 @@ def test_more_blocks_than_needed_are_not_granted() -> None:
     request = FakeRequest("r", list(range(2 * BLOCK + 1)))
     external, _ = rig.side.decide(request, 0)
     rig.side.enqueue(request, [[9, 8, 7, 6]], external)
-    assert rig.published[0].blocks == (9, 8)
+    assert rig.published[0].entry.blocks == (9, 8)
 
 
 @pytest.mark.essential
@@ -95,11 +95,12 @@ def test_a_hit_is_published_only_after_the_step_that_may_compute_it() -> None:
     rig = Rig()
     rig.send(3 * BLOCK, hit=BLOCK, name="hit")
     rig.send(3 * BLOCK, name="cold")
-    assert [job.request_id for job in rig.published] == ["cold"], "no hit, nothing to wait for"
+    (job,) = rig.published
+    assert job.entry.request_id == "cold", "no hit, nothing to wait for"
     rig.side.collect()
     assert len(rig.published) == 1
     rig.side.step_done()
-    assert [job.request_id for job in rig.published] == ["cold", "hit"]
+    assert [job.entry.request_id for job in rig.published] == ["cold", "hit"]
     rig.side.step_done()
     assert len(rig.published) == 2
 
@@ -114,9 +115,9 @@ def test_a_hit_waits_for_every_step_before_its_own() -> None:
     rig.side.step_done(2)
     assert rig.published == []
     rig.side.step_done(1)
-    assert [job.request_id for job in rig.published] == ["first"]
+    assert [job.entry.request_id for job in rig.published] == ["first"]
     rig.side.step_done()
-    assert [job.request_id for job in rig.published] == ["first", "second"]
+    assert [job.entry.request_id for job in rig.published] == ["first", "second"]
 
 
 def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
@@ -130,7 +131,7 @@ def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
     rig.side.step_done(1)
     assert rig.published == []
     rig.side.step_done()
-    assert [job.request_id for job in rig.published] == ["cold"]
+    assert [job.entry.request_id for job in rig.published] == ["cold"]
 
 
 def test_vllm_may_overrule() -> None:
@@ -190,7 +191,7 @@ def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
         params = SimpleNamespace(extra_args={"ttft_ms": ttft_ms} if ttft_ms else None)
         rig.send(2 * BLOCK, name=f"r{ttft_ms}", sampling_params=params, arrival_time=980.0)
     usual_s = rig.config.ttft_ms / 1e3
-    assert [job.due_s for job in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
+    assert [job.entry.due_s for job in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
 
 
 # ------------------------------------------------------------------ two KV cache groups
@@ -218,18 +219,17 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     rig.side.step_done()
     (job,) = rig.published
     targets = (14, 15, 25, 16, 26, 17, 27)
-    entry = rig.ledger.find(job.job_id)
-    assert entry is not None
+    entry = job.entry
     assert job.kept_from == (0, 4)
     assert rig.blocks.targets(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
     assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
     assert rig.ledger.sums().uncomputed == 3 * BLOCK + 1, "however many blocks each token has"
     if not cached:
-        assert (job.read_from, job.blocks) == ((0, 3), (11, 12, 13, *targets))
+        assert (job.read_from, entry.blocks) == ((0, 3), (11, 12, 13, *targets))
         assert entry.first_target == 3
         assert rig.pool.refs(31) == 0
         return
-    assert (job.read_from, job.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
+    assert (job.read_from, entry.blocks) == ((0, 1), (11, 12, 31, 13, 32, *targets))
     assert entry.first_target == 5
     assert (rig.pool.refs(31), rig.pool.refs(32)) == (1, 1)
     rig.side.request_finished(request)
@@ -284,7 +284,7 @@ def test_without_a_hit_of_it_a_job_waits_for_the_step_that_ends_its_copies() -> 
     assert rig.published == []
     rig.side.step_done()
     (job,) = rig.published
-    assert tier.claimed == set(job.blocks[2:]), "not the hit, which others use"
+    assert tier.claimed == set(job.entry.blocks[2:]), "not the hit, which others use"
 
 
 def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
@@ -308,9 +308,8 @@ def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
     assert output.finished_recving == {"other"}, "vLLM would run it without the rest"
     (job,) = rig.published
     assert (job.hit_tokens, len(job.token_ids)) == (4 * BLOCK, PROMPT - 1)
-    assert job.blocks == tuple(blocks)
-    entry = rig.ledger.find(job.job_id)
-    assert entry is not None
+    entry = job.entry
+    assert entry.blocks == tuple(blocks)
     assert (entry.first_target, entry.tokens) == (4, PROMPT - 1 - 4 * BLOCK)
     rig.side.tier_loaded(received("r"))
     assert len(rig.published) == 1

@@ -191,6 +191,6 @@ def test_a_remote_prompt_keeps_a_seat_until_it_can_run_or_is_over(end: str) -> N
         rig.side.request_finished(request)
     else:
         first = rig.published[0]
-        rig.ledger.give_up(first.job_id, Outcome.PUBLISH_FAILED)
+        rig.ledger.give_up(first.entry.job_id, Outcome.PUBLISH_FAILED)
         rig.side.finish()
     assert made.seats == 2
