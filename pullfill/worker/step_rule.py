@@ -104,16 +104,15 @@ class Plan(msgspec.Struct, frozen=True):
     """The next step.
 
     order: all prompts. The step takes them in this order.
-    tokens: how many of each prompt. A prompt that gets none is left out.
-    total: the sum of `tokens`. Streams come on top.
-    seconds: how long the step is expected to take.
-    late: the prompts that are expected to miss their targets."""
+    tokens: how many of each prompt. A prompt that gets none is left out."""
 
     order: tuple[str, ...]
     tokens: Mapping[str, int]
-    total: int
-    seconds: float
-    late: frozenset[str]
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens of the step. Streams come on top."""
+        return sum(self.tokens.values())
 
 
 def plan(
@@ -127,9 +126,8 @@ def plan(
     turn: int = 1,
 ) -> Plan:
     """Plan the next step. step_tokens: most prompt tokens in it. turn: its number."""
-    base = cost.base(streams.count, streams.kv_tokens)
     if not prompts:
-        return Plan((), {}, 0, base, frozenset())
+        return Plan((), {})
     by_due = sorted(prompts, key=lambda prompt: prompt.due)
     by_due, others = by_due[:LOOK], by_due[LOOK:]
     _, limit, missed = _cheapest(streams, by_due, cost, errors, now, step_tokens)
@@ -141,17 +139,12 @@ def plan(
     if late and turn % LATE_TURN == 0 and now - late[0].arrival > OLD * late[0].target:
         ordered = [late[0], *timely, *late[1:]]
     ordered.sort(key=lambda prompt: prompt.priority)
+    base = cost.base(streams.count, streams.kv_tokens)
     room_s = limit - base
     if not timely:  # so that who comes meanwhile can be in time
         room_s = min(room_s, max(4.0 * base, FULL * min(prompt.target for prompt in late)))
-    tokens, seconds = _filled(ordered, cost, base, room_s, step_tokens)
-    return Plan(
-        tuple(prompt.name for prompt in ordered),
-        tokens,
-        sum(tokens.values()),
-        base + seconds,
-        frozenset(prompt.name for prompt in late),
-    )
+    tokens, _ = _filled(ordered, cost, base, room_s, step_tokens)
+    return Plan(tuple(prompt.name for prompt in ordered), tokens)
 
 
 def quote(
