@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.context import DecodeContext
 from pullfill.decode_worker.cost import RATE_TOKENS, CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import request_limits
+from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
 from pullfill.rate import Share
@@ -42,6 +45,20 @@ class DecodeMeter(StepMeter):
             # Not the streams' own targets: one request could ask for dozens of workers.
             target_s = self._config().itl_ms / 1e3
             self.demand.stepped(seconds, min(gap_s, seconds), target_s)
+
+    def report(self, draining: bool) -> LoadReport:
+        """Return what frontends are told of the load."""
+        model, cost = self.model, self.model.cost
+        return msgspec.structs.replace(
+            self._view.load(draining),
+            seats=self._view.config.scheduler_config.max_num_seqs,
+            requests=model.requests,
+            streams=model.streams,
+            stream_tokens=model.kv_tokens,
+            # Rounded, because a report is sent only if it has changed.
+            prompt_share=round(self.prompts.share(), 2),
+            step_s=(cost.base_s, cost.stream_s, cost.kv_s),
+        )
 
     # ------------------------------------------------------------------ one request
 

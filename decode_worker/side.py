@@ -24,7 +24,6 @@ from pullfill.decode_worker.frontends import Frontends
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import reach_for
 from pullfill.decode_worker.ledger import UNDER_WAY, JobState, Ledger
-from pullfill.decode_worker.load import jobs_of, report_of
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.outlook import Outlook, outages
 from pullfill.decode_worker.peers import Peers
@@ -49,7 +48,7 @@ from pullfill.queue.streams import Names
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import Settings
 from pullfill.runtime import metrics
-from pullfill.snapshot import Demand
+from pullfill.snapshot import FLOWS, Demand, OpenJob
 from pullfill.transfer.gpu import copies
 from pullfill.wire import (
     KvMode,
@@ -267,11 +266,10 @@ class DecodeRole(Role):
         tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
         meter = DecodeMeter(context, view)
 
-        load = partial(report_of, view, meter)
         server = RequestServer(
             turns,
             traces,
-            welcome=partial(_welcome, engine, self._events, tasks, load),
+            welcome=partial(_welcome, engine, self._events, tasks, meter.report),
             models=[engine.served_name, options.model],
             key=key,
             follow=blocks.follow,
@@ -300,7 +298,7 @@ class DecodeRole(Role):
         frontends = Frontends(
             turns,
             server,
-            load,
+            meter.report,
             lambda delay_s: loop.call_soon_threadsafe(loop.call_later, delay_s, wake_engine),
             self._events,
             ledger,
@@ -405,6 +403,26 @@ class DecodeRole(Role):
         # worker that always has streams would never measure one, so without a measure it pulls.
         target_s = self._router.current.itl_ms / 1e3
         return self._side.requests > 0 and step_s is not None and step_s > target_s
+
+
+def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
+    """Return the open jobs, for the live page. Only when somebody looks. Any thread."""
+    now, entries = ledger.oldest(limit)
+    return [
+        OpenJob(
+            job_id=entry.job_id,
+            request_id=entry.request_id,
+            state=entry.state.value,
+            tokens=entry.tokens,
+            attempt=entry.attempt,
+            open_s=now - entry.opened_at,
+            stage_s=max(0.0, now - entry.since),
+            queue_s=entry.granted_at - entry.opened_at if entry.attempt else None,
+            written=min(1.0, entry.written / max(1, entry.targets)),
+        )
+        for entry in entries
+        if not entry.settled
+    ]
 
 
 def _welcome(

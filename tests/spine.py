@@ -54,8 +54,8 @@ HOP_FILES, HOPS = 32, 99
 ASIDE = (
     "pullfill/runtime/", "pullfill/prefix/", "pullfill/rate.py", "pullfill/engine/kv_events.py",
     "frontend/request_log.py", "frontend/routing/prefixes.py", "decode_worker/request_trace.py",
-    "decode_worker/prefix/block_events.py", "decode_worker/load.py", "decode_worker/demand.py",
-    "decode_worker/cost.py", "decode_worker/meter.py", "pullfill/worker/step_meter.py",
+    "decode_worker/prefix/block_events.py", "decode_worker/demand.py", "decode_worker/cost.py",
+    "decode_worker/meter.py", "pullfill/worker/step_meter.py",
 )  # fmt: skip
 """What only looks on: logs, metrics, traces, records, measurements, and who has cached what. No
 step of a request needs it."""

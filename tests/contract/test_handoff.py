@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pullfill.decode_worker import ledger
-from pullfill.decode_worker.load import jobs_of
+from pullfill.decode_worker.side import jobs_of
 from pullfill.errors import BadMessage, Outcome, PeerUnavailable
 from pullfill.net.channel import split_address
 from pullfill.prefill_worker.handoff import Handoff

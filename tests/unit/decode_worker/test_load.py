@@ -11,9 +11,9 @@ import pytest
 from pullfill import wire
 from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.frontends import Frontends
-from pullfill.decode_worker.load import jobs_of, report_of
+from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.peers import Peers
-from pullfill.decode_worker.side import DecodeSide
+from pullfill.decode_worker.side import DecodeSide, jobs_of
 from pullfill.engine import front_wire
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.worker.step_cost import StepCost
@@ -59,13 +59,13 @@ def rig() -> Rig:
 
 def test_a_report_tells_what_streams_and_prompts_take(rig: Rig) -> None:
     cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     meter: Any = SimpleNamespace(
         model=SimpleNamespace(cost=cost, requests=5, streams=4, kv_tokens=900),
         prompts=SimpleNamespace(share=lambda: 0.2567),
+        _view=SimpleNamespace(load=rig.load, config=config),
     )
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
-    view: Any = SimpleNamespace(load=rig.load, config=config)
-    assert report_of(view, meter, draining=True) == msgspec.structs.replace(
+    assert DecodeMeter.report(meter, draining=True) == msgspec.structs.replace(
         IDLE, draining=True, seats=8, requests=5, streams=4, stream_tokens=900,
         prompt_share=0.26,
         step_s=(0.006, 0.0003, 1e-7),
