@@ -142,10 +142,6 @@ class Frontends:
         """Number of tokens to be computed before all requests generate, as frontends were told."""
         return self._told.uncached_tokens_queued if self._told else 0
 
-    def start_drain(self) -> None:
-        """Take no more requests."""
-        self._loop.submit(self.server.start_drain)
-
     async def idle(self, dead: asyncio.Event) -> None:
         """Wait until two checks in a row find no request, here or in a job.
 

@@ -78,7 +78,6 @@ class RequestServer:
         self._frontends: dict[bytes, Frontend] = {}
         self._taken: dict[str, Request] = {}
         self._next_index, self._max_model_len = requests.FRONTENDS, 0
-        self._next_check = 0.0
         self._socket: Any = None
         self._key = key
         self._gate: CurveAuth | None = None
@@ -217,8 +216,8 @@ class RequestServer:
             return
         if (old := self._frontends.get(identity)) is not None:
             self._drop(old, "greeted again")
-        frontend = Frontend(identity, self._next_index, self._clock.monotonic())
-        frontend.name = hello.frontend_instance
+        name, now = hello.frontend_instance, self._clock.monotonic()
+        frontend = Frontend(identity, self._next_index, name, now)
         self._next_index += 1
         self._frontends[identity] = frontend
         self._send(frontend, front_wire.HELO, wire.encode(welcome))
@@ -375,10 +374,8 @@ class RequestServer:
         self._loop.submit(send)
 
     def check_silent(self) -> None:
-        """Drop frontends that have said nothing for too long. It looks once a second."""
-        if (now := self._clock.monotonic()) < self._next_check:
-            return
-        self._next_check = now + 1.0
+        """Drop frontends that have said nothing for too long."""
+        now = self._clock.monotonic()
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
@@ -468,8 +465,8 @@ class Frontend:
 
     identity: bytes
     index: int
+    name: str
     last_seen: float
-    name: str = ""
     clogged: bool = False  # its send queue is full, because the frontend does not read
     follows: bool = False  # it wants to know which blocks are stored and removed
     requests: set[str] = field(default_factory=set)

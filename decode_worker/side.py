@@ -183,7 +183,7 @@ class DecodeSide(Service):
     async def stop_taking(self) -> None:
         self._drains = True
         self.draining.set()
-        self.frontends.start_drain()
+        self.engine.loop.submit(self.frontends.server.start_drain)
 
     async def finished(self) -> None:
         await self.frontends.idle(self.engine.dead)

@@ -21,7 +21,8 @@ from tests.support.handoff_model import HandoffModel
 
 async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     ledger = SimpleNamespace(give_up_all=lambda *_, **__: None)
-    part: Any = SimpleNamespace(start_drain=bool, ledger=ledger)
+    part: Any = SimpleNamespace(start_drain=bool, submit=bool, ledger=ledger)
+    part.loop = part.server = part
     unused: Any = None
     side = DecodeSide(
         part, part, part, part, part, part, unused, threading.Event(), None, unused,
