@@ -94,9 +94,9 @@ class Fetch:
     key: object  # vLLM's hash of the tokens up to `end`
     cache_salt: str | None
     adapter: Adapter | None
+    within_s: float  # most seconds for the connection, and again for the answer
+    copy_s: float  # most seconds for the copy
     blocks: asyncio.Future[Sequence[int]]  # has a result once `begin` was called
-    within_s: float = 0.0  # most seconds for the connection, and again for the answer
-    copy_s: float = 0.0  # most seconds for the copy
     # Written by the engine thread.
     turn: FetchTurn = FetchTurn.WAITING
     wanted: bool = True  # false once the request has ended or goes another way
@@ -219,7 +219,7 @@ class PrefixFetches:
         return taken
 
     def _first(self, request: Any, hit: int) -> int | None:
-        """Look at a request whose prefix is not being fetched."""
+        """Look at a request for the first time: begin a fetch, if its holder may be asked."""
         config, size = self._context.router_config(), self._block_size
         hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
         least = config.min_fetch_tokens
@@ -240,7 +240,8 @@ class PrefixFetches:
         # blocks of its own each time. vLLM finds no hit in blocks that are still copied.
         if any(fetch.key == key for fetch in self._going):
             return None
-        fetch = Fetch(
+        compute_s = self._prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
+        fetch = self._open[request.request_id] = Fetch(
             request.request_id,
             hint,
             request.prompt_token_ids,
@@ -250,10 +251,20 @@ class PrefixFetches:
             key=key,
             cache_salt=request.cache_salt,
             adapter=adapter,
+            within_s=min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S),
+            copy_s=min(max(_TIMES * compute_s, _COPY_S[0]), _COPY_S[1]),
             blocks=self._loop.create_future(),
         )
-        compute_s = self._prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
-        return None if self._ask(fetch, compute_s) else 0
+        away = self._holders.away(hint.instance_id)
+        if away or len(self._going) >= MOST:
+            fetch.turn, fetch.ended = FetchTurn.OVER, True
+            fetch.outcome = FetchOutcome.UNREACHABLE if away else FetchOutcome.BUSY
+            metrics.PREFIX_FETCH.labels(fetch.outcome.value).inc()
+            return 0
+        self._going.append(fetch)
+        fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
+        self._loop.call_soon_threadsafe(self._start, fetch)
+        return None
 
     def _stays(self, request: Any, hit: int, adapter: Adapter | None) -> bool:
         """Whether others can have the KV, and the rest would be computed here, with this hit."""
@@ -263,28 +274,6 @@ class PrefixFetches:
         if now.config.policy is RouterPolicy.COST:
             return not now.long
         return not decide(request, now).remote
-
-    def _ask(self, fetch: Fetch, compute_s: float) -> bool:
-        """Begin a fetch, if its holder may be asked. Returns whether it has begun.
-
-        compute_s: how long it would take to compute these tokens."""
-        self._open[fetch.request_id] = fetch
-        if self._holders.away(fetch.at.instance_id):
-            return self._not(fetch, FetchOutcome.UNREACHABLE)
-        if len(self._going) >= MOST:
-            return self._not(fetch, FetchOutcome.BUSY)
-        self._going.append(fetch)
-        # For the connection, and again for the answer with the lease.
-        fetch.within_s = min(max(compute_s / 2, AGAIN_S / 2), AGAIN_S)
-        fetch.copy_s = min(max(_TIMES * compute_s, _COPY_S[0]), _COPY_S[1])
-        fetch.answer_by = time.monotonic() + 2 * fetch.within_s + 1.0
-        self._loop.call_soon_threadsafe(self._start, fetch)
-        return True
-
-    def _not(self, fetch: Fetch, outcome: FetchOutcome) -> bool:
-        fetch.turn, fetch.ended, fetch.outcome = FetchTurn.OVER, True, outcome
-        metrics.PREFIX_FETCH.labels(outcome.value).inc()
-        return False
 
     def _drop(self, fetch: Fetch) -> None:
         """Let the prompt be computed. Without effect after `begin`."""
