@@ -110,13 +110,12 @@ class Frontends:
         """Migrate requests that vLLM has aborted, as when somebody pauses stock `vllm serve`."""
         self.server.migrate(request_ids)
 
-    def make_way(self, no_room_s: float = 5.0) -> None:
+    def make_way(self) -> None:
         """Migrate requests that wait for blocks while blocks are in quarantine.
 
-        The writer or reader of these blocks may be stopped for ever, and vLLM would wait as long.
-
-        no_room_s: how long requests may wait for free blocks while no request runs."""
-        ids = self._loop.waiting_for_blocks(no_room_s)
+        The writer or reader of these blocks may be stopped for ever. vLLM would wait as long."""
+        # So many seconds may requests wait for free blocks while no request runs.
+        ids = self._loop.waiting_for_blocks(5.0)
         if ids and (blocks := self._ledger.quarantined_blocks + self._leases.unproved_blocks):
             logger.warning(
                 "migrating %d requests: no room for them while %d blocks are in quarantine; "
@@ -156,13 +155,13 @@ class Frontends:
             quiet = 0 if busy else quiet + 1
             await asyncio.sleep(0.05)
 
-    async def migrate(self, within_s: float = 1.0) -> None:
+    async def migrate(self) -> None:
         """Migrate all requests.
 
-        within_s: a stuck engine thread cannot do it. After this time this gives up, and the
-        frontends notice when this process has ended."""
+        A stuck engine thread cannot do it. After 1 s this gives up, and the frontends notice when
+        this process has ended."""
         logger.warning("migrating %d unfinished requests", self.server.active_requests)
         with contextlib.suppress(TimeoutError, NotNow):
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(1.0):
                 await self._loop.call(self.server.migrate)
                 await asyncio.sleep(_FLUSH_S)

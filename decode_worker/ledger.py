@@ -774,10 +774,10 @@ class Ledger:
             self._next_look = min(dues, default=math.inf)
         return None if self._next_look == math.inf else self._next_look - now
 
-    def tick_overdue(self, late_s: float = 1.0) -> None:
-        """Call `tick` if its own thread should have done so `late_s` seconds ago: that one hangs
+    def tick_overdue(self) -> None:
+        """Call `tick` if its own thread should have done so a second ago: that one hangs
         (docs/failure-modes.md). An error is logged, and the next call tries again."""
-        if self._clock.monotonic() > self._next_look + late_s:
+        if self._clock.monotonic() > self._next_look + 1.0:
             try:
                 self.tick()
             except Exception:

@@ -1,7 +1,7 @@
 """Publishes the blocks of this worker's prefix cache to the frontends that follow it.
 
     engine thread      `_take`: puts a step's changes into a queue
-    asyncio thread     hashes and numbers them, at most every `flush_s`
+    asyncio thread     hashes and numbers them, at most every _FLUSH_S
     engine thread      the request server sends what is new to each frontend that follows
 
 A frontend that asks (PrefixFollow) is sent a snapshot in pages first. It asks again if it misses an
@@ -30,6 +30,8 @@ logger = log.get("decode_worker.kv_events")
 
 # Steps in the queue. If there are more, the asyncio thread hangs, and all blocks are forgotten.
 _MOST_STEPS = 10_000
+# New events are sent at most this often. After a pause they are sent at once.
+_FLUSH_S = 0.05
 # (payload, identity of a frontend or None for all that follow).
 Send = Callable[[bytes, bytes | None], None]
 
@@ -104,10 +106,7 @@ class BlockEvents:
         loop: asyncio.AbstractEventLoop,
         view: View,  # of the engine
         events: KvEvents,
-        # New events are sent at most this often. After a pause they are sent at once.
-        flush_s: float = 0.05,
     ) -> None:
-        self._flush_s = flush_s
         self._loop = loop
         self._send: Send | None = None  # nobody has followed yet
         view.tell_blocks(events, self._take)
@@ -148,7 +147,7 @@ class BlockEvents:
             send(wire.encode(page), identity)
 
     def _arm(self) -> None:
-        wait = self._flushed_at + self._flush_s - self._loop.time()
+        wait = self._flushed_at + _FLUSH_S - self._loop.time()
         self._loop.call_later(max(0.0, wait), self._flush)
 
     def _flush(self) -> None:
