@@ -1,4 +1,4 @@
-"""What a decode worker that drains waits for, and which requests it hands back to frontends."""
+"""What a decode worker that drains waits for, what it hands back, and the load it tells."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from pullfill import wire
 from pullfill.decode_worker.frontends import Frontends
+from pullfill.engine import front_wire
+from pullfill.engine.front_wire import LOAD_S, LoadReport
 from tests.support.handoff_model import HandoffModel
+from tests.support.said import blank
 
 
 def frontends(server: Any, ledger: Any, waiting: Any = None, leased: int = 0) -> Frontends:
@@ -72,3 +77,63 @@ def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
     )
     frontends(server, None).on_failed_step({"a"})
     assert said == ["drain", "receive", {"a", "not yet in the engine"}]
+
+
+# ------------------------------------------------------------------ the load
+
+IDLE = blank(LoadReport, free_blocks=100)
+
+
+class Rig:
+    """The engine's load, and the server that sends it. loaded: the load now."""
+
+    def __init__(self) -> None:
+        self.loaded = IDLE
+        self.draining = False
+        self.sent: list[LoadReport] = []
+        self.wakes: list[float] = []
+        me: Any = self
+        unused: Any = None
+        self.frontends = Frontends(unused, me, self.load, self.wakes.append, unused, unused, unused)
+        self.now = 1000.0
+        self.look()
+        self.sent.clear()
+
+    def load(self, draining: bool) -> LoadReport:
+        return msgspec.structs.replace(self.loaded, draining=draining)
+
+    def tell(self, kind: bytes, payload: bytes) -> None:
+        assert kind == front_wire.LOAD
+        self.sent.append(wire.decode(payload, LoadReport))
+
+    def look(self, after: float = LOAD_S, **changes: int) -> None:
+        self.loaded = msgspec.structs.replace(self.loaded, **changes)
+        self.now += after
+        self.frontends.tell_load(self.now)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def test_a_change_is_sent_at_once_after_a_pause(rig: Rig) -> None:
+    for _ in range(100):
+        rig.look()
+    assert (rig.sent, rig.wakes) == ([], []), "an idle engine sleeps"
+    rig.look(running=1)
+    assert [r.running for r in rig.sent] == [1]
+    rig.draining = True
+    rig.look()
+    assert rig.sent[-1].draining
+
+
+def test_at_most_one_in_each_interval_and_the_last_state_is_sent(rig: Rig) -> None:
+    for number in range(1, 200):
+        rig.look(LOAD_S / 20, running=number, free_blocks=100 - number % 7)
+    assert 9 <= len(rig.sent) <= 11
+    rig.look(LOAD_S / 100, running=0, free_blocks=100)
+    assert rig.sent[-1].running != 0
+    assert rig.wakes, "the engine's loop would sleep before it tells that it is idle"
+    rig.look(rig.wakes[-1])
+    assert rig.sent[-1] == IDLE

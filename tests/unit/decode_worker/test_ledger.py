@@ -115,19 +115,6 @@ def test_a_prompt_that_may_have_killed_two_prefill_workers_is_sent_to_no_third()
     assert job.cancelled_in_queue
 
 
-def test_a_job_in_quarantine_is_held_until_its_writer_is_quiet() -> None:
-    model = HandoffModel()
-    job, grant = granted(model)
-    assert model.begin_batch(grant)
-    model.lose("a", others_alive=True)
-    for writer in ("a", "b"):
-        claimed = model.claim(job, writer)
-        assert (claimed.refused, claimed.retry_after_s) == (RefuseReason.HELD, 0.05)
-    model.end_batch(grant)
-    model.tick(0.05)
-    assert model.claim(job, "b").grant is not None
-
-
 # ------------------------------------------------------------------ without a model: time, sums
 
 

@@ -11,10 +11,13 @@ import pytest
 from pullfill.decode_worker.cost import Queue
 from pullfill.decode_worker.meter import DecodeMeter
 from pullfill.decode_worker.rules import Decision, Situation
+from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.requests import OWN_CLIENT
 from pullfill.rate import SHARE_S
 from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.worker.step_cost import StepCost
 from tests.support.fakes import FakeChunks, FakeClock, FakeRequest
+from tests.support.said import blank
 
 
 class Rig:
@@ -183,3 +186,20 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
         costs = rig.meter.predict(FakeRequest("own", list(range(500))), 0, Queue(), config)
         took.append(costs.local.ttft_s)
     assert took[1] < took[0] / 4
+
+
+def test_a_report_tells_what_streams_and_prompts_take() -> None:
+    cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    meter: Any = SimpleNamespace(
+        model=SimpleNamespace(cost=cost, requests=5, streams=4, kv_tokens=900),
+        prompts=SimpleNamespace(share=lambda: 0.2567),
+        _view=SimpleNamespace(
+            load=lambda draining: blank(LoadReport, draining=draining), config=config
+        ),
+    )
+    assert DecodeMeter.report(meter, draining=True) == blank(
+        LoadReport, draining=True, seats=8, requests=5, streams=4, stream_tokens=900,
+        prompt_share=0.26,
+        step_s=(0.006, 0.0003, 1e-7),
+    )  # fmt: skip

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from pullfill.decode_worker.demand import DemandMeter
 from pullfill.decode_worker.ledger import JobState
 from pullfill.decode_worker.outlook import Outlook
-from pullfill.decode_worker.side import DecodeRole, DecodeSide
+from pullfill.decode_worker.peers import Peers
+from pullfill.decode_worker.side import DecodeRole, DecodeSide, jobs_of
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
 from pullfill.wire import Load, PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
@@ -37,6 +39,58 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
         side.engine_stuck(stuck)
         said.append(side.draining.is_set())
     assert said == [True, False, True, True]
+
+
+def test_open_jobs_have_their_state_and_their_times() -> None:
+    model = HandoffModel()
+    first, second = model.open(4), model.open(2)
+    assert first is not None
+    assert second is not None
+    model.clock.advance(1.5)
+    model.claim(first, "a")
+    ledger = model.ledger
+    says.progress(ledger, first.job.job_id, 1, ledger.incarnation, "a", blocks=1)
+    model.clock.advance(0.25)
+    granted, queued = jobs_of(ledger)
+    assert (granted.job_id, granted.state, granted.attempt) == (first.job.job_id, "granted", 1)
+    assert granted.open_s == pytest.approx(1.75)
+    assert granted.stage_s == pytest.approx(0.25)
+    assert granted.queue_s == pytest.approx(1.5)
+    assert granted.written == 0.25
+    assert (queued.state, queued.stage_s, queued.queue_s) == ("queued", queued.open_s, None)
+    assert [job.job_id for job in jobs_of(ledger, limit=1)] == [first.job.job_id]
+    model.drain()
+    assert jobs_of(ledger) == []
+
+
+def test_what_waits_leaves_out_the_jobs_that_others_have_claimed() -> None:
+    """They count them. Two jobs, and a prompt of 500 tokens that stays here."""
+    model = HandoffModel()
+    assert model.open(2) is not None
+    unclaimed = model.ledger.sums().uncomputed
+    claimed = model.open(4)
+    assert claimed is not None
+    jobs = model.ledger.sums().uncomputed
+    assert jobs > unclaimed > 0
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    blocks = {"free_blocks": 100, "usable_blocks": 100}
+    side: Any = SimpleNamespace(
+        engine=SimpleNamespace(
+            view=SimpleNamespace(config=config, counts=lambda: (0, 3), **blocks)
+        ),
+        context=SimpleNamespace(ledger=model.ledger),
+        control=SimpleNamespace(peers=Peers()),
+        meter=SimpleNamespace(demand=DemandMeter(), own_rate=100.0),
+        frontends=SimpleNamespace(uncached_tokens=500),
+    )
+
+    def queued_s() -> float:
+        return DecodeSide._demand(side).queued_s
+
+    assert queued_s() == pytest.approx((500 + jobs) / 100)
+    model.claim(claimed, "a")
+    assert queued_s() == pytest.approx((500 + unclaimed) / 100)
+    model.drain()
 
 
 # ------------------------------------------------------------------ jobs of its own
