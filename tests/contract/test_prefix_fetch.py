@@ -19,7 +19,7 @@ from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.errors import TransferFailed
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import ExplainRecord, FenceToken, Lease, u32
-from tests.support.fetch_rig import FetchWorker, without_vllm
+from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
 from tests.support.transfer_rigs import RIGS
@@ -359,3 +359,84 @@ async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(
     assert (await pair.asker.end(served)).fetch == "expired"
     await soon(lambda: not pair.holder.leases.open)
     assert pair.holder.leases.unproved_blocks == 0
+
+
+# ------------------------------------------------------------------ which prompts have it fetched
+
+PROMPT = list(range(PREFIX + 1))
+
+
+@pytest.fixture
+async def worker(tmp_path: Path) -> FetchWorker:
+    return FetchWorker(RIGS["loopback"](tmp_path), "asker")
+
+
+@pytest.fixture
+def asked(worker: FetchWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(worker.fetches, "_start", found.append)
+    return found
+
+
+def hint(worker: FetchWorker, tokens: int, name: str = "holder") -> Any:
+    made = replace(worker.holds(0), instance_id=name, tokens=tokens)
+    return replace(made, control="tcp://127.0.0.1:1")
+
+
+async def look(worker: FetchWorker, holder: Any, hit: int = 0, **fields: Any) -> Any:
+    request = worker.request(PROMPT, holder)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    answer = worker.side.decide(request, hit)
+    await asyncio.sleep(0)
+    return answer
+
+
+async def test_a_prefix_that_is_hardly_longer_or_cannot_be_shared_is_computed(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    assert await look(worker, hint(worker, PREFIX), mm_features=[object()]) == (0, False)
+    # One of the rules that look at the request alone: test_rules.py
+    assert await look(worker, hint(worker, PREFIX), pooling_params=object()) == (0, False)
+    assert await look(worker, hint(worker, PREFIX), hit=9 * BLOCK) == (0, False)
+    assert await look(worker, hint(worker, LEAST - 1)) == (0, False)
+    assert await look(worker, None) == (0, False)
+    assert await look(worker, hint(worker, PREFIX, "asker")) == (0, False), "that is us"
+    worker.config = replace(worker.config, min_fetch_tokens=0)
+    assert await look(worker, hint(worker, PREFIX)) == (0, False), "it is switched off"
+    assert asked == []
+
+
+async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
+    worker: FetchWorker, asked: list[Any]
+) -> None:
+    request = worker.request(PROMPT, hint(worker, PREFIX))
+    assert worker.side.decide(request, 0) == (None, False)
+    assert worker.side.decide(request, 0) == (None, False)
+    fetch = worker.fetches._open.get(request.request_id)
+    assert fetch is not None
+    fetch.answer_by = 0.0
+    assert worker.side.decide(request, 0) == (0, False)
+    assert worker.side.decide(request, 0) == (0, False)
+    worker.side.request_finished(request)
+    assert not worker.fetches._open
+
+
+async def test_a_burst_of_prompts_asks_for_so_many_prefixes(
+    worker: FetchWorker, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks about all prompts that wait before the asyncio thread gets a turn."""
+    monkeypatch.setattr(fetches, "MOST", 2)
+    burst = []
+    for number in range(4):
+        request = worker.request([number, *PROMPT[1:]], hint(worker, PREFIX))
+        request.request_id = f"r{number}"
+        burst.append(request)
+    answers = [worker.side.decide(request, 0) for request in burst]
+    assert answers == [(None, False), (None, False), (0, False), (0, False)]
+    await asyncio.sleep(0)
+    assert [fetch.request_id for fetch in asked] == ["r0", "r1"]
+    for request in burst:
+        worker.side.request_finished(request)
+    later = worker.request(PROMPT, hint(worker, PREFIX))
+    assert worker.side.decide(later, 0) == (None, False), "those that have ended do not count"
