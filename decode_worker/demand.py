@@ -21,7 +21,7 @@ from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.decode_worker.forecast import ASSUMED_TOKENS_PER_S
 from pullfill.decode_worker.rules import COST_LOCAL, LACK, Decision, Situation
 from pullfill.snapshot import Demand
-from pullfill.wire import RouterPolicy
+from pullfill.wire import Load, RouterPolicy
 
 # Tokens count for so long, so a scrape every few seconds sees all of them.
 WINDOW_S = 30.0
@@ -60,10 +60,12 @@ class DemandMeter:
 
         here_s: expected seconds of computation, if the prompt is computed here."""
         lacks = decision.reason in LACK
+        stays = lacks or decision.reason == COST_LOCAL
+        long = now.config.policy is RouterPolicy.ALWAYS_REMOTE or now.long
         tokens = now.remote_tokens
         with self._lock:
             bucket = self._now()
-            if decision.remote or ((lacks or decision.reason == COST_LOCAL) and _long(now)):
+            if decision.remote or (stays and long):
                 bucket.tokens += tokens
                 bucket.prompts += 1
                 bucket.missed += lacks
@@ -98,8 +100,7 @@ class DemandMeter:
         *,
         open_tokens: int,
         queued_tokens: int,
-        rates: Sequence[float],
-        pool: int,
+        pulling: Sequence[Load],
         connected: bool,
         own_rate: float,
         kv: float,
@@ -109,12 +110,12 @@ class DemandMeter:
 
         open_tokens: tokens of its jobs that prefill workers have still to compute.
         queued_tokens: tokens that this worker has to compute, with jobs that nobody has claimed.
-        rates: tokens per second of each connected prefill worker that has measured them.
-        pool: number of prefill workers that pull.
-        connected: whether there are any. They may be busy.
+        pulling: the loads of the prefill workers that pull.
+        connected: whether there are prefill workers. They may be busy.
         own_rate: tokens per second of this engine. 0: not measured. A prefill worker is taken to be
         as fast as long as none has told its rate.
         kv, seats: see the module."""
+        rates = [load.tokens_per_s for load in pulling if load.tokens_per_s > 0]
         with self._lock:
             now = self._clock.monotonic()
             buckets = [bucket for bucket in self._buckets if now - bucket.at < WINDOW_S]
@@ -127,7 +128,7 @@ class DemandMeter:
         here = sum(b.here_s for b in buckets) / WINDOW_S
         streams = sum(b.streams_s for b in buckets) / WINDOW_S / (1.0 - min(here, _FULL))
         return Demand(
-            backlog_s=(open_tokens + kept) / (each * max(1, pool)),
+            backlog_s=(open_tokens + kept) / (each * max(1, len(pulling))),
             queued_s=queued_tokens / (own_rate or each),
             prefill_demand=tokens / WINDOW_S / each,
             tokens_per_s=each,
@@ -138,7 +139,3 @@ class DemandMeter:
             kv=kv,
             seats=seats,
         )
-
-
-def _long(now: Situation) -> bool:
-    return now.config.policy is RouterPolicy.ALWAYS_REMOTE or now.long

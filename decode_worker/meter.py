@@ -64,19 +64,16 @@ class DecodeMeter(StepMeter):
 
     def predict(self, request: Any, hit_tokens: int, queue: Queue, config: RouterConfig) -> Prefill:
         """Predict what the prefill of a request costs. request: vLLM's Request."""
+        ttft_ms, itl_ms = request_limits.targets_of(request.sampling_params)
+        # Targets are rounded, so that streams with about the same one are counted together.
+        itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
         return self.model.predict(
             queue,
-            self._targets(request, config),
+            Targets((ttft_ms or config.ttft_ms) / 1e3, itl_s),
             hit_tokens,
             max(1, request.num_prompt_tokens - hit_tokens),
             max(0.0, time.time() - request.arrival_time),
         )
-
-    def _targets(self, request: Any, config: RouterConfig) -> Targets:
-        ttft_ms, itl_ms = request_limits.targets_of(request.sampling_params)
-        # Targets are rounded, so that streams with about the same one are counted together.
-        itl_s = round((itl_ms or config.itl_ms) / 1e3, 3) or 0.001
-        return Targets((ttft_ms or config.ttft_ms) / 1e3, itl_s)
 
     def admitted(self, request_id: str, now: Situation, decision: Decision) -> None:
         """Note that vLLM has taken a request as it was decided.

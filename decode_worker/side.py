@@ -157,16 +157,14 @@ class DecodeSide(Service):
         remote = sum(ours.jobs[state] for state in _REMOTE)
         running, waiting = view.counts()
         blocks = view.usable_blocks
-        pulling = self.control.peers.pulling
-        rates = [peer.load.tokens_per_s for peer in pulling]
+        peers = self.control.peers
         return self.meter.demand.figures(
             open_tokens=ours.uncomputed,
             # `uncached_tokens` has no job: of a request with one, vLLM counts all as computed. And
             # jobs that are claimed are counted where they are computed.
             queued_tokens=self.frontends.uncached_tokens + ours.queued_tokens,
-            rates=[rate for rate in rates if rate > 0],
-            pool=len(pulling),
-            connected=bool(self.control.peers),
+            pulling=[peer.load for peer in peers.pulling],
+            connected=bool(peers),
             own_rate=self.meter.own_rate,
             kv=1.0 - view.free_blocks / blocks if blocks else 0.0,
             # vLLM counts requests whose prompts are away as waiting. They take no seat yet.

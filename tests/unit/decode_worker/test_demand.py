@@ -9,11 +9,12 @@ import pytest
 from pullfill.decode_worker.demand import WINDOW_S, DemandMeter
 from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.snapshot import Demand
-from pullfill.wire import RouterConfig
+from pullfill.wire import Load, RouterConfig
 from tests.support.fakes import FakeClock
 
 CONFIG = RouterConfig(max_local_prefill_length=512)
 RATE = 1000.0
+LOAD = Load(tokens_per_s=RATE)
 
 
 class Rig:
@@ -36,7 +37,7 @@ class Rig:
 
     def figures(self, **told: Any) -> Demand:
         asked = {
-            "open_tokens": 0, "queued_tokens": 0, "rates": [], "pool": 0, "connected": False,
+            "open_tokens": 0, "queued_tokens": 0, "pulling": [], "connected": False,
             "own_rate": 0.0, "kv": 0.0, "seats": 0.0,
         }  # fmt: skip
         return self.meter.figures(**(asked | told))
@@ -58,14 +59,14 @@ def test_the_backlog_of_the_time_without_one_is_gone_with_the_first_prefill_work
     rig = Rig()
     rig.prompt("self_check_pending")
     assert rig.figures(own_rate=RATE).backlog_s > 0
-    told = rig.figures(rates=[RATE], connected=True)
+    told = rig.figures(pulling=[LOAD], connected=True)
     assert told.backlog_s == 0, "it may be busy"
     assert told.prefill_demand == pytest.approx(3.0 / WINDOW_S), "an autoscaler keeps the worker"
 
 
 def test_what_waits_here_is_told_at_the_pace_of_this_worker() -> None:
-    assert Rig().figures(queued_tokens=3000, own_rate=500.0, rates=[RATE]).queued_s == 6.0
-    assert Rig().figures(queued_tokens=3000, rates=[RATE]).queued_s == 3.0, "it has not measured"
+    assert Rig().figures(queued_tokens=3000, own_rate=500.0, pulling=[LOAD]).queued_s == 6.0
+    assert Rig().figures(queued_tokens=3000, pulling=[LOAD]).queued_s == 3.0, "it has not measured"
 
 
 @pytest.mark.parametrize(

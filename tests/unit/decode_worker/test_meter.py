@@ -46,9 +46,8 @@ class Rig:
 def pressure(rig: Rig) -> float:
     meter = rig.meter.demand
     told = meter.figures(
-        open_tokens=0, queued_tokens=0, rates=[], pool=0, connected=False, own_rate=0.0, kv=0.1,
-        seats=0.1,
-    )  # fmt: skip
+        open_tokens=0, queued_tokens=0, pulling=[], connected=False, own_rate=0.0, kv=0.1, seats=0.1
+    )
     return told.pressure
 
 
