@@ -37,7 +37,7 @@ from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory
 from pullfill.registry.self_checks import SelfChecks, pair_of
 from pullfill.runtime import log, metrics
-from pullfill.runtime.lifecycle import end
+from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.transfer.copying import copies_of, read_pages
 from pullfill.wire import Compat, SelfCheck, WorkerRecord, WorkerState
 
@@ -84,7 +84,8 @@ class Checks:
         self._peers: dict[str, tuple[Peer, str]] = {}
         self._changed = asyncio.Event()
         self.joining = True
-        self._tasks = [asyncio.create_task(self._run(), name="self-checks")]
+        self._tasks = Tasks()
+        self._tasks.begin(self._run(), "self-checks")
 
     async def close(self) -> None:
         """Cancel the comparison under way."""
@@ -113,8 +114,7 @@ class Checks:
         least one then sees the other.
 
         note: called when this worker is not `checking` any more."""
-        work = self._join(etcd, namespace, note)
-        self._tasks.append(asyncio.create_task(work, name="self-checks of the registry"))
+        self._tasks.begin(self._join(etcd, namespace, note), "self-checks of the registry")
 
     async def _join(self, etcd: EtcdClient, namespace: str, note: Callable[[], None]) -> None:
         directory, changed = Directory(etcd, namespace, ["prefill"]), asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from pullfill.decode_worker.self_check import (
     Checks,
     Incomplete,
     Ours,
+    Trial,
     Trials,
 )
 from pullfill.engine import requests
@@ -33,13 +34,6 @@ COMPAT_4 = msgspec.structs.replace(COMPAT, block_size=4, num_layers=1, dtype="fl
 OURS = Ours("decode-1", COMPAT_4, "ours", 4, 100, "float32", ONE_GROUP)
 
 
-@dataclass
-class Made:
-    pages: list[Any]
-    logprobs: dict[int, float] = field(default_factory=dict)
-    took_s: float = 0.0
-
-
 class Engine:
     """In place of `Trials`: a remote prefill is off by `wrong`, or raises what `fails` says."""
 
@@ -52,13 +46,14 @@ class Engine:
 
     async def run(
         self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
-    ) -> Made:
+    ) -> Trial:
         self.asked.append((len(tokens), writer))
         if writer and (failure := self.fails(writer)) is not None:
             raise failure
         kv = np.ones((4, 8), np.float32)
         kv[2, 3] += self.wrong if writer else 0.0
-        return Made([kv.view(np.uint8)], dict(self.logprobs))
+        pages: Any = [kv.view(np.uint8)]
+        return Trial(writer, blocks, pages=pages, logprobs=dict(self.logprobs))
 
 
 class Rig:
