@@ -67,7 +67,7 @@ class RequestServer:
         # The cluster key. A frontend that does not hold it is refused.
         key: ClusterKey | None = None,
         # See `BlockEvents.follow`.
-        follow: Callable[[bytes, Send], object] | None = None,
+        follow: Callable[[bytes, Send], object] = lambda *_: None,
     ) -> None:
         self._loop = loop
         self._traces = traces
@@ -200,8 +200,7 @@ class RequestServer:
         elif kind == front_wire.FOLW:
             wire.decode(payload[0].bytes, PrefixFollow)
             frontend.follows = True
-            if self._follow is not None:
-                self._follow(identity, self._send_blocks)
+            self._follow(identity, self._send_blocks)
         elif kind == front_wire.BYE:
             self._drop(frontend, "left")
         else:
