@@ -55,7 +55,6 @@ from pullfill.wire import (
     Ready,
     Refused,
     RefuseReason,
-    Revoke,
     Trial,
     encode,
     u32,
@@ -374,9 +373,9 @@ class Handoff:
         """Do what the ledger asks of the network."""
         for action in self.ledger.take_actions():
             match action:
-                case SendRevoke(name, job_id, attempt, reason):
+                case SendRevoke(name, revoke):
                     if (peer := self.peers.get(name)) is not None:
-                        peer.channel.write(Revoke(job_id=job_id, attempt=attempt, reason=reason))
+                        peer.channel.write(revoke)
                 case CancelMessage(receipt):
                     self._tasks.begin(self._queue.cancel(receipt), "delete a job")
                 case NakDelivery(ack_subject, receipt):

@@ -34,6 +34,7 @@ from pullfill.wire import (
     Ready,
     Refused,
     RefuseReason,
+    Revoke,
 )
 
 logger = log.get("decode_worker.ledger")
@@ -253,9 +254,7 @@ class SendRevoke:
     """Tell the writer to stop."""
 
     writer: str
-    job_id: str
-    attempt: int
-    reason: str
+    revoke: Revoke
 
 
 Action = CancelMessage | NakDelivery | SendRevoke
@@ -691,7 +690,8 @@ class Ledger:
         self._enter(entry, JobState.QUARANTINED)
         self._quarantined[entry.job_id] = entry
         entry.quarantined_at = self._clock.monotonic()
-        self._actions.append(SendRevoke(entry.writer, entry.job_id, entry.attempt, str(reason)))
+        revoke = Revoke(job_id=entry.job_id, attempt=entry.attempt, reason=str(reason))
+        self._actions.append(SendRevoke(entry.writer, revoke))
         self._ask_proof(entry)
         last = entry.attempt >= MAX_ATTEMPTS or entry.losses > 1 or not entry.in_queue
         if requeue and last and not entry.settled:

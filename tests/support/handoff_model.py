@@ -21,7 +21,6 @@ from pullfill.decode_worker.ledger import (
     JobState,
     Ledger,
     NakDelivery,
-    SendRevoke,
     Settle,
     Sums,
 )
@@ -99,7 +98,6 @@ class HandoffModel:
         self.jobs: dict[str, Job] = {}
         self.grants: list[Grant] = []
         self.naks: list[str] = []
-        self.revokes: list[SendRevoke] = []
         self.reads: list[Entry] = []
         """Under way: our reader writes into these blocks, whatever the ledger believes."""
         self.seen: set[str] = set()
@@ -197,8 +195,6 @@ class HandoffModel:
                     self.jobs[str(receipt)].cancelled_in_queue = True
                 case NakDelivery(subject, _):
                     self.naks.append(subject)
-                case SendRevoke():
-                    self.revokes.append(action)
         self.check()
 
     # ------------------------------------------------------------------ writers
