@@ -139,20 +139,21 @@ class Handoff:
             self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
 
     async def _publish(self, job: OpenedJob) -> None:
-        ledger, job_id, request_id = self.ledger, job.entry.job_id, job.entry.request_id
+        ledger, entry = self.ledger, job.entry
+        job_id, request_id = entry.job_id, entry.request_id
         log.about(job_id=job_id, request_id=request_id)
         try:
             brought, brings = b"", ""
             if job.features:  # on a thread: 8 MiB take 10 ms
                 brought, brings = await asyncio.to_thread(features.encode, job.features)
-            if ledger.find(job_id) is None:
+            if entry.settled:
                 return  # the job ended before it was published
             body = self._encode(job, brings)
             ledger.set_digest(job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
-            if to := job.entry.to:  # past the queue
-                if (peer := self.peers.get(to)) is None:
-                    raise PeerUnavailable(f"{to} is not connected any more")
+            if entry.to:  # past the queue
+                if (peer := self.peers.get(entry.to)) is None:
+                    raise PeerUnavailable(f"{entry.to} is not connected any more")
                 peer.channel.write(Trial(job=body))
                 return
             tokens = len(job.token_ids) - job.hit_tokens
@@ -166,11 +167,10 @@ class Handoff:
             logger.exception("publishing %s failed; serving it locally", request_id)
             ledger.give_up(job_id, Outcome.PUBLISH_FAILED)
         else:
-            ledger.published(job_id, receipt)
-            entry = ledger.find(job_id)
-            if entry is None or entry.state is not JobState.QUEUED:
+            ledger.published(entry, receipt)
+            if entry.state is not JobState.QUEUED:
                 self._queue.claimed(receipt)  # the claim came before the answer of the queue
-            if entry is None and ledger.was_committed(job_id):
+            if entry.state is JobState.COMMITTED:
                 self._queue.committed(receipt)
 
     def _encode(self, job: OpenedJob, brings: str) -> bytes:

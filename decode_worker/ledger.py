@@ -432,12 +432,11 @@ class Ledger:
             self._look_by(entry.due)
 
     @locked
-    def published(self, job_id: str, receipt: Any) -> None:
+    def published(self, entry: Entry, receipt: Any) -> None:
         """Note that the queue has stored the job. If the job has ended, its message is deleted."""
-        entry = self._jobs.get(job_id)
-        if entry is not None and not entry.settled:
+        if not entry.settled:
             entry.receipt = receipt
-        elif not self.was_committed(job_id):
+        elif entry.state is not JobState.COMMITTED:
             self._actions.append(CancelMessage(receipt))
 
     # ------------------------------------------------------------------ grant
@@ -845,10 +844,6 @@ class Ledger:
 
     def find(self, job_id: str) -> Entry | None:
         return self._jobs.get(job_id)
-
-    def was_committed(self, job_id: str) -> bool:
-        """Whether a job that is no longer open was committed."""
-        return self._ended.get(job_id) is JobState.COMMITTED
 
     def unclaimed(self) -> list[Any]:
         """Return the queue's receipts of the jobs that wait for a claim."""

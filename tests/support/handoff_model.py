@@ -182,7 +182,7 @@ class HandoffModel:
         if outcome is None:
             job.stored = True
             self.ledger.set_digest(job.job.job_id, b"digest")
-            self.ledger.published(job.job.job_id, job.job.job_id)
+            self.ledger.published(job.job, job.job.job_id)
         else:
             self.ledger.give_up(job.job.job_id, outcome)
         self.act()
