@@ -67,21 +67,6 @@ def test_kv_that_is_not_written_yet_is_in_front_too() -> None:
     assert told.claim_within_s == pytest.approx(24), "or all of it comes over one of them"
 
 
-def test_the_link_of_a_worker_that_is_gone_keeps_no_prompt_local() -> None:
-    """A slow one did so for five minutes after its worker had left."""
-    made, _ = forecaster()
-    measured(made, "slow", 100.0)
-    measured(made, "fast", 1.0)
-
-    def told(*pulling: str) -> Forecast:
-        return of(made, 1600, **dict.fromkeys(pulling, load(1000)))
-
-    assert told("slow", "fast").write_s == pytest.approx(5.05), "either may get the job"
-    assert told("fast").write_s == pytest.approx(0.1)
-    assert told("fast").commit_within_s == told("slow").commit_within_s, "deadlines are careful"
-    assert told("new").write_s == 0
-
-
 def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> None:
     made, clock = forecaster()
     both = {"fast": load(1e6), "slow": load(1e6)}
@@ -91,6 +76,10 @@ def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> 
     told = of(made, 16_000, **both)
     assert told.write_s == pytest.approx(2), "whoever pulls it"
     assert told.commit_within_s == pytest.approx(2 * (3 + 0.016))
+    alone = of(made, 16_000, fast=both["fast"])
+    # A slow link kept prompts local for five minutes after its worker had left.
+    assert alone.write_s == pytest.approx(1), "the other worker is gone"
+    assert alone.commit_within_s == told.commit_within_s, "deadlines are careful"
     clock.advance(BELIEVE_LINK_S + 1)
     late = of(made, 16_000, **both)
     assert late.write_s == 0, "or nobody would ever measure it again"
