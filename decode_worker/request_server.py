@@ -415,7 +415,7 @@ class RequestServer:
 class Intake:
     """Runs preparations one after another. Call it on the engine thread.
 
-    submit: `EngineThread.submit` (worker/ports.py)."""
+    submit: `EngineLoop.submit`."""
 
     def __init__(self, submit: Callable[..., None]) -> None:
         self._submit = submit

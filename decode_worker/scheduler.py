@@ -43,9 +43,9 @@ from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
+    StepReport,
     Tables,
 )
-from pullfill.worker.ports import StepReport
 
 if TYPE_CHECKING:
     from pullfill.decode_worker.meter import DecodeMeter

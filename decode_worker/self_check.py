@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pullfill.decode_worker.context import DecodeContext
     from pullfill.decode_worker.difference import Pages
     from pullfill.transfer.contract import LocalMemory
-    from pullfill.worker.ports import Submit
+    from pullfill.worker.engine_loop import EngineLoop
 
 logger = log.get("decode_worker.self_check")
 
@@ -309,7 +309,7 @@ class Trials:
 
     def __init__(
         self,
-        submit: Submit,
+        submit: EngineLoop,
         memories: Sequence[LocalMemory],
         groups: Groups,  # the KV cache groups of the model
         # How many of the most likely tokens get a log probability. None: no tokens.
@@ -388,7 +388,7 @@ class Trials:
 
 
 def checks_for(
-    context: DecodeContext, config: Any, compat: Compat, submit: Submit, kept: SelfChecks
+    context: DecodeContext, config: Any, compat: Compat, submit: EngineLoop, kept: SelfChecks
 ) -> Checks | None:
     """Make the self-check of this worker, or return None if nothing can be compared.
 

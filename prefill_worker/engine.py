@@ -23,7 +23,7 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.runtime import log
 from pullfill.wire import Adapter
 from pullfill.worker.context import WorkerContext
-from pullfill.worker.ports import Submit
+from pullfill.worker.engine_loop import EngineLoop
 
 logger = log.get("prefill_worker.engine")
 
@@ -41,7 +41,7 @@ class PrefillEngine:
 
     def __init__(
         self,
-        requests: Submit,
+        requests: EngineLoop,
         tasks: dict[str, PrefillTask],
         context: WorkerContext,
         *,

@@ -32,8 +32,8 @@ from pullfill.worker.context import (
     ByPosition,
     KeptFrom,
     SchedulerHalf,
+    StepReport,
 )
-from pullfill.worker.ports import StepReport
 from pullfill.worker.step_meter import StepMeter, StepModel
 
 if TYPE_CHECKING:

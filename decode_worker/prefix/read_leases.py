@@ -42,7 +42,7 @@ from pullfill.wire import (
 
 if TYPE_CHECKING:
     from pullfill.engine.view import View
-    from pullfill.worker.ports import EngineThread
+    from pullfill.worker.engine_loop import EngineLoop
 
 logger = log.get("decode_worker.leases")
 
@@ -84,7 +84,7 @@ class ReadLeases:
     def __init__(
         self,
         context: DecodeContext,
-        thread: EngineThread,
+        thread: EngineLoop,
         view: View,
         ours: LeaseHello,  # what this worker says itself when it asks others
     ) -> None:

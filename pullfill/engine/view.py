@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class View:
-    """One engine, as its sides see it: a port (pullfill/worker/ports.py).
+    """One engine, as its sides see it.
 
     core: vLLM's EngineCore.
     config: vLLM's VllmConfig. Not to be changed.

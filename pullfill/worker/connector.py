@@ -32,8 +32,7 @@ from pullfill.transfer.owners import RankRegion
 from pullfill.transfer.shm.files import shm_dir
 from pullfill.transfer.shm.kv_pool import SharedKvPool, tell
 from pullfill.worker import memory
-from pullfill.worker.context import SchedulerHalf, installed
-from pullfill.worker.ports import StepReport
+from pullfill.worker.context import SchedulerHalf, StepReport, installed
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ There is one engine in a process: `install` puts what its sides answer where the
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from pullfill.engine.adapters import Adapters
 from pullfill.engine.groups import ONE_GROUP, Groups
 from pullfill.engine.view import View
 from pullfill.errors import ConfigError
-from pullfill.worker.ports import Steps
 
 if TYPE_CHECKING:
     from pullfill.engine.kv import Geometry
@@ -62,16 +61,33 @@ class WorkerContext:
         return self.geometry.attention.groups if self.geometry else ONE_GROUP
 
 
-class SchedulerHalf(Steps):
-    """What one side answers vLLM's scheduler, through the connector. Engine thread.
+@dataclass(slots=True)
+class StepReport:
+    """What vLLM must be told of requests. It crosses processes, so it holds plain types only.
+
+    loaded: their KV has come. failed: their KV will not come, so vLLM computes it.
+    sent: they are finished, and nobody reads their blocks any more, so vLLM frees these."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+
+
+class SchedulerHalf(ABC):
+    """What one side answers vLLM's scheduler, through the connector, and reports between steps.
+
+    Engine thread. Nothing here may block. What raises ends the engine.
 
     request: vLLM's Request. tables: its block ids, for each KV cache group.
     deferred: see StepMeter. Of the first side, which plans steps."""
 
     deferred: dict[str, bool]
 
+    # ------------------------------------------------------------------ the engine
+
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         """vLLM has constructed the connector."""
+        return None
 
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
@@ -79,6 +95,9 @@ class SchedulerHalf(Steps):
 
     def built(self, view: View) -> None:
         """The engine is built. It has taken no step yet."""
+        return None
+
+    # ------------------------------------------------------------------ requests
 
     def owns(self, request_id: str) -> bool:
         """Whether the request is of this side. What nobody else owns is of the first side."""
@@ -94,10 +113,41 @@ class SchedulerHalf(Steps):
 
     def loaded(self, output: Any) -> None:
         """vLLM's `update_connector_output`."""
+        return None
 
     @abstractmethod
     def finished(self, request: Any, tables: Tables) -> bool:
         """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
+
+    # ------------------------------------------------------------------ steps
+
+    @abstractmethod
+    def before_step(self) -> StepReport:
+        """Called between two steps, and before the loop sleeps. Returns what vLLM must be told now.
+
+        Nothing of it may be `failed`: vLLM takes that only with a step."""
+
+    def plan(self) -> None:
+        """Called after that, once vLLM knows what all sides have reported: plan the next step."""
+        return None
+
+    @abstractmethod
+    def scheduled(self, output: Any) -> StepReport:
+        """vLLM has scheduled a step. Returns what this step must tell vLLM.
+
+        output: vLLM's SchedulerOutput."""
+
+    @abstractmethod
+    def step_done(self, running: int) -> None:
+        """A step has run, on every rank.
+
+        running: number of scheduled steps that have not run yet. They are the last ones."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether `scheduled` has something to report. Then the engine must take a step, even if it
+        has no request to compute."""
 
 
 _installed: list[tuple[WorkerContext, Sequence[SchedulerHalf]]] = []

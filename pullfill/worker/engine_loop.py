@@ -1,5 +1,9 @@
-"""The ports (ports.py) over a loop that takes our turns: our own one (engine/host.py), or that of
-stock vLLM (engine/stock_host.py)."""
+"""How the sides of a worker use its engine, whichever loop takes our turns.
+
+That is our own one (engine/host.py), or vLLM's in stock `vllm serve` (engine/stock_host.py).
+tests/contract/test_ports.py judges both alike. How the KV memory becomes quiet before it is freed
+is the same for both, too: see `memory.end`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from pullfill.engine.adapters import Adapters
 from pullfill.engine.host import EngineHooks, EngineHost, taken
 from pullfill.engine.life import EngineLife
 from pullfill.errors import BadMessage, HandoffError, NotNow
-from pullfill.worker.ports import Steps
+from pullfill.worker.context import SchedulerHalf
 
 T = TypeVar("T")
 
@@ -23,12 +27,11 @@ _NO_WAVE = -1
 
 
 class EngineLoop(EngineHooks):
-    """Drives the sides of one worker, and is `EngineThread` and `Submit` for them.
-
-    The request server, which needs more than these ports, gets it whole.
+    """See the module. Any thread may call it, except where a heading says otherwise.
 
     core: vLLM's EngineCore. adapters: its LoRA adapters.
-    sides: those that are told of steps."""
+    sides: those that are told of steps.
+    submit, wake: see EngineHost. A turn of the loop calls `before_step` of each side."""
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class EngineLoop(EngineHooks):
         core: Any,
         life: EngineLife[Any],
         adapters: Adapters,
-        sides: Sequence[Steps] = (),
+        sides: Sequence[SchedulerHalf] = (),
     ) -> None:
         self._host = host
         self._core = core
@@ -48,9 +51,10 @@ class EngineLoop(EngineHooks):
         self.submit, self.wake = host.submit, host.wake
         self.use, self.register = host.use, host.register
 
-    # ------------------------------------------------------------------ EngineThread
-
     async def call(self, work: Callable[[], T]) -> T:
+        """Run `work()` as `submit` does. Returns or raises what it does. asyncio thread.
+
+        Raises NotNow if the engine has ended."""
         done = Future[T]()
 
         def run() -> None:
@@ -70,9 +74,16 @@ class EngineLoop(EngineHooks):
             raise NotNow(f"the engine has ended: {self._life.failure!r}")
         return result.result()
 
-    # ------------------------------------------------------------------ Submit
+    # ------------------------------------------------------------------ requests of our own
 
     def add(self, request: Any) -> Future[Any]:
+        """Have the engine compute a request. Returns its outcome: the last EngineCoreOutput.
+
+        The outcome is set on the engine thread. It is BadMessage if the request's adapter cannot be
+        loaded, and HandoffError if the engine refuses or fails the request. It stays open if the
+        request is aborted.
+
+        request: vLLM's EngineCoreRequest. An adapter is named as `Adapters.named` returns it."""
         name, outcome = request.request_id, Future[Any]()
         outcome.set_running_or_notify_cancel()  # who waits no more must not cancel it
         self._outcomes[name] = outcome
@@ -96,6 +107,9 @@ class EngineLoop(EngineHooks):
         return outcome
 
     def abort(self, request_id: str, forgotten: Callable[[], object]) -> None:
+        """Abort a request if it still runs.
+
+        forgotten: called on the engine thread once the engine runs no such request any more."""
         runs = self._outcomes.pop(request_id, None) is not None
 
         def forget() -> None:
@@ -113,7 +127,7 @@ class EngineLoop(EngineHooks):
         else:
             future.set_result(outcome)
 
-    # ------------------------------------------------------------------ called by the loop
+    # ------------------------------------------------------------------ called on the engine thread
 
     def before_step(self) -> None:
         for side in self._sides:

@@ -23,9 +23,8 @@ from pullfill.worker.memory import Copier
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine that is built, as its sides see it: the ports, and what the engine is.
+    """An engine that is built, as its sides see it.
 
-    loop: `EngineThread` and `Submit`, and for the request server all that it is.
     context: describes the KV cache in memory.
     dead: set once the engine takes no more steps. asyncio thread.
     fail: ends the worker, for this reason. Any thread."""
@@ -117,7 +116,7 @@ class Role(ABC):
     def make_half(self, wake: Callable[[], None]) -> SchedulerHalf:
         """What answers vLLM's scheduler. Engine thread.
 
-        wake: see `EngineThread`."""
+        wake: see `EngineHost`."""
 
     @abstractmethod
     async def watch(self, etcd: EtcdClient, parts: AsyncExitStack) -> None:

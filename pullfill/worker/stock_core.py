@@ -1,4 +1,4 @@
-"""The ports (ports.py) inside stock `vllm serve`: one flag makes its engine a worker.
+"""A worker inside stock `vllm serve`: one flag makes its engine one.
 
     --kv-transfer-config '{"kv_connector": "PullfillDecode", "kv_role": "kv_consumer",
         "kv_connector_module_path": "pullfill.worker.stock_core", "kv_connector_extra_config":

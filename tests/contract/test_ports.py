@@ -1,4 +1,4 @@
-"""The ports that a side stands on (pullfill/worker/ports.py), over each loop that gives them.
+"""What a side stands on (worker/engine_loop.py, worker/context.py), over each loop that gives it.
 
 vLLM's engine core and scheduler are real, and compute no model. An engine that nobody wakes sleeps
 for a minute, which fails a test.
@@ -40,9 +40,8 @@ from pullfill.transfer.shm.files import RegionFiles
 from pullfill.wire import Adapter
 from pullfill.worker import context as contexts
 from pullfill.worker import memory
-from pullfill.worker.context import SchedulerHalf, WorkerContext
+from pullfill.worker.context import SchedulerHalf, StepReport, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
-from pullfill.worker.ports import EngineThread, StepReport, Submit
 from pullfill.worker.sides import Engine, Role
 from pullfill.worker.worker import engine_of
 from tests.support.cluster import BLOCK, FLAGS, MOCK
@@ -134,25 +133,21 @@ class Probe(SchedulerHalf):
 
 @dataclass
 class Made:
-    """An engine by its ports. stock: its process, if that is vLLM's."""
+    """An engine. stock: its process, if that is vLLM's."""
 
     engine: Engine
     stock: Any = None
 
     @property
-    def thread(self) -> EngineThread:
-        return self.engine.loop
-
-    @property
-    def submit(self) -> Submit:
+    def loop(self) -> EngineLoop:
         return self.engine.loop
 
     async def call(self, work: Callable[[], Any]) -> Any:
-        """`EngineThread.call`, on the asyncio loop of the worker."""
+        """`EngineLoop.call`, on the asyncio loop of the worker."""
         loop = asyncio.get_running_loop()
         if self.stock is not None:
             (loop,) = ProbeRole.loops
-        called = asyncio.run_coroutine_threadsafe(self.thread.call(work), loop)
+        called = asyncio.run_coroutine_threadsafe(self.loop.call(work), loop)
         return await asyncio.wrap_future(called)
 
 
@@ -419,19 +414,18 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path: Path) -> None:
     done: list[str] = []
     async with probed(adapter, model_path) as (made, probe):
-        thread = made.thread
         assert await made.call(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
             await made.call(lambda: 1 // 0)
-        thread.submit(lambda: done.append("a"), wake=False)
-        thread.submit(lambda: done.append("b"))
+        made.loop.submit(lambda: done.append("a"), wake=False)
+        made.loop.submit(lambda: done.append("b"))
         await until(lambda: done == ["a", "b"], "the engine sleeps")
         turns = probe.turns
-        thread.wake()
+        made.loop.wake()
         await until(lambda: probe.turns > turns, "the side is not asked")
     if made.stock is None:  # the asyncio loop of the other one has ended, too
         with pytest.raises(NotNow, match="has ended"):
-            await thread.call(lambda: None)
+            await made.loop.call(lambda: None)
 
 
 async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None:
@@ -439,22 +433,22 @@ async def test_a_request_has_one_outcome(adapter: Any, model_path: Path) -> None
         await made.call(lambda: None)
         await asyncio.sleep(0.05)  # the engine sleeps by now
         async with asyncio.timeout(20):
-            output = await asyncio.wrap_future(made.submit.add(request("a")))
+            output = await asyncio.wrap_future(made.loop.add(request("a")))
         assert output.finish_reason is not None
         assert len(output.new_token_ids) == 1
         named = lora_request(Adapter(name="red", path="/red", content="0" * 32))
-        refused = made.submit.add(request("b", lora_request=named))
+        refused = made.loop.add(request("b", lora_request=named))
         with pytest.raises(BadMessage, match="--enable-lora"):
             await asyncio.wrap_future(refused)
         # One that is aborted has none. vLLM keeps its blocks until it is told that nobody writes.
         probe.brings["c"] = BROUGHT
-        aborted, forgotten = made.submit.add(request("c")), list[bool]()
+        aborted, forgotten = made.loop.add(request("c")), list[bool]()
         await until(lambda: "c" in probe.placed, "it does not wait")
-        made.submit.abort("c", lambda: forgotten.append(True))
+        made.loop.abort("c", lambda: forgotten.append(True))
         await until(lambda: forgotten == [True], "never told")
         assert not aborted.done()
         probe.with_step = StepReport(failed={"c"})  # takes a step, and no request needs one
-        made.thread.wake()
+        made.loop.wake()
         view = made.engine.view
         await until(lambda: view.free_blocks == view.usable_blocks, "its blocks are held")
 
@@ -465,11 +459,11 @@ async def test_a_request_whose_load_has_failed_needs_its_blocks_once(
     """vLLM asks about a request without blocks. It has reserved some for this one before."""
     async with probed(adapter, model_path) as (made, probe):
         probe.brings["a"] = BROUGHT
-        computed = made.submit.add(request("a"))
+        computed = made.loop.add(request("a"))
         await until(lambda: "a" in probe.placed, "it does not wait")
         assert made.engine.context.in_flight
         probe.with_step = StepReport(failed={"a"})
-        made.thread.wake()
+        made.loop.wake()
         await asyncio.wrap_future(computed)
         assert probe.reserved == [False, False]
 
@@ -479,20 +473,20 @@ async def test_what_a_side_defers_does_not_begin_and_is_asked_about_once(
 ) -> None:
     async with probed(adapter, model_path) as (made, probe):
         probe.deferred = {"later": False}
-        later = made.submit.add(request("later"))
+        later = made.loop.add(request("later"))
         await until(lambda: probe.deferred == {"later": True}, "it is not asked about")
-        await asyncio.wrap_future(made.submit.add(request("now")))
+        await asyncio.wrap_future(made.loop.add(request("now")))
         assert len(probe.said) == 2
         assert not any("later" in step for step in probe.steps)
         probe.deferred = {}
-        made.thread.wake()
+        made.loop.wake()
         await asyncio.wrap_future(later)
         # One that goes elsewhere goes at once.
         probe.deferred, probe.brings = {"away": False}, {"away": BROUGHT}
-        away = made.submit.add(request("away"))
+        away = made.loop.add(request("away"))
         await until(lambda: "away" in probe.placed, "it does not wait")
         probe.now = StepReport({"away"})
-        made.thread.wake()
+        made.loop.wake()
         await asyncio.wrap_future(away)
 
 
@@ -516,7 +510,7 @@ async def test_a_worker_whose_engine_hangs_in_stock_vllm_leaves_and_ends_the_pro
     monkeypatch.setattr("pullfill.worker.stock_core.exit_within", lambda *_: None)
     async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
         life = made.stock.core.result().scheduler.connector._stock._life
-        made.thread.submit(lambda: goes_on.wait(60))
+        made.loop.submit(lambda: goes_on.wait(60))
         try:
             life.loop.call_soon_threadsafe(life.give_up, "it hangs")
             await until(lambda: ended == [1], "the process stays")

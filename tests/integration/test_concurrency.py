@@ -20,9 +20,8 @@ from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Copy
 from pullfill.transfer.shm.files import RegionFiles
 from pullfill.worker import context as contexts
-from pullfill.worker.context import WorkerContext
+from pullfill.worker.context import StepReport, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
-from pullfill.worker.ports import StepReport
 from tests.support.cluster import BLOCK, FLAGS, MOCK
 from tests.support.fakes import prefill_task
 from tests.support.prompts import random_prompt

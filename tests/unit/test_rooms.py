@@ -54,7 +54,7 @@ COMMAND = ("__main__.py", "pullfill.deploy.cli")
 
 SIDES = ("decode_worker", "prefill_worker")
 LOOPS = ("pullfill.engine.host", "pullfill.engine.life")
-"""Our own loop. A side stands on ports (pullfill/worker/ports.py), and not on who steps vLLM."""
+"""Our own loop. A side stands on EngineLoop and View, and not on who steps vLLM."""
 
 HEAVY = {"vllm", "torch", "cupy", "transformers", "safetensors"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pullfill.engine.groups import EMPTY, BlockOrder
 from pullfill.errors import Fenced, HandoffError, TransferFailed
 from pullfill.prefill_worker.scheduler import PrefillScheduler
-from pullfill.worker.ports import StepReport
+from pullfill.worker.context import StepReport
 from tests.support.fakes import (
     FakeManager,
     FakeRequest,

@@ -10,8 +10,8 @@ import pytest
 
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import HandoffError
+from pullfill.worker.context import StepReport
 from pullfill.worker.engine_loop import EngineLoop
-from pullfill.worker.ports import StepReport
 from tests.support.engine_host import HostOf, looping
 
 
