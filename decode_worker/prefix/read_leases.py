@@ -213,7 +213,7 @@ class ReadLeases:
             "read-lease", (), cache_salt=ask.cache_salt, priority=0,
             arrival_time=time.time(), lora_request=lora,
         )  # fmt: skip
-        return self._view.prepare(request, memoryview(ask.token_ids))
+        return self._thread.prepare(request, memoryview(ask.token_ids))
 
     def _find(self, asker: _Asker, ask: LeaseAsk, made: Any) -> _Lease | str:
         """Pin the cached blocks and open a fence over them. Engine thread, between steps.

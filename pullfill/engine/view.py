@@ -110,10 +110,6 @@ class View:
         """Return the seats of this engine. reserve: whether they count (`--reserve-seats`)."""
         return Seats(self._core if reserve else None)
 
-    def prepare(self, request: Any, tokens: memoryview) -> Any:
-        """Make vLLM's Request. See `engine.requests.prepare`. Any thread."""
-        return requests.prepare(self._core, request, tokens)
-
     def tell_blocks(self, events: KvEvents, take: Callable[[list[Change]], None]) -> None:
         """Have `events` call `take` with the changes of each step. Before the first step."""
         events.attach(self._core, take)

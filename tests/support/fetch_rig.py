@@ -90,11 +90,10 @@ class FakeHost:
         while self._todo and not self.held:
             self._todo.pop(0)()
 
-
-def prepare(request: Any, data: memoryview) -> Any:
-    """See `View.prepare`."""
-    tokens = u32.unpack(data)
-    return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
+    def prepare(self, request: Any, data: memoryview) -> Any:
+        """See `EngineLoop.prepare`."""
+        tokens = u32.unpack(data)
+        return FakeRequest("lease", tokens, block_hashes=hashes_of(tokens, request.cache_salt))
 
 
 class FetchWorker(DecodeHalf):
@@ -113,9 +112,7 @@ class FetchWorker(DecodeHalf):
         self.context.ranks = [SimpleNamespace(memory=self.region.memory)]  # type: ignore[list-item]
         self.host = FakeHost()
         cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
-        self.view: Any = SimpleNamespace(
-            mid_step=False, config=SimpleNamespace(cache_config=cache), prepare=prepare
-        )
+        self.view: Any = SimpleNamespace(mid_step=False, config=SimpleNamespace(cache_config=cache))
         self.prefill_s = 4.0
         self.computed: set[str] = set()
         loop = asyncio.get_running_loop()
