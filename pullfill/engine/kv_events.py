@@ -1,7 +1,7 @@
 """vLLM's KV cache events, taken in process: which blocks the prefix cache has gained and lost.
 
-vLLM's scheduler gives the events of a step to its `kv_event_publisher`. `attach` puts `KvEvents`
-in that place. A publisher that the user has configured (--kv-events-config) still gets every event
+vLLM's scheduler gives the events of a step to its `kv_event_publisher`. From `attach` on `KvEvents`
+gets them, too. A publisher that the user has configured (--kv-events-config) still gets every event
 as vLLM would tell it.
 
 An event names a block by vLLM's own hash. It is a handle here: bytes that name the block until it
@@ -112,8 +112,6 @@ def origin(stored: Stored) -> tuple[str, int]:
 class KvEvents:
     """The events of one engine. `switch_on` before the engine is built, then `attach`.
 
-    vLLM's scheduler then publishes to this object, on the engine thread.
-
     block_size: tokens of a block. 0: there are no events."""
 
     def __init__(self) -> None:
@@ -133,10 +131,11 @@ class KvEvents:
         from vllm.config.kv_events import KVEventsConfig
 
         theirs = config.kv_events_config
-        if theirs is None or not theirs.enable_kv_cache_events:
+        if theirs is not None and theirs.enable_kv_cache_events:
+            # Whether the user's publisher gets block hashes as integers, which is vLLM's default.
+            self._ints = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+        else:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        # Whether the user's publisher gets block hashes as integers, which is vLLM's default.
-        self._ints = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
         os.environ[INTS] = "0"  # only a whole hash can be looked up in the prefix cache
 
     def attach(self, core: Any, take: Callable[[list[Change]], None]) -> None:
@@ -150,14 +149,12 @@ class KvEvents:
         scheduler = core.scheduler
         if not scheduler.kv_cache_manager.block_pool.enable_caching:
             return
-        theirs = scheduler.kv_event_publisher
-        self._theirs = None if isinstance(theirs, kv_events.NullEventPublisher) else theirs
-        self.get_publisher_config = theirs.get_publisher_config
+        publisher = scheduler.kv_event_publisher
+        self._publish, publisher.publish = publisher.publish, self.publish
         self._vllm = kv_events
         self._take = take
         self.places = places_of(scheduler.kv_cache_config)
         self._manager = scheduler.kv_cache_manager
-        scheduler.kv_event_publisher = self
         # Stock vLLM has made the pool before anybody could switch it on.
         scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
 
@@ -167,10 +164,8 @@ class KvEvents:
             events = self._manager.take_events()
             self.publish(self._vllm.KVEventBatch(ts=time.time(), events=events))
 
-    # ------------------------------------------------------------------ vLLM's EventPublisher
-
     def publish(self, batch: Any) -> None:
-        """Take the events of one step. batch: vLLM's KVEventBatch."""
+        """Take the events of one step, and publish them. batch: vLLM's KVEventBatch."""
         changes: list[Change] = []
         for event in batch.events:
             if isinstance(event, self._vllm.AllBlocksCleared):
@@ -187,15 +182,9 @@ class KvEvents:
                 changes.append(Removed(place, self._lost(event)))
         if changes:
             self._take(changes)
-        if self._theirs is not None:
-            if self._ints:
-                batch.events = [_with_ints(event) for event in batch.events]
-            self._theirs.publish(batch)
-
-    def shutdown(self) -> None:
-        """End the user's publisher."""
-        if self._theirs is not None:
-            self._theirs.shutdown()
+        if self._ints:
+            batch.events = [_with_ints(event) for event in batch.events]
+        self._publish(batch)
 
     def _place(self, event: Any) -> int:
         """Return the bit of the event's group and memory. 0: its blocks do not count."""
