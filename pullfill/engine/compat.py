@@ -82,9 +82,9 @@ def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: G
         num_kv_heads=model.get_total_num_kv_heads(),
         page_bytes=geometry.page_bytes,
         isa=computes,
-        attention=geometry.attention.backend,
-        kv_scales=geometry.attention.scales,
-        kv_groups=geometry.attention.groups.kinds,
+        attention=geometry.backend,
+        kv_scales=geometry.scales,
+        kv_groups=geometry.groups.kinds,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from pullfill.engine.groups import ONE_GROUP, Groups
+from pullfill.engine.groups import Groups
 from pullfill.errors import IncompatibleError
 
 NO_ATTENTION = "none"
@@ -30,28 +30,6 @@ class RankAttention:
 
     backends: frozenset[str] = frozenset()
     scales: frozenset[tuple[str, tuple[float, ...], tuple[float, ...]]] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """How the whole model stores KV.
-
-    backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
-    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
-    groups: which layers share their blocks."""
-
-    # The order of bytes inside a page is the backend's own. vLLM's layout name says only which page
-    # comes after which: CPU_ATTN and ROCM_ATTN, for example, reorder K inside the page.
-    # A quantized KV cache holds K and V divided by scales that vLLM takes from the checkpoint, or 1
-    # where it has none. With other scales the same bytes are other numbers. The fingerprint of the
-    # model reads samples of the weights only, and may miss the scales.
-
-    backend: str = NO_ATTENTION
-    scales: str = UNSCALED
-    groups: Groups = ONE_GROUP
-
-
-NO_MODEL = Attention()
 
 
 def attention_of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAttention:
@@ -72,30 +50,41 @@ def attention_of_rank(vllm_config: Any, layer_names: Iterable[str]) -> RankAtten
     )
 
 
-def join_attention(ranks: Collection[RankAttention]) -> Attention:
-    """Join what the ranks know. The result does not depend on how layers are split over ranks."""
+def join_attention(ranks: Collection[RankAttention]) -> tuple[str, str]:
+    """Join what the ranks know: return `backend` and `scales` of Geometry. The result does not
+    depend on how layers are split over ranks."""
     backends = sorted(frozenset[str]().union(*(rank.backends for rank in ranks)))
     # Ranks that share a layer have the same number for it. With a number for each head they do not,
     # so then only workers that split their heads alike exchange KV.
     scales = sorted(frozenset().union(*(rank.scales for rank in ranks)))
     digest = hashlib.blake2b(json.dumps(scales).encode(), digest_size=8).hexdigest()
     scaled = any({*k, *v} != {1.0} for _, k, v in scales)
-    return Attention("+".join(backends) or NO_ATTENTION, digest if scaled else UNSCALED)
+    return "+".join(backends) or NO_ATTENTION, digest if scaled else UNSCALED
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of the KV cache.
+    """The shape of the KV cache, and how the whole model stores KV in it.
 
     num_layers: number of distinct caches in the whole model.
     page_bytes: bytes of K and V of one layer, block and KV head.
     device: torch's device type of the memory, e.g. `cpu`, `cuda`.
-    attention: how the bytes of a page are stored."""
+    backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
+    scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
+    groups: which layers share their blocks."""
+
+    # The order of bytes inside a page is the backend's own. vLLM's layout name says only which page
+    # comes after which: CPU_ATTN and ROCM_ATTN, for example, reorder K inside the page.
+    # A quantized KV cache holds K and V divided by scales that vLLM takes from the checkpoint, or 1
+    # where it has none. With other scales the same bytes are other numbers. The fingerprint of the
+    # model reads samples of the weights only, and may miss the scales.
 
     num_layers: int
     page_bytes: int
     device: str
-    attention: Attention = NO_MODEL
+    backend: str
+    scales: str
+    groups: Groups
 
 
 def total_heads(vllm_config: Any) -> int:

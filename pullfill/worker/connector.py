@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +95,10 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
-        whole = kv.join_attention([told.attention for told in metadata.values()])
-        told = {rank: rank_told.region for rank, rank_told in metadata.items()}
-        whole = replace(whole, groups=groups.groups_of(self._kv_cache_config))
-        memory.attach(self._context, told, self._heads, whole)
+        regions = {rank: told.region for rank, told in metadata.items()}
+        stored = kv.join_attention([told.attention for told in metadata.values()])
+        grouped = groups.groups_of(self._kv_cache_config)
+        memory.attach(self._context, regions, self._heads, stored, grouped)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

@@ -58,7 +58,7 @@ class WorkerContext:
     @property
     def groups(self) -> Groups:
         """The KV cache groups of the model."""
-        return self.geometry.attention.groups if self.geometry else ONE_GROUP
+        return self.geometry.groups if self.geometry else ONE_GROUP
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from pullfill.engine.kv import NO_MODEL, Attention, Geometry
+from pullfill.engine.groups import Groups
+from pullfill.engine.kv import Geometry
 from pullfill.engine.life import Life
 from pullfill.errors import ConfigError
 from pullfill.ids import new_incarnation
@@ -30,13 +31,15 @@ Told = Mapping[tuple[int, int], RankRegion]
 
 
 def attach(
-    context: WorkerContext, told: Told, kv_heads: int, attention: Attention = NO_MODEL
+    context: WorkerContext, told: Told, kv_heads: int, stored: tuple[str, str], groups: Groups
 ) -> None:
-    """Map every rank's memory. Raises IncompatibleError."""
+    """Map every rank's memory. Raises IncompatibleError.
+
+    stored: of `kv.join_attention`."""
     first = next(iter(told.values()))
     context.why_not = first.why_not
     layers = sum(rank.num_layers for (_, tp), rank in told.items() if tp == 0)  # of all stages
-    context.geometry = Geometry(layers, first.page_bytes, first.device, attention)
+    context.geometry = Geometry(layers, first.page_bytes, first.device, *stored, groups)
     context.ranks = attach_ranks(told, kv_heads)
 
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pullfill.engine.kv import Geometry, total_heads
+from pullfill.engine.groups import ONE_GROUP
+from pullfill.engine.kv import NO_ATTENTION, UNSCALED, total_heads
 from pullfill.errors import ConfigError, IncompatibleError
 from pullfill.options import WorkerOptions
 from pullfill.transfer.owners import Owner, RankRegion
@@ -22,7 +23,7 @@ OUT_OF_REACH = dict.fromkeys([(0, 0), (0, 1), (1, 0), (1, 1)], STAGE)
 
 
 def opened(context: WorkerContext, told: dict[tuple[int, int], RankRegion]) -> Owner:
-    memory.attach(context, told, HEADS)
+    memory.attach(context, told, HEADS, (NO_ATTENTION, UNSCALED), ONE_GROUP)
     memory.open_to_peers(context, WorkerOptions(model="m"), None, decodes=True)
     return context.owner
 
@@ -37,7 +38,9 @@ def test_memory_out_of_reach_is_said_and_grants_nothing(
     with pytest.raises(ConfigError, match="closed"):
         owner.fences.open([1])
     assert context.memories == []
-    assert context.geometry == Geometry(2 * LAYERS, PAGE, "cuda")
+    made = context.geometry
+    assert made is not None
+    assert (made.num_layers, made.page_bytes, made.device) == (2 * LAYERS, PAGE, "cuda")
     assert "it sends no prefill jobs and gets none (no driver)" in caplog.text
 
 
