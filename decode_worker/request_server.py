@@ -137,7 +137,7 @@ class RequestServer:
             mine = [r for r in frontend.requests if request_ids is None or r in request_ids]
             self._abort(frontend, mine)
             for start in range(0, len(mine), front_wire.MAX_IDS):
-                some = front_wire.encode_ids(mine[start : start + front_wire.MAX_IDS])
+                some = front_wire.encode_list(mine[start : start + front_wire.MAX_IDS])
                 self._send(frontend, front_wire.BACK, some)
 
     # ------------------------------------------------------------------ in
@@ -279,7 +279,7 @@ class RequestServer:
 
     def _give_back(self, frontend: Frontend, request_id: str) -> None:
         """This request is not taken. The frontend sends it elsewhere."""
-        self._send(frontend, front_wire.BACK, front_wire.encode_ids([request_id]))
+        self._send(frontend, front_wire.BACK, front_wire.encode_list([request_id]))
 
     def _refuse(self, frontend: Frontend, request_id: str, why: Exception) -> None:
         """End a request that cannot be taken, and log why."""
@@ -300,7 +300,7 @@ class RequestServer:
             self._forget(request_id)
         if records := [r for r in map(self._traces.finish, mine) if r is not None]:
             # A stop string ends a request by an abort. It must be explained like any other.
-            self._send(frontend, front_wire.EXPL, front_wire.encode_explain(records))
+            self._send(frontend, front_wire.EXPL, front_wire.encode_list(records))
 
     def _utility(self, frontend: Frontend, payload: list[Any]) -> None:
         prepare = partial(self._prepare_utility, frontend, payload)
@@ -343,7 +343,7 @@ class RequestServer:
                 frontend = next(iter(self._frontends.values()), None)
             if frontend is None:
                 continue
-            last = (front_wire.LAST, front_wire.encode_explain(records)) if records else ()
+            last = (front_wire.LAST, front_wire.encode_list(records)) if records else ()
             self._send(frontend, *(last or (front_wire.OUT,)), *self._codec.encode(batch))
 
     def _look(self, output: Any) -> wire.ExplainRecord | None:

@@ -138,7 +138,7 @@ class DecodeConnection:
         wire_ids: the IDs under which the requests were sent to the worker."""
         for wire_id in wire_ids:
             self.flights.pop(wire_id, None)
-        self.send(front_wire.ABRT, front_wire.encode_ids(wire_ids))
+        self.send(front_wire.ABRT, front_wire.encode_list(wire_ids))
 
     def to_own_clock(self, outputs: Any) -> None:
         """Convert the times in a far worker's outputs to this host's clock."""

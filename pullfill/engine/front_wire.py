@@ -205,9 +205,9 @@ def receive(socket: Any) -> list[zmq.Frame]:
     return frames
 
 
-def encode_ids(request_ids: Sequence[str]) -> bytes:
-    """Payload of ABRT and BACK."""
-    return msgspec.msgpack.encode(list(request_ids))
+def encode_list(items: Sequence[str | ExplainRecord]) -> bytes:
+    """Payload of ABRT, BACK and EXPL."""
+    return msgspec.msgpack.encode(list(items))
 
 
 def decode_ids(data: Any) -> list[str]:
@@ -230,11 +230,6 @@ def holder_of(frames: Frames) -> PrefixHolder | None:
     """Return the hint of an ADD payload. Raises BadMessage."""
     hint = _bytes(frames[2])
     return decode(hint, PrefixHolder) if len(hint) else None
-
-
-def encode_explain(records: Sequence[ExplainRecord]) -> bytes:
-    """Payload of EXPL."""
-    return msgspec.msgpack.encode(list(records))
 
 
 def decode_explain(data: Any) -> list[ExplainRecord]:

@@ -140,7 +140,7 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
     request = own_request("r", [1, 2], cache_salt=None, priority=0, arrival_time=0.0)
     encoded = [bytes(f) for f in front_wire.FrontendCodec().encode(request)]
     calls = [msgspec.msgpack.encode((1, m, [])) for m in ("profile", "shutdown", "__class__")]
-    valid = [HELLO, front_wire.encode_ids(["r"]), *encoded, *calls, *BOMBS]
+    valid = [HELLO, front_wire.encode_list(["r"]), *encoded, *calls, *BOMBS]
     failed: list[object] = []
     monkeypatch.setattr(request_servers.logger, "exception", lambda *args: failed.append(args))
 

@@ -162,7 +162,7 @@ class FakeDecode:
 
         def order() -> None:
             for name, active in self._active.items():
-                self._send(active.identity, front_wire.BACK, front_wire.encode_ids([name]))
+                self._send(active.identity, front_wire.BACK, front_wire.encode_list([name]))
             self._active.clear()
 
         self._orders.put(order)
@@ -214,7 +214,7 @@ class FakeDecode:
             found.prompt_token_ids = u32.unpack(payload[1]) or found.prompt_token_ids
             self.added.append(found)
             if self.migrate:
-                self._send(identity, front_wire.BACK, front_wire.encode_ids([found.request_id]))
+                self._send(identity, front_wire.BACK, front_wire.encode_list([found.request_id]))
             else:
                 prompt = found.prompt_token_ids or []
                 active = _Active(identity, found, len(prompt), sum(prompt))
@@ -224,7 +224,7 @@ class FakeDecode:
             for request_id in front_wire.decode_ids(payload[0]):
                 self.aborted.append(request_id)
                 if (gone := self._active.pop(request_id, None)) is not None:
-                    told = front_wire.encode_explain([self._record(gone)])
+                    told = front_wire.encode_list([self._record(gone)])
                     self._send(gone.identity, front_wire.EXPL, told)
         elif kind == front_wire.PING:
             self._send(identity, front_wire.PONG)
@@ -296,7 +296,7 @@ class FakeDecode:
         self._active.pop(active.request.request_id, None)
         out.finish_reason = LENGTH
         out.kv_transfer_params = {"secret": 1}
-        told = front_wire.encode_explain([self._record(active)])
+        told = front_wire.encode_list([self._record(active)])
         self._out(active.identity, [out], front_wire.LAST, told)
 
     def _out(self, identity: bytes, outs: list[Output], *kind: bytes) -> None:

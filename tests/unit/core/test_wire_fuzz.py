@@ -80,7 +80,7 @@ def test_lists_of_ids(examples: int) -> None:
                 continue
         front_wire.text_of(data)
 
-    explore(examples, check, data=mutated([*VALID, front_wire.encode_ids(["a", "b"])]))
+    explore(examples, check, data=mutated([*VALID, front_wire.encode_list(["a", "b"])]))
 
 
 # ------------------------------------------------------------------ frames and handshakes

@@ -205,7 +205,7 @@ def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: R
     go = rig.hold_intake()
     for name in ("a", "b", "c"):
         rig.add(name, settle=False)
-    rig.tell(front_wire.ABRT, front_wire.encode_ids(["a", "b"]), settle=False)
+    rig.tell(front_wire.ABRT, front_wire.encode_list(["a", "b"]), settle=False)
     rig.add("a", settle=False)
     go.set()
     rig.settle()

@@ -93,7 +93,7 @@ async def test_any_message_of_a_decode_worker_leaves_the_frontend_alive(examples
     welcome = blank(front_wire.DecodeWelcome, decode_instance="decode-1", max_model_len=1)
     at = record("decode-1", data="tcp://127.0.0.1:1")
     link = DecodeConnection(context, at, hello, _Owner())
-    valid = [wire.encode(welcome), wire.encode(hello), front_wire.encode_ids(["r"]), b"reason"]
+    valid = [wire.encode(welcome), wire.encode(hello), front_wire.encode_list(["r"]), b"reason"]
 
     def arrive(messages: list[tuple[bytes, list[bytes]]]) -> None:
         for kind, payload in messages:

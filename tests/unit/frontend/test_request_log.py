@@ -42,7 +42,7 @@ def finish(requests: RequestLog, key: str) -> None:
     one = RequestRecord(key, 0.5, 7.0)
     requests.begin(one)
     requests.sent(f"{key}-12345678", one, one.to("d"))
-    requests.take(front_wire.encode_explain([record(f"{key}-12345678")]))
+    requests.take(front_wire.encode_list([record(f"{key}-12345678")]))
     one.answer_ms = 1.0
     requests.over(one)
 
@@ -157,7 +157,7 @@ async def test_an_answer_whose_last_byte_is_out_is_waited_for() -> None:
 
 async def test_a_flood_of_refusals_pushes_out_no_request_that_was_served() -> None:
     requests = RequestLog(limit=3)
-    requests.take(front_wire.encode_explain([record("stranger")]))
+    requests.take(front_wire.encode_list([record("stranger")]))
     for number in range(5):
         await serve(requests, answering(requests, f"k{number}", f"k{number}-0"))
     for number in range(5):
