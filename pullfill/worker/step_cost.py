@@ -1,4 +1,4 @@
-"""How long a step of an engine takes, learned from its steps. Pure; the step rule predicts with it.
+"""How long a step of an engine takes. Pure; the step rule predicts with it.
 
 A step takes a time of its own, and more for each stream, for the KV that streams attend to, for
 each prompt token, and for what that attends to. Engine thread.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 # What was learned is told again after so many steps.
-_EVERY = 16
+EVERY = 16
 # What is left of the weight of a step with each later one: half after 1,400 steps.
 _KEEP = 0.9995
 # One step counts as at most so many times as long as expected, so one pause of the machine does not
@@ -55,53 +55,7 @@ class StepCost(msgspec.Struct, frozen=True):
         return int(min(2.0 * room_s / root, _ALL)) if root > 0 and room_s < math.inf else _ALL
 
 
-class StepFit:
-    """Learns a `StepCost`.
-
-    For minutes all steps may have as many streams. So what a stream or a token costs in proportion
-    to the rest is remembered for thousands of steps. How fast the engine is as a whole is learned
-    from the last few dozen.
-
-    cost: as learned."""
-
-    def __init__(self) -> None:
-        # In units that make the numbers alike: a step, 8 streams, 8192 tokens of KV; 256 tokens,
-        # 512 times 512 pairs.
-        self._decode = _Fit((0.005, 0.002, 0.001))
-        self._prefill = _Fit((0.03, 0.02))
-        self._steps = 0
-        self.cost = StepCost()
-        self._tell()
-
-    def stepped(
-        self, streams: int, kv_tokens: float, parts: Iterable[tuple[int, int]], seconds: float
-    ) -> None:
-        """Note a step that has run. parts: (tokens before, tokens) of each prompt in it."""
-        tokens = pairs = 0.0
-        for at, count in parts:
-            tokens += count / 256.0
-            pairs += count * (at + count / 2.0) / 262_144.0
-        base = (1.0, streams / 8.0, kv_tokens / 8192.0)
-        if tokens > 1 / 16:  # fewer take less than a step varies
-            rest = seconds - self._decode.of(base)
-            self._prefill.observe((tokens, pairs), max(0.0, rest))
-            if rest < 0:
-                # It would take less still without prompts. Where all steps have prompts, nothing
-                # else tells that, and prompts would be taken to cost less and less.
-                self._decode.observe(base, seconds)
-        elif not tokens and streams:
-            self._decode.observe(base, seconds)
-        self._steps += 1
-        if self._steps < _EVERY or self._steps % _EVERY == 0:
-            self._tell()
-
-    def _tell(self) -> None:
-        base, stream, kv = self._decode.learned()
-        token, pair = self._prefill.learned()
-        self.cost = StepCost(base, stream / 8.0, kv / 8192.0, token / 256.0, pair / 262_144.0)
-
-
-class _Fit:
+class Fit:
     """Least squares with coefficients of at least 0, which forget slowly, times a factor that
     follows quickly. prior: counts as a fifth of an observation of each."""
 
@@ -122,7 +76,7 @@ class _Fit:
     def observe(self, x: Sequence[float], y: float) -> None:
         expected = self.of(x)
         self._count += 1
-        if self._count > _EVERY and expected > 0:
+        if self._count > EVERY and expected > 0:
             y = min(y, _CLIP * expected)
             self._factor *= 1.0 + (y / expected - 1.0) / _FACTOR_STEPS
         # The error of a time grows with its length, so each weighs by its size.
@@ -132,7 +86,7 @@ class _Fit:
                 _KEEP * r + weight * xi * xj for r, xj in zip(self._xx[i], x, strict=True)
             ]
             self._xy[i] = _KEEP * self._xy[i] + weight * xi * y
-        if self._count < _EVERY or self._count % _EVERY == 0:
+        if self._count < EVERY or self._count % EVERY == 0:
             self._solve(x)
 
     def _solve(self, x: Sequence[float]) -> None:
@@ -142,7 +96,7 @@ class _Fit:
                 rest = sum(r * b for r, b in zip(row, self._b, strict=True)) - row[i] * self._b[i]
                 self._b[i] = max(0.0, (self._xy[i] - rest) / row[i])
         # The engine has not changed by that. So what it takes now stays as it was told.
-        if (after := self.of(x)) > 0 and self._count > _EVERY:
+        if (after := self.of(x)) > 0 and self._count > EVERY:
             self._factor *= min(max(before / after, 0.5), 2.0)
 
 
@@ -173,7 +127,7 @@ class Errors:
         self._recent.append(took_s / predicted_s)
         self._left -= 1
         self._unsorted += 1
-        if self._unsorted >= _EVERY:
+        if self._unsorted >= EVERY:
             self._ordered, self._unsorted = sorted(self._recent), 0
 
     def beyond(self, times: float) -> float:

@@ -21,7 +21,7 @@ from pullfill.engine.requests import OWN_CLIENT
 from pullfill.engine.view import View
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker import step_rule
-from pullfill.worker.step_cost import Errors, StepCost, StepFit
+from pullfill.worker.step_cost import EVERY, Errors, Fit, StepCost
 from pullfill.worker.step_rule import LEAST_TOKENS, Plan, Prompt, Streams
 
 # A request that gets at most so many tokens in a step counts as a stream. A stream gets one
@@ -44,19 +44,27 @@ class Step(msgspec.Struct, frozen=True):
 class StepModel:
     """What was learned of the steps of one engine. It does no I/O.
 
+    For minutes all steps may have as many streams. So what a stream or a token costs in proportion
+    to the rest is remembered for thousands of steps. How fast the engine is as a whole is learned
+    from the last few dozen.
+
     kv_tokens: in the KV of its streams, as last counted. steps: how many have run.
     measured: steps that computed prompts. jobs: prompts of others in the last plan."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.fit, self.errors = StepFit(), Errors()
+        # In units that make the numbers alike: a step, 8 streams, 8192 tokens of KV; 256 tokens,
+        # 512 times 512 pairs.
+        self._decode, self._prefill = Fit((0.005, 0.002, 0.001)), Fit((0.03, 0.02))
+        self.errors = Errors()
         self.kv_tokens = self.steps = self.measured = 0
         self.jobs: Sequence[Prompt] = ()
         self._clock = clock
+        self._tell()
 
     @property
     def cost(self) -> StepCost:
-        """How long steps of this engine take."""
-        return self.fit.cost
+        """How long steps of this engine take, as learned."""
+        return self._cost
 
     def kept(self) -> Streams:
         """Return the streams, with the targets of those that keep theirs."""
@@ -82,7 +90,27 @@ class StepModel:
             work = sum(cost.work(at, tokens) for at, tokens in step.parts)
             self.errors.stepped(cost.base(step.streams, step.kv_tokens) + work, seconds)
         self.measured += bool(step.parts)
-        self.fit.stepped(step.streams, step.kv_tokens, step.parts, seconds)
+        tokens = pairs = 0.0
+        for at, count in step.parts:
+            tokens += count / 256.0
+            pairs += count * (at + count / 2.0) / 262_144.0
+        base = (1.0, step.streams / 8.0, step.kv_tokens / 8192.0)
+        if tokens > 1 / 16:  # fewer take less than a step varies
+            rest = seconds - self._decode.of(base)
+            self._prefill.observe((tokens, pairs), max(0.0, rest))
+            if rest < 0:
+                # It would take less still without prompts. Where all steps have prompts, nothing
+                # else tells that, and prompts would be taken to cost less and less.
+                self._decode.observe(base, seconds)
+        elif not tokens and step.streams:
+            self._decode.observe(base, seconds)
+        if self.steps < EVERY or self.steps % EVERY == 0:
+            self._tell()
+
+    def _tell(self) -> None:
+        base, stream, kv = self._decode.learned()
+        token, pair = self._prefill.learned()
+        self._cost = StepCost(base, stream / 8.0, kv / 8192.0, token / 256.0, pair / 262_144.0)
 
 
 class StepMeter:

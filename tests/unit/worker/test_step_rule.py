@@ -9,7 +9,8 @@ import time
 import pytest
 from msgspec import structs
 
-from pullfill.worker.step_cost import Errors, StepCost, StepFit
+from pullfill.worker.step_cost import Errors, StepCost
+from pullfill.worker.step_meter import Step, StepModel
 from pullfill.worker.step_rule import (
     LATE_TURN,
     LEAST_TOKENS,
@@ -288,16 +289,22 @@ def test_fill_is_the_inverse_of_work() -> None:
     assert StepCost().fill(0, 1.0) > 1 << 20
 
 
-def run_steps(fit: StepFit, rng: random.Random, true: StepCost, steps: int, kv: int = 500) -> None:
+def ran(fit: StepModel, streams: int, kv: int, parts: list[tuple[int, int]], took_s: float) -> None:
+    fit.learn(Step(streams, kv, tuple(parts), {}), took_s)
+
+
+def run_steps(
+    fit: StepModel, rng: random.Random, true: StepCost, steps: int, kv: int = 500
+) -> None:
     for _ in range(steps):
         count = rng.randint(1, 30)
         parts = [(rng.randint(0, 3000), rng.randint(50, 600))] if rng.random() < 0.3 else []
         seconds = true.base(count, kv * count) + sum(true.work(*part) for part in parts)
-        fit.stepped(count, kv * count, parts, seconds * rng.lognormvariate(0, 0.05))
+        ran(fit, count, kv * count, parts, seconds * rng.lognormvariate(0, 0.05))
 
 
 def test_costs_are_learned() -> None:
-    fit, rng = StepFit(), random.Random(1)
+    fit, rng = StepModel(), random.Random(1)
     true = StepCost(0.006, 0.0003, 1e-7, 8e-5, 6e-8)
     run_steps(fit, rng, true, 1500)
     for count, at, tokens in ((2, 0, 400), (25, 2500, 200)):
@@ -307,38 +314,38 @@ def test_costs_are_learned() -> None:
 
 
 def test_what_streams_cost_is_not_forgotten_while_their_number_stays() -> None:
-    fit, rng = StepFit(), random.Random(1)
+    fit, rng = StepModel(), random.Random(1)
     run_steps(fit, rng, COST, 600)
     for _ in range(600):
-        fit.stepped(4, 2000, [], COST.base(4, 0) * rng.lognormvariate(0, 0.05))
+        ran(fit, 4, 2000, [], COST.base(4, 0) * rng.lognormvariate(0, 0.05))
     assert fit.cost.base(30, 15_000) == pytest.approx(COST.base(30, 0), rel=0.15)
 
 
 def test_an_engine_that_becomes_slower_is_noticed_within_a_hundred_steps() -> None:
-    fit, rng = StepFit(), random.Random(1)
+    fit, rng = StepModel(), random.Random(1)
     run_steps(fit, rng, COST, 800)
     slow = StepCost(*(3 * getattr(COST, name) for name in COST.__struct_fields__))
     for _ in range(100):
-        fit.stepped(8, 4000, [], slow.base(8, 0))
+        ran(fit, 8, 4000, [], slow.base(8, 0))
     assert fit.cost.base(8, 4000) == pytest.approx(slow.base(8, 0), rel=0.1)
 
 
 def test_prompts_cost_something_where_no_step_is_without_them() -> None:
     """Steps are faster than assumed, so what is assumed of streams alone is more than all takes."""
-    fit, rng = StepFit(), random.Random(1)
+    fit, rng = StepModel(), random.Random(1)
     gpu = StepCost(0.003, 0.00003, 0.0, 5e-6, 1e-10)
     for _ in range(2000):
         tokens = rng.randint(50, 1000)
-        fit.stepped(30, 0, [(0, tokens)], gpu.base(30, 0) + gpu.work(0, tokens))
+        ran(fit, 30, 0, [(0, tokens)], gpu.base(30, 0) + gpu.work(0, tokens))
     assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.5)
     step_s = fit.cost.base(30, 0) + fit.cost.work(0, 500)
     assert step_s == pytest.approx(gpu.base(30, 0) + gpu.work(0, 500), rel=0.2)
 
 
 def test_a_pause_spoils_nothing() -> None:
-    fit, rng = StepFit(), random.Random(1)
+    fit, rng = StepModel(), random.Random(1)
     run_steps(fit, rng, COST, 800)
-    fit.stepped(8, 4000, [], 5.0)
+    ran(fit, 8, 4000, [], 5.0)
     assert fit.cost.base(8, 4000) == pytest.approx(COST.base(8, 0), rel=0.2)
 
 
