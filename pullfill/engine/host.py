@@ -1,7 +1,7 @@
 """One vLLM engine core, stepped by one thread of this process.
 
-Life: `run`, on the engine thread, builds the engine and loops until `stop`, or until a step raises.
-Everything that touches the engine runs on that thread. Other threads call `submit` and `wake`. The
+Life: on the engine thread, `build`, then `loop` until `stop`, or until a step raises. Everything
+that touches the engine runs on that thread. Other threads call `submit` and `wake`. The
 engine keeps its memory until `shutdown`: others may still copy from it and to it.
 
 The loop polls the registered descriptors, runs what was submitted, and takes a step if a step can
@@ -179,26 +179,19 @@ class EngineHost:
         self._tier = tier_of(self.core)
         return self.core
 
-    def run(self, on_built: Callable[[EngineCore], None] = lambda _core: None) -> None:
-        """Build, then loop until `stop`.
-
-        What was built is still there when this returns or raises."""
-        core = self.build()
-        on_built(core)
-        self._loop(core)
+    def loop(self, core: EngineCore) -> None:
+        """Take turns until `stop`. What was built is still there when this returns or raises."""
+        while not self._stopping:
+            self.turn(core)
 
     def shutdown(self) -> None:
-        """After `run`: let vLLM free what it has, also the KV cache, and end its processes."""
+        """After `loop`: let vLLM free what it has, also the KV cache, and end its processes."""
         if self.core is not None:
             # vLLM collects garbage several times here. Each time would visit every object of every
             # module: most of the CPU time of a worker's end, for what ends with the process.
             gc.freeze()
             with contextlib.suppress(Exception):
                 self.core.shutdown()
-
-    def _loop(self, core: EngineCore) -> None:
-        while not self._stopping:
-            self.turn(core)
 
     def turn(self, core: EngineCore) -> bool:
         """Take in work, and take a step if a step can do something. Engine thread.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -32,22 +31,25 @@ T = TypeVar("T")
 class Life(ABC, Generic[T]):
     """An engine, from its start until its memory is free. asyncio thread.
 
+    host: what takes its steps. None until it is made.
     ready: what it is, once it is built.
     dead: set once the engine loop has ended (normally, by error, or given up).
     failure: why it ended, unless it was asked to.
     hangs: it was given up. The thread may still run, so do not wait for it, and do not touch the
     memory that it uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: EngineHost | None = None) -> None:
+        self.host = host
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[T] = self.loop.create_future()
         self.dead = asyncio.Event()
         self.failure: BaseException | None = None
         self.hangs = False
 
-    @abstractmethod
     def pulse(self) -> Pulse:
         """What the engine's thread does now."""
+        assert self.host is not None, "watched before it was built"
+        return self.host.pulse()
 
     def give_up(self, why: str) -> None:
         """Treat the engine as dead: it is stuck for good, or one of its processes is gone."""
@@ -68,13 +70,10 @@ class EngineLife(Life[T]):
 
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result."""
 
-    def __init__(
-        self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost, Any], T]
-    ) -> None:
+    def __init__(self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost], T]) -> None:
         super().__init__()
         self._make = make
         self._on_built = on_built
-        self.host: EngineHost | None = None
         self._ranks: dict[int, int] = {}
         self._unused = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -104,10 +103,6 @@ class EngineLife(Life[T]):
         self._unused.set()
         await asyncio.to_thread(self._thread.join, timeout_s)
 
-    def pulse(self) -> Pulse:
-        assert self.host is not None, "watched before it was built"
-        return self.host.pulse()
-
     def give_up(self, why: str) -> None:
         super().give_up(why)
         self._unused.set()
@@ -132,9 +127,10 @@ class EngineLife(Life[T]):
 
     def _run(self) -> None:
         try:
-            host = self._make()
-            self.host = host
-            host.run(lambda core: self._built(host, core))
+            host = self.host = self._make()
+            core = host.build()
+            self._call(self._succeed, self._on_built(host), sentinels_of(core))
+            host.loop(core)
         except BaseException as exc:
             if not isinstance(exc, PullfillError):
                 logger.exception("the engine died")
@@ -146,9 +142,6 @@ class EngineLife(Life[T]):
             self._unused.wait()
             if not self.hangs:
                 self.host.shutdown()
-
-    def _built(self, host: EngineHost, core: Any) -> None:
-        self._call(self._succeed, self._on_built(host, core), sentinels_of(core))
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         if not self.loop.is_closed():
@@ -169,25 +162,18 @@ class EngineLife(Life[T]):
         self.ready.set_exception(exc)
 
 
-class Health(enum.StrEnum):
-    WELL = "well"
-    STUCK = "stuck"
-    LOST = "lost"
-
-
 class EngineWatchdog:
     """Finds out whether an engine is stuck. Gives it up if it is lost. asyncio thread.
 
     Loading and warm-up are not watched.
 
-        WELL ──no beat for stall_s while busy──▶ STUCK ──as long again──▶ LOST (for good)
+        well ──no beat for stall_s while busy──▶ stuck ──as long again──▶ lost (for good)
           ◀──────────────── a beat ──────────────┘
 
     The engine loop beats at each round: at least once a second when idle, else after each step. So
     a step may take up to stall_s, for example with a long prompt.
 
-    on_stuck: called with True when the engine is stuck, with False when it has recovered.
-    health: as of the last look."""
+    on_stuck: called with True when the engine is stuck, with False when it has recovered."""
 
     def __init__(
         self,
@@ -196,7 +182,7 @@ class EngineWatchdog:
         on_stuck: Callable[[bool], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.health = Health.WELL
+        self._stuck = self._lost = False  # as of the last look
         self._engine = engine
         self._stall_s = stall_s
         self._on_stuck = on_stuck
@@ -215,7 +201,7 @@ class EngineWatchdog:
 
     def detail(self) -> dict[str, Any]:
         """For /ready. Empty while the engine is well."""
-        return {} if self.health is Health.WELL else {"reason": self._complaint()}
+        return {"reason": self._complaint()} if self._stuck else {}
 
     def _complaint(self) -> str:
         pulse = self._engine.pulse()
@@ -226,30 +212,28 @@ class EngineWatchdog:
 
     def look(self) -> None:
         """Look at the engine once, and act on a change. Call it about every `stall_s` / 8."""
-        if self.health is Health.LOST:
+        if self._lost:
             return
-        now, pulse, was = self._clock.monotonic(), self._engine.pulse(), self.health
+        now, pulse = self._clock.monotonic(), self._engine.pulse()
         # Bounded: a process that was stopped or starved must not find its engine stuck afterwards.
         passed = min(now - self._looked, 2 * self._interval_s)
         moved = pulse.beat != self._beat
         self._looked, self._beat = now, pulse.beat
         self._still_s = 0.0 if moved or not pulse.busy else self._still_s + passed
         if self._still_s >= 2 * self._stall_s:
-            self.health = Health.LOST
+            self._lost = True
             self._engine.give_up(self._complaint())
-        elif self._still_s >= self._stall_s:
-            self.health = Health.STUCK
-            if was is Health.WELL:
+        elif (stuck := self._still_s >= self._stall_s) != self._stuck:
+            self._stuck = stuck
+            if stuck:
                 logger.error(
                     "%s: taking no work; leaving if it takes as long again", self._complaint()
                 )
-                self._on_stuck(True)
-        elif was is Health.STUCK:
-            self.health = Health.WELL
-            logger.warning("the engine takes steps again")
-            self._on_stuck(False)
+            else:
+                logger.warning("the engine takes steps again")
+            self._on_stuck(stuck)
 
     async def _run(self) -> None:
-        while self.health is not Health.LOST:
+        while not self._lost:
             await asyncio.sleep(self._interval_s)
             self.look()

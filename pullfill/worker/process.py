@@ -151,7 +151,7 @@ class WorkerProcess:
         install(self._context, *self._halves)
         return host
 
-    def _built(self, host: EngineHost, core: Any) -> Engine:
+    def _built(self, host: EngineHost) -> Engine:
         return engine_of(
             host, self._life, self._context, self._halves, self._served_name, self._fingerprint
         )

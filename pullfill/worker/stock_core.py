@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pullfill.config import ClusterRef
 from pullfill.engine import args, check, compat, kv, speculation
-from pullfill.engine.host import Pulse
 from pullfill.engine.life import Life
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
@@ -145,13 +144,10 @@ class StockLife(Life[Engine]):
     then. fail: see `Engine`."""
 
     def __init__(self, host: StockHost) -> None:
-        super().__init__()
+        super().__init__(host)
         self.ending = asyncio.Event()
         self.left = False
-        self._host = host
-
-    def pulse(self) -> Pulse:
-        return self._host.pulse()
+        self._submit = host.submit
 
     def fail(self, why: str) -> None:
         """End vLLM's engine at its next step. Any thread."""
@@ -159,7 +155,7 @@ class StockLife(Life[Engine]):
         def end() -> None:
             raise RuntimeError(why)
 
-        self._host.submit(end)
+        self._submit(end)
 
     async def halt(self) -> None:
         await self.dead.wait()

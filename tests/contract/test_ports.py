@@ -168,7 +168,7 @@ async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
         contexts.install(WorkerContext(name, files), half(host.wake))
         return host
 
-    def built(host: EngineHost, core: Any) -> Engine:
+    def built(host: EngineHost) -> Engine:
         context, halves = contexts.installed()
         return engine_of(host, life, context, halves, "m", "0")
 

@@ -155,7 +155,8 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     made: list[Prefills] = []
     ready = threading.Event()
 
-    def built(core: Any) -> None:
+    def run() -> None:
+        core = host.build()
         life: Any = None
         scheduler.built(View(core))
         loop = EngineLoop(host, core, life, context.adapters, [scheduler])
@@ -168,8 +169,9 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         if flags:
             made[0].keep_seats(core)
         ready.set()
+        host.loop(core)
 
-    thread = threading.Thread(target=host.run, args=(built,))
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         assert ready.wait(120)

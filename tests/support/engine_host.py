@@ -30,7 +30,7 @@ def engine_threads() -> list[threading.Thread]:
 @contextmanager
 def looping(host: EngineHost) -> Iterator[None]:
     """The host's loop runs on a thread of its own."""
-    thread = threading.Thread(target=host.run)
+    thread = threading.Thread(target=lambda: host.loop(host.build()))
     thread.start()
     try:
         yield

@@ -82,14 +82,14 @@ class Host(EngineHost):
         self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=self._executor)  # type: ignore[assignment]
         return self.core  # type: ignore[return-value]
 
-    def _loop(self, core: object) -> None:
+    def loop(self, core: object) -> None:
         while not self._stopping:
             self._step()
 
 
 @asynccontextmanager
 async def running(host: Host) -> AsyncIterator[EngineLife[None]]:
-    engine = EngineLife(lambda: host, lambda host, core: None)
+    engine = EngineLife(lambda: host, lambda host: None)
     engine.start()
     await engine.ready
     yield engine
@@ -153,7 +153,7 @@ async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
     def make() -> EngineHost:
         raise ValueError("Free memory on device cuda:0 (3/80 GiB) is less than desired\nmore")
 
-    engine = EngineLife(make, lambda host, core: None)
+    engine = EngineLife(make, lambda host: None)
     engine.start()
     with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
         await engine.ready
