@@ -10,7 +10,6 @@ Everything runs on the event loop of the AsyncLLM that owns the client.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -187,8 +186,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._config = vllm_config
         self.port = port_of(self)
         self.adapters = FrontAdapters(self.port, board, _SLOW * UTILITY_TIMEOUT_S)
-        self._queue: deque[EngineCoreOutputs] = deque()
-        self._wake = asyncio.Event()
+        self._queue: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._reader: asyncio.Task[Any] | None = None
         self._loads: dict[str, LoadReport] = {}
         self._telling: asyncio.TimerHandle | None = None
@@ -227,10 +225,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     async def get_output_async(self) -> EngineCoreOutputs:
         self._reader = asyncio.current_task()
-        while not self._queue:
-            self._wake.clear()
-            await self._wake.wait()
-        return self._queue.popleft()
+        return await self._queue.get()
 
     def dp_engines_running(self) -> bool:
         return bool(self._processor.has_unfinished_requests())
@@ -242,8 +237,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         outputs.engine_index = 0
         if outputs.scheduler_stats is not None:
             self._set_levels(outputs.scheduler_stats)
-        self._queue.append(outputs)
-        self._wake.set()
+        self._queue.put_nowait(outputs)
 
     def loaded(self, instance_id: str, load: LoadReport) -> None:
         """A worker has said what it has to do. Every frontend hears it, and only one of them what a
@@ -259,8 +253,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     def _tell_levels(self) -> None:
         self._telling, stats = None, SchedulerStats()
         self._set_levels(stats)
-        self._queue.append(EngineCoreOutputs(scheduler_stats=stats))
-        self._wake.set()
+        self._queue.put_nowait(EngineCoreOutputs(scheduler_stats=stats))
 
     def _set_levels(self, stats: Any) -> None:
         """Set the levels in SchedulerStats to those of all workers: vLLM's gauges show one

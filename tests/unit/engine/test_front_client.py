@@ -128,4 +128,4 @@ async def test_vllms_gauges_are_the_sum_of_the_workers_that_are_there(
     assert await told() == (0, 0, 0.0)
     client.left("never said anything")
     await asyncio.sleep(0.01)
-    assert not client._queue
+    assert client._queue.empty()
