@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from starlette.routing import Match
@@ -197,7 +198,9 @@ class FrontApp:
         front_patches.settle_errors(app.state)
         front_patches.tell_failures(app.state, engine)
         client.adapters.follow(app.state.openai_serving_models)
-        app.state.server = _NoServer()
+        # vLLM's error handler sets `should_exit` when it believes that the engine is dead. Nobody
+        # reads it: our server has many engines and its own life.
+        app.state.server = SimpleNamespace(should_exit=False)
         # As in an engine: vLLM asks for environment variables at each token.
         envs.enable_envs_cache()
         watch = asyncio.create_task(_keep_output_handler(engine), name="frontend-output-watch")
@@ -216,13 +219,6 @@ def has_route(app: Starlette, scope: Any) -> bool:
     other = path.rstrip("/") if path.endswith("/") else f"{path}/"
     scopes = [{**scope, "path": each} for each in (path, other)]
     return any(r.matches(s)[0] is not Match.NONE for s in scopes for r in app.router.routes)
-
-
-class _NoServer:
-    """vLLM's error handler sets `should_exit` when it believes that the engine is dead. Nobody
-    reads it: our server has many engines and its own life."""
-
-    should_exit = False
 
 
 async def _keep_output_handler(engine: Any) -> None:

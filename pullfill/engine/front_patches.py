@@ -40,23 +40,20 @@ class RequestRefused(VLLMClientError, GenerationError):  # type: ignore[misc]
 
 
 # The second base of `RequestRefused`, and that of the others, keeps a traceback out of the log.
-_KINDS: dict[Fault, Any] = {
-    Fault.WORKERS: getattr(exceptions, "RetryableRequestError", GenerationError),
-    Fault.REQUEST: RequestRefused,
-    Fault.OURS: GenerationError,
-}
-_STATUS = {
-    Fault.WORKERS: HTTPStatus.SERVICE_UNAVAILABLE,
-    Fault.REQUEST: HTTPStatus.BAD_REQUEST,
-    Fault.OURS: HTTPStatus.INTERNAL_SERVER_ERROR,
+_RETRYABLE = getattr(exceptions, "RetryableRequestError", GenerationError)
+_KINDS: dict[Fault, tuple[Any, HTTPStatus]] = {
+    Fault.WORKERS: (_RETRYABLE, HTTPStatus.SERVICE_UNAVAILABLE),
+    Fault.REQUEST: (RequestRefused, HTTPStatus.BAD_REQUEST),
+    Fault.OURS: (GenerationError, HTTPStatus.INTERNAL_SERVER_ERROR),
 }
 
 
 def failure(message: str, fault: Fault) -> Exception:
     """Return the error of a request that cannot be finished. vLLM answers with this message and the
     status of the fault, or ends a stream with an error event."""
-    found: Exception = _KINDS[fault](message)
-    found.status_code = _STATUS[fault]  # type: ignore[attr-defined]
+    kind, status = _KINDS[fault]
+    found: Exception = kind(message)
+    found.status_code = status  # type: ignore[attr-defined]
     return found
 
 
