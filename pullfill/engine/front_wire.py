@@ -77,7 +77,7 @@ HEARTBEAT_IVL_MS = 500
 LOAD_S = 0.05
 MAX_IDS = 65536
 # vLLM's FinishReason.ERROR.
-_ERROR = 3
+ERROR = 3
 # Messages that may wait in each direction, at each end. A peer that lets them grow to that is
 # treated as lost: nothing is ever left out of the middle.
 QUEUE_LIMIT = 10_000
@@ -250,7 +250,7 @@ def fault_of(output: Any) -> Fault | None:
 
     output: the request's last EngineCoreOutput. Its `stop_reason` holds the reason. Returns None if
     it is no such error."""
-    if output.finish_reason != _ERROR or not isinstance(output.stop_reason, str):
+    if output.finish_reason != ERROR or not isinstance(output.stop_reason, str):
         return None
     return Fault.OURS if output.kv_transfer_params == fault_mark(Fault.OURS) else Fault.REQUEST
 

@@ -77,13 +77,6 @@ def _one_token(logprobs: int | None) -> Any:
     )
 
 
-def is_error(output: Any) -> bool:
-    """Whether an EngineCoreOutput ends its request with an engine error."""
-    from vllm.v1.engine import FinishReason
-
-    return bool(output.finish_reason == FinishReason.ERROR)
-
-
 def prepare(core: Any, request: Any, tokens: memoryview) -> Any:
     """Make vLLM's Request with all its block hashes. Any thread. Takes 40 ms for 128k tokens.
 
@@ -155,11 +148,9 @@ def bound_grammar(request: Any, core: Any) -> bool:
 def explain_error(output: Any, request: Any) -> None:
     """If an output ends a request with structured output with an error, say why in `stop_reason`.
     vLLM itself tells clients nothing. request: vLLM's Request."""
-    from vllm.v1.engine import FinishReason
-
     from pullfill.engine import grammars
 
-    if output.finish_reason == FinishReason.ERROR:
+    if output.finish_reason == front_wire.ERROR:
         output.stop_reason = grammars.why_ended(request)
 
 

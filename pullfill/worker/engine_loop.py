@@ -8,11 +8,11 @@ is the same for both, too: see `memory.end`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from pullfill.engine import requests
+from pullfill.engine import front_wire, requests
 from pullfill.engine.adapters import Adapters
 from pullfill.engine.host import EngineHooks, EngineHost, taken
 from pullfill.engine.life import EngineLife
@@ -31,7 +31,7 @@ class EngineLoop(EngineHooks):
 
     core: vLLM's EngineCore. adapters: its LoRA adapters.
     sides: those that are told of steps.
-    submit, wake: see EngineHost. A turn of the loop calls `before_step` of each side."""
+    submit, wake, use, register, waiting_for_blocks: see EngineHost."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class EngineLoop(EngineHooks):
         self.config = core.vllm_config
         self.submit, self.wake = host.submit, host.wake
         self.use, self.register = host.use, host.register
+        self.waiting_for_blocks = host.waiting_for_blocks
 
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work()` as `submit` does. Returns or raises what it does. asyncio thread.
@@ -143,7 +144,7 @@ class EngineLoop(EngineHooks):
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
         for output in getattr(taken(outputs, requests.OWN_CLIENT), "outputs", ()):
-            if requests.is_error(output):
+            if output.finish_reason == front_wire.ERROR:
                 self._end(output.request_id, HandoffError("the engine failed the request"))
             elif output.finish_reason is not None:
                 self._end(output.request_id, output)
@@ -181,7 +182,3 @@ class EngineLoop(EngineHooks):
         """Read the files of an adapter. Returns a function that loads it: `Adapters.adding`."""
         load = self.adapters.adding(fields)
         return lambda: load(self._core)
-
-    def waiting_for_blocks(self, longer_than_s: float) -> Collection[str]:
-        """See EngineHost. Any thread."""
-        return self._host.waiting_for_blocks(longer_than_s)

@@ -531,7 +531,7 @@ def test_a_request_that_comes_past_vllms_servers_wakes_the_group() -> None:
         add_request=added.append, pause_state=vllm_core.PauseState.UNPAUSED
     )
     host: Any = SimpleNamespace(enter=lambda work: work(), submit=None, wake=None, use=None)
-    host.register = None
+    host.register = host.waiting_for_blocks = None
     EngineLoop(host, core, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
     assert [one.request_id for one in added] == ["a"]
     assert core.engines_running

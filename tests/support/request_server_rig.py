@@ -93,9 +93,8 @@ def engine_loop(
     core: Any, submit: Callable[..., object], register: Any = lambda *_: None
 ) -> EngineLoop:
     """An engine loop around a core that records. submit: of its engine thread."""
-    host: Any = SimpleNamespace(
-        submit=submit, enter=submit, register=register, wake=lambda: None, use=None
-    )
+    host: Any = SimpleNamespace(submit=submit, enter=submit, register=register, use=None)
+    host.wake, host.waiting_for_blocks = lambda: None, None
     life: Any = None  # it never ends
     return EngineLoop(host, core, life, Adapters())
 

@@ -307,7 +307,7 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed(fault: Fault) 
     desk = Desk(request("a1"), request("a2"), request("b"))
     desk.say("a1", 1)
     desk.say(
-        "a1", 2, finish_reason=front_wire._ERROR, stop_reason="no text matches it",
+        "a1", 2, finish_reason=front_wire.ERROR, stop_reason="no text matches it",
         kv_transfer_params=front_wire.fault_mark(fault),
     )  # fmt: skip
     assert desk.failures == {"a1": "no text matches it"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pullfill.engine import front_wire
 from pullfill.engine.adapters import Adapters
 from pullfill.errors import HandoffError
 from pullfill.worker.context import StepReport
@@ -41,15 +42,9 @@ def made(core: Any) -> tuple[HostOf, EngineLoop]:
 REQUEST = SimpleNamespace(request_id="r", lora_request=None)
 
 
-def output(reason: str) -> Any:
+def output(reason: int) -> Any:
     ours = SimpleNamespace(request_id="r", finish_reason=reason)
     return {-1: SimpleNamespace(outputs=[ours], scheduler_stats=None)}
-
-
-@pytest.fixture(autouse=True)
-def errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM's enum, whose import takes seconds."""
-    monkeypatch.setattr("pullfill.engine.requests.is_error", lambda o: o.finish_reason == "error")
 
 
 def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> None:
@@ -66,6 +61,7 @@ def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> Non
             said.append(f"plan of {self.name}")
 
     host: Any = SimpleNamespace(submit=None, wake=None, use=None, register=None)
+    host.waiting_for_blocks = None
     host.copied = lambda received, sent: said.extend(received)
     sides: Any = [Side("a"), Side("b")]
     EngineLoop(host, Core(), None, Adapters(), sides).before_step()  # type: ignore[arg-type]
@@ -76,7 +72,7 @@ def test_what_the_engine_refuses_or_fails_has_an_error_as_its_outcome() -> None:
     core = Core()
     host, loop = made(core)
     failed: Future[Any] = loop.add(REQUEST)
-    loop.on_outputs(output("error"))
+    loop.on_outputs(output(front_wire.ERROR))
     with pytest.raises(HandoffError, match="the engine failed"):
         failed.result()
     core.refuses = True
