@@ -105,9 +105,8 @@ def total_heads(vllm_config: Any) -> int:
 def executor_without_model(vllm_config: Any) -> Any:
     """The executor class that `--distributed-executor-backend` names, if it computes no model.
 
-    Such a class has two attributes of ours:
-    KV_KIND: what its KV is, in one word. Only workers of one kind exchange KV.
-    kv_device: function from vLLM's config to the device of the KV memory. `auto`: that of vLLM."""
+    Such a class has an attribute of ours:
+    KV_KIND: what its KV is, in one word. Only workers of one kind exchange KV."""
     named = vllm_config.parallel_config.distributed_executor_backend
     if isinstance(named, str) and "." in named:  # a class path; vLLM's own executors are one word
         module, _, name = named.rpartition(".")
@@ -115,12 +114,8 @@ def executor_without_model(vllm_config: Any) -> Any:
     return named if hasattr(named, "KV_KIND") else None
 
 
-def device_of(vllm_config: Any) -> str:
-    """torch's device type of this engine's KV memory, e.g. `cpu`, `cuda`. Raises ConfigError."""
+def device() -> str:
+    """torch's device type of this engine's KV memory, e.g. `cpu`, `cuda`."""
     from vllm.platforms import current_platform
 
-    executor = executor_without_model(vllm_config)
-    wanted = executor.kv_device(vllm_config) if executor is not None else "auto"
-    if wanted != "auto":
-        return str(wanted)
     return str(current_platform.device_type)

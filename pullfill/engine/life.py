@@ -20,7 +20,6 @@ from pullfill.engine.environment import sentinels_of
 from pullfill.engine.host import EngineHost, Pulse
 from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log
-from pullfill.runtime.lifecycle import end
 
 logger = log.get("engine.life")
 
@@ -191,13 +190,6 @@ class EngineWatchdog:
         self._looked = clock.monotonic()
         self._beat = -1
         self._still_s = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        self._tasks.append(asyncio.create_task(self._run(), name="engine-watchdog"))
-
-    async def stop(self) -> None:
-        await end(*self._tasks)
 
     def detail(self) -> dict[str, Any]:
         """For /ready. Empty while the engine is well."""
@@ -233,7 +225,8 @@ class EngineWatchdog:
                 logger.warning("the engine takes steps again")
             self._on_stuck(stuck)
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Look at the engine until it is lost."""
         while not self._lost:
             await asyncio.sleep(self._interval_s)
             self.look()

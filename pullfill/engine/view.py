@@ -217,7 +217,10 @@ class PrefillChunks:
             ordered = sorted(waiting, key=lambda request: order.get(request.request_id, _LAST))
             waiting.clear()
             waiting.extend(ordered)
-        self._set(each, min(self.step_tokens, total))
+        if self._threshold:
+            each = min(each, self._threshold) if each else self._threshold
+        self._config.long_prefill_token_threshold = each
+        self._scheduler.max_num_scheduled_tokens = min(self.step_tokens, total)
 
     def leave_one(self) -> None:
         """From now on, give a single prompt at most all tokens of a step but one.
@@ -230,12 +233,6 @@ class PrefillChunks:
         """Set both numbers as they were at first."""
         self._scheduler.max_num_scheduled_tokens = self.step_tokens
         self._config.long_prefill_token_threshold = self._threshold
-
-    def _set(self, each: int, total: int) -> None:
-        if self._threshold:
-            each = min(each, self._threshold) if each else self._threshold
-        self._config.long_prefill_token_threshold = each
-        self._scheduler.max_num_scheduled_tokens = total
 
 
 # --------------------------------------------------------------------------- seats

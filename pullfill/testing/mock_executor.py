@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from pullfill.engine.kv import device_of
+from pullfill.engine import kv
 from pullfill.errors import ConfigError
 from pullfill.runtime import log
 
@@ -53,8 +53,6 @@ class MockSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers: _Count = 2
     kv_heads: _Count = 1
     head_size: _Count = 8
-    # Where the KV cache is. `auto`: where vLLM would put it here.
-    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def settings_of(additional_config: Any) -> MockSettings:
@@ -108,12 +106,6 @@ class MockExecutor(Executor):  # type: ignore[misc]
     # The bytes of its KV mean nothing: only workers with this executor exchange them (compat.py).
     KV_KIND = "mock"
 
-    @staticmethod
-    def kv_device(vllm_config: Any) -> str:
-        """Where the KV memory is: `cpu`, `cuda`, or `auto` for where vLLM would put it."""
-        # On a GPU the transports between GPUs can be tried without a model.
-        return settings_of(vllm_config.additional_config).device
-
     def _init_executor(self) -> None:
         logger.warning("there is no model here: every token is invented (mock executor)")
         self._settings = settings_of(self.vllm_config.additional_config)
@@ -165,15 +157,15 @@ class MockExecutor(Executor):  # type: ignore[misc]
             self._connector.register_kv_caches(self._allocate(config))
 
     def _allocate(self, config: Any) -> dict[str, torch.Tensor]:
-        """[block, head, token, K and V] for each layer, all in one buffer, layer after layer, on
-        the device of the settings. Layers of different groups share memory, as in vLLM."""
+        """[block, head, token, K and V] for each layer, all in one buffer, layer after layer.
+        Layers of different groups share memory, as in vLLM."""
         groups = [group.layer_names for group in config.kv_cache_groups]
         spec = config.kv_cache_groups[0].kv_cache_spec
         tokens, width = spec.block_size, 2 * spec.head_size
         layers = max(map(len, groups))
         shape = (layers, config.num_blocks, spec.num_kv_heads, tokens, width)
         nbytes = torch.Size(shape).numel() * spec.dtype.itemsize
-        buffer = torch.zeros(nbytes, dtype=torch.int8, device=device_of(self.vllm_config))
+        buffer = torch.zeros(nbytes, dtype=torch.int8, device=kv.device())
         caches = buffer.view(spec.dtype).view(shape)
         return {name: caches[at] for names in groups for at, name in enumerate(names)}
 

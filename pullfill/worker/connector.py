@@ -72,7 +72,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 half.constructed(vllm_config, kv_cache_config)
             return
         name, directory = self.place(vllm_config)
-        if kv.device_of(vllm_config) == "cpu":
+        if kv.device() == "cpu":
             rank = vllm_config.parallel_config.rank  # one pipeline stage after another
             self._pool = SharedKvPool(name, rank, directory)
 
@@ -163,8 +163,7 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         why_not = groups.why_local(self._vllm_config, config)
         why_not = why_not or speculation.why_local(self._vllm_config)
         if why_not:
-            device = kv.device_of(self._vllm_config)
-            region = RankRegion(os.getpid(), device, len(kv_caches), 0, why_not=why_not)
+            region = RankRegion(os.getpid(), kv.device(), len(kv_caches), 0, why_not=why_not)
         else:
             caches = groups.caches_of(config, kv_caches)
             region = tell(self._pool, caches, config.num_blocks)

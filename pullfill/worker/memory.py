@@ -26,15 +26,17 @@ from pullfill.worker.context import WorkerContext
 
 logger = log.get("worker.memory")
 
-Told = Mapping[tuple[int, int], RankRegion]
-"""What each rank, by (pipeline, tensor) rank, has told of its memory."""
-
 
 def attach(
-    context: WorkerContext, told: Told, kv_heads: int, stored: tuple[str, str], groups: Groups
+    context: WorkerContext,
+    told: Mapping[tuple[int, int], RankRegion],
+    kv_heads: int,
+    stored: tuple[str, str],
+    groups: Groups,
 ) -> None:
     """Map every rank's memory. Raises IncompatibleError.
 
+    told: what each rank, by (pipeline, tensor) rank, has told of its memory.
     stored: of `kv.join_attention`."""
     first = next(iter(told.values()))
     context.why_not = first.why_not

@@ -131,7 +131,7 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
         enable_expert_parallel=parallel.enable_expert_parallel,
         tensor_parallel_size=parallel.tensor_parallel_size,
     )
-    args.check_flags(flags, kv.device_of(config), os.environ)
+    args.check_flags(flags, kv.device(), os.environ)
     args.check_config(config)
     speculation.check_config(config)
 

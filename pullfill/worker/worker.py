@@ -30,6 +30,7 @@ from pullfill.registry.live_settings import Settings
 from pullfill.registry.membership import Membership
 from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
+from pullfill.runtime.lifecycle import end
 from pullfill.runtime.probe import ProbeServer
 from pullfill.wire import (
     QueueSettings,
@@ -144,8 +145,8 @@ class Worker:
         await self._membership.join(self._options.connect_timeout_s)
         for service in self.services:
             await service.start(self._membership.refresh)
-        self._guard.start()
-        parts.push_async_callback(self._guard.stop)
+        watch = asyncio.create_task(self._guard.run(), name="engine-watchdog")
+        parts.push_async_callback(end, watch)
         serving = " and ".join(role.serving for role in self._roles)
         logger.info("%s %s (%s)", self._instance_id, serving, self._engine.served_name)
 

@@ -333,7 +333,7 @@ def test_another_side_and_loop_and_memory_that_cannot_be_shared_are_refused(
     with pytest.raises(ConfigError, match="--enable-fault-tolerance"):
         stock_core.check_config(config, stock_core.PullfillDecode)
     config.parallel_config.enable_fault_tolerance = False
-    monkeypatch.setattr(stock_core.kv, "device_of", lambda _: "cuda")
+    monkeypatch.setattr(stock_core.kv, "device", lambda: "cuda")
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):
         stock_core.check_config(config, stock_core.PullfillDecode)
 
