@@ -268,7 +268,7 @@ class DecodeRole(Role):
             turns,
             traces,
             welcome=partial(_welcome, engine, self._events, tasks, meter.report),
-            models=[engine.served_name, options.model],
+            models=[engine.compat.model, options.model],
             key=key,
             follow=blocks.follow,
         )

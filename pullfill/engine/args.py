@@ -32,8 +32,8 @@ def build_config(
     *,
     kv_role: str,
     engine_id: str,
-) -> tuple[VllmConfig, str]:
-    """Parse `vllm_args` and return (config, served model name).
+) -> VllmConfig:
+    """Parse `vllm_args` and return the config.
 
     kv_role: vLLM's word for its direction.
     engine_id: the instance id. Each rank's process knows it by this.
@@ -79,6 +79,7 @@ def build_config(
         # Else a seeded request ends the engine at the first chunk of its prompt.
         args.worker_cls = "pullfill.engine.cpu_worker.SeededCPUWorker"
     args.mm_processor_cache_gb = 0  # frontends run the processor
+    args.served_model_name = args.served_model_name or model  # offline, vLLM names its own copy
     with model_read(model):
         config = args.create_engine_config()
     check_config(config, offloads=offloading is not None)
@@ -86,9 +87,7 @@ def build_config(
     if device == "cpu":
         _rotate_parts_of_heads_natively(config)
     schedule_whole_prompts(config)
-    names = namespace.served_model_name
-    served = names[0] if isinstance(names, list) else names
-    return config, served or model
+    return config
 
 
 def flag_parser(program: str) -> Any:

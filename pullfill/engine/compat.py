@@ -56,7 +56,7 @@ def model_fingerprint(model: str, revision: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: Geometry) -> Compat:
+def describe(config: VllmConfig, fingerprint: str, geometry: Geometry) -> Compat:
     """Return the compatibility record of this engine.
 
     fingerprint: from `fingerprint_as_run`.
@@ -71,7 +71,7 @@ def describe(config: VllmConfig, served_name: str, fingerprint: str, geometry: G
     else:
         computes = _isa() if current_platform.is_cpu() else current_platform.device_type
     return Compat(
-        model=served_name,
+        model=model.served_model_name,
         model_fingerprint=fingerprint,
         vllm=vllm.__version__,
         dtype=str(model.dtype).removeprefix("torch."),

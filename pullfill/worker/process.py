@@ -136,7 +136,7 @@ class WorkerProcess:
         name = str(self._options.instance_id)
         # It makes the files of the KV memory, so that a name that is taken fails first.
         self._context = WorkerContext(name, RegionFiles(name))
-        config, self._served_name = args.build_config(
+        config = args.build_config(
             self._options.model,
             self._vllm_args,
             kv_role="kv_both" if len(self._roles) > 1 else self._roles[0].kv_role,
@@ -152,9 +152,7 @@ class WorkerProcess:
         return host
 
     def _built(self, host: EngineHost) -> Engine:
-        return engine_of(
-            host, self._life, self._context, self._halves, self._served_name, self._fingerprint
-        )
+        return engine_of(host, self._life, self._context, self._halves, self._fingerprint)
 
 
 async def _all(work: Any) -> None:

@@ -31,7 +31,6 @@ class Engine:
 
     view: View
     loop: EngineLoop
-    served_name: str
     compat: Compat
     context: WorkerContext
     dead: asyncio.Event

@@ -192,7 +192,6 @@ class StockCore:
         role = role_of(kind.side)(cluster, options)
         role.adjust(config)
         self._worker = Worker([role], cluster, options, stays=True)
-        self._config = config
         # vLLM kills this process after its `shutdown_timeout`.
         drain_s = config.shutdown_timeout
         self._drain_s = max(drain_s / 2, drain_s - _CLOSE_S)
@@ -219,10 +218,7 @@ class StockCore:
         """The memory of all ranks is known: join the cluster. Returns once the worker serves.
 
         Raises PullfillError. vLLM then does not start, as with connectors of its own."""
-        served = self._config.model_config.served_model_name
-        engine = engine_of(
-            self._host, self._life, self.context, [self.half], served, self._fingerprint
-        )
+        engine = engine_of(self._host, self._life, self.context, [self.half], self._fingerprint)
         self._tell(self._life.ready.set_result, engine)
         self._host.wait(self._serves.done)
         self._serves.result()

@@ -50,7 +50,6 @@ def engine_of(
     life: Any,
     context: WorkerContext,
     halves: Sequence[SchedulerHalf],
-    served_name: str,
     fingerprint: str,
 ) -> Engine:
     """Make the ports of an engine that is built. Engine thread.
@@ -59,14 +58,14 @@ def engine_of(
     core: Any = host.core
     if context.geometry is None:
         raise RuntimeError("vLLM registered no KV cache with the connector")
-    described = compat.describe(core.vllm_config, served_name, fingerprint, context.geometry)
+    described = compat.describe(core.vllm_config, fingerprint, context.geometry)
     context.in_flight = core.scheduler._inflight_prefills
     view = View(core)
     for half in halves:
         half.built(view)
     loop = EngineLoop(host, core, life, context.adapters, halves)
     host.use(loop)
-    return Engine(view, loop, served_name, described, context, life.dead, life.fail)
+    return Engine(view, loop, described, context, life.dead, life.fail)
 
 
 class Worker:
@@ -148,7 +147,7 @@ class Worker:
         watch = asyncio.create_task(self._guard.run(), name="engine-watchdog")
         parts.push_async_callback(end, watch)
         serving = " and ".join(role.serving for role in self._roles)
-        logger.info("%s %s (%s)", self._instance_id, serving, self._engine.served_name)
+        logger.info("%s %s (%s)", self._instance_id, serving, self._engine.compat.model)
 
     @property
     def services(self) -> list[Service]:
@@ -184,7 +183,7 @@ class Worker:
             incarnation=incarnation,
             role=role,
             state=self._state,
-            model=engine.served_name,
+            model=engine.compat.model,
             model_path=self._options.model,
             compat=engine.compat,
             host=self._options.host,

@@ -163,14 +163,14 @@ async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
     files = RegionFiles(name)
 
     def load() -> EngineHost:
-        config, _ = build_config(str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name)
+        config = build_config(str(model), [*FLAGS, *MOCK], kv_role="kv_both", engine_id=name)
         host = EngineHost(config)
         contexts.install(WorkerContext(name, files), half(host.wake))
         return host
 
     def built(host: EngineHost) -> Engine:
         context, halves = contexts.installed()
-        return engine_of(host, life, context, halves, "m", "0")
+        return engine_of(host, life, context, halves, "0")
 
     life = EngineLife(load, built)
     life.start()

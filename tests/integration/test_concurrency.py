@@ -142,7 +142,7 @@ class Prefills:
 def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     """The engine of a prefill worker, without a model and without a cluster."""
     files = RegionFiles(f"concurrency-{concurrency}")
-    config, _ = build_config(
+    config = build_config(
         str(model),
         [*FLAGS, *MOCK, *flags, '--additional-config={"mock": {"step_s": 0.005}}'],
         kv_role="kv_both",

@@ -35,7 +35,7 @@ class Rig:
             KVCacheTensor,
         )
 
-        config, _ = build_config(
+        config = build_config(
             str(model_path),
             [*FLAGS, "--kv-offloading-size=0.001"],
             kv_role="kv_consumer",
