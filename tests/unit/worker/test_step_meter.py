@@ -43,19 +43,13 @@ class Rig:
         return sorted(order, key=order.__getitem__), each, total
 
 
-def test_jobs_are_ordered_by_the_targets_that_they_tell() -> None:
+def test_jobs_are_ordered_by_priority_then_by_the_targets_that_they_tell() -> None:
     rig = Rig()
     rig.job("calm", 300, 9000)
     rig.job("usual", 300)
     rig.job("urgent", 300, 500)
-    assert rig.planned()[0] == ["urgent", "usual", "calm"]
-
-
-def test_a_priority_that_a_client_names_comes_before_all_targets() -> None:
-    rig = Rig()
-    rig.job("soon", 300, 500)
     rig.job("first", 300, 9000, priority=-1)
-    assert rig.planned()[0] == ["first", "soon"]
+    assert rig.planned()[0] == ["first", "urgent", "usual", "calm"]
 
 
 def test_a_prompt_without_a_turn_gets_no_part_of_the_step() -> None:

@@ -163,11 +163,6 @@ def test_the_smallest_target_counts_if_all_can_be_kept() -> None:
     assert seconds(both, prompt("a", 3000, 5.0)) < 0.03
 
 
-def test_a_target_that_no_step_keeps_does_not_stop_prompts() -> None:
-    found = planned(streams(10, 0.001), prompt("a", 3000))
-    assert found.total >= LEAST_TOKENS
-
-
 def test_a_deep_prompt_gets_fewer_tokens_for_the_same_time() -> None:
     beside = streams(2, 0.1)
     new, deep = prompt("a", 3000, 5.0), prompt("a", 3000, 5.0, at=4000)
@@ -261,10 +256,6 @@ def test_a_job_costs_streams_something_also_if_it_is_late_beside_them() -> None:
         seconds, harm = beside(1024, ttft_s, streams(10), COST, Errors(), step_tokens=STEP)
         assert (seconds > ttft_s) == late
         assert harm > 0.001
-
-
-def test_nothing_to_compute_costs_nothing() -> None:
-    assert priced(streams(20)) == 0.0
 
 
 def test_a_plan_and_a_price_take_little_time() -> None:
