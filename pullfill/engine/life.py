@@ -50,6 +50,11 @@ class Life(ABC, Generic[T]):
         assert self.host is not None, "watched before it was built"
         return self.host.pulse()
 
+    def tell(self, function: Callable[..., object], *given: object) -> None:
+        """Call this on the asyncio thread, unless its loop is closed. Any thread."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(function, *given)
+
     def give_up(self, why: str) -> None:
         """Treat the engine as dead: it is stuck for good, or one of its processes is gone."""
         self.hangs, self.failure = True, EngineStuck(why)
@@ -108,7 +113,7 @@ class EngineLife(Life[T]):
 
     def fail(self, why: str) -> None:
         """`give_up`, from any thread."""
-        self._call(self.give_up, why)
+        self.tell(self.give_up, why)
 
     def _watch(self, ranks: dict[int, int]) -> None:
         """Give the engine up when the process of a rank ends. vLLM notices up to 10 s later.
@@ -128,23 +133,19 @@ class EngineLife(Life[T]):
         try:
             host = self.host = self._make()
             core = host.build()
-            self._call(self._succeed, self._on_built(host), sentinels_of(core))
+            self.tell(self._succeed, self._on_built(host), sentinels_of(core))
             host.loop(core)
         except BaseException as exc:
             if not isinstance(exc, PullfillError):
                 logger.exception("the engine died")
             self.failure = exc
-            self._call(self._fail, exc)
+            self.tell(self._fail, exc)
         finally:
-            self._call(self.dead.set)
+            self.tell(self.dead.set)
         if self.host is not None:
             self._unused.wait()
             if not self.hangs:
                 self.host.shutdown()
-
-    def _call(self, function: Callable[..., object], *args: object) -> None:
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(function, *args)
 
     def _succeed(self, built: T, ranks: dict[int, int]) -> None:
         self._watch(ranks)

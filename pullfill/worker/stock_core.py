@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import fields
@@ -219,27 +219,22 @@ class StockCore:
 
         Raises PullfillError. vLLM then does not start, as with connectors of its own."""
         engine = engine_of(self._host, self._life, self.context, [self.half], self._fingerprint)
-        self._tell(self._life.ready.set_result, engine)
+        self._life.tell(self._life.ready.set_result, engine)
         self._host.wait(self._serves.done)
         self._serves.result()
 
     def close(self) -> None:
         """The engine takes no more steps: leave the cluster. May be called again."""
         self._at_exit.cancel()
-        self._tell(self._life.dead.set)
+        self._life.tell(self._life.dead.set)
         self._thread.join(self._close_s)
         self._close_s = 0.0
         self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
     def _stays(self) -> bool:
         """vLLM is told to end. Returns whether the worker still finishes its work."""
-        self._tell(self._life.ending.set)
+        self._life.tell(self._life.ending.set)
         return self._drain_s > 0 and not self._life.left and self._thread.is_alive()
-
-    def _tell(self, function: Callable[..., object], *given: object) -> None:
-        """Call this on the worker's loop, unless the worker has ended, well or not."""
-        with suppress(RuntimeError):  # its loop is closed
-            self._life.loop.call_soon_threadsafe(function, *given)
 
     # ------------------------------------------------------------------ the worker's thread
 
