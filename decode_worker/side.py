@@ -261,7 +261,8 @@ class DecodeRole(Role):
 
         # The frontends' socket.
         blocks = await turns.call(partial(BlockEvents, loop, view, self._events))
-        tasks = await turns.call(lambda: turns.tasks)  # it asks the ranks, as a step does
+        # It asks the ranks, as a step does.
+        tasks = list(await turns.call(lambda: turns.utility("get_supported_tasks", ())))
         meter = DecodeMeter(context, view)
 
         server = RequestServer(

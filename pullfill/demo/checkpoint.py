@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from pullfill.demo.recipe import DEMO, Recipe
+from pullfill.demo.recipe import DEMO, Recipe, answer_only, random_weights
 
 
 def ensure_demo_model(directory: Path, recipe: Recipe = DEMO) -> Path:
@@ -51,7 +51,6 @@ def _build(recipe: Recipe, directory: Path) -> None:
     # Imported here: a process that finds the model there need not wait for torch.
     from safetensors.torch import save_file
 
-    from pullfill.demo.recipe import answer_only, random_weights
     from pullfill.demo.tokenizer import build_tokenizer, readable, write_tokenizer
 
     tokenizer, weights = build_tokenizer(recipe.vocab), random_weights(recipe)

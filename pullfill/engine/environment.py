@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
@@ -25,6 +25,7 @@ from pullfill.runtime import log
 DEVICE_ENV = "PULLFILL_DEVICE"
 # Of glibc's mallopt.
 M_ARENA_MAX = -8
+_TRIM_S = 30.0
 
 
 def computes_on_cpu() -> bool:
@@ -146,23 +147,17 @@ class Heap:
     # them add up, and malloc keeps them, so the process grows as if it had a leak. An idle process
     # does not grow, so it is not trimmed.
 
-    def __init__(
-        self,
-        clock: Clock = SYSTEM_CLOCK,
-        trim: Callable[[], None] = trim,
-        every_s: float = 30.0,
-    ) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._trim, self._every_s = trim, every_s
-        self._due = clock.monotonic() + every_s
+        self._due = clock.monotonic() + _TRIM_S
 
     def after_step(self) -> None:
-        """Trim if `every_s` have passed since the last time. Takes as long as a decode step.
+        """Trim if _TRIM_S have passed since the last time. Takes as long as a decode step.
 
         Call it on the engine thread, between steps."""
         if self._clock.monotonic() >= self._due:
-            self._trim()
-            self._due = self._clock.monotonic() + self._every_s
+            trim()
+            self._due = self._clock.monotonic() + _TRIM_S
 
 
 logger = log.get("engine.ranks")

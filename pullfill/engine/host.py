@@ -279,7 +279,7 @@ class EngineHost:
 
     def _copies_run(self) -> bool:
         """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""
-        return self._tier is not None and self._tier.busy
+        return self._tier is not None and bool(self._tier.has_pending_push_work())
 
     def _take_in(self, timeout_ms: int) -> bool:
         """Wait for work, and run what was submitted. Returns False if nothing came."""

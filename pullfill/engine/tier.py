@@ -31,11 +31,6 @@ _BYTES = {
 class Tier(OffloadingConnector):  # type: ignore[misc]
     """See the module. All methods here are of the scheduler half: engine thread."""
 
-    @property
-    def busy(self) -> bool:
-        """Whether copies run, whose end vLLM learns of in a step."""
-        return bool(self.has_pending_push_work())
-
     def hit(self, request: Any, hit_tokens: int) -> int | None:
         """Return how many tokens beyond the prefix hit it has. None: it must be asked again."""
         found, _ = self.get_num_new_matched_tokens(request, hit_tokens)

@@ -169,11 +169,6 @@ class EngineLoop(EngineHooks):
         """Abort requests that `enter` has taken."""
         self._core.abort_requests(request_ids)
 
-    @property
-    def tasks(self) -> list[str]:
-        """What the model can be asked for, in vLLM's words."""
-        return list(self._core.get_supported_tasks())
-
     def utility(self, method: str, args: Sequence[Any]) -> Any:
         """Call a method of vLLM's EngineCore."""
         return getattr(self._core, method)(*args)

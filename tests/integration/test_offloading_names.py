@@ -128,7 +128,7 @@ def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
     computed = rig.pages(mine)
     rig.step((first, [*mine, 9]))
     rig.end(first)  # its blocks are free, and the copies from them have not begun
-    assert rig.scheduler.busy
+    assert rig.scheduler.has_pending_push_work()
 
     if claimed:
         rig.scheduler.claim(mine)
@@ -136,7 +136,7 @@ def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
     for name in LAYERS:
         rig.kv[name][mine] = -1.0  # a prefill worker writes into them
     rig.step(finished=() if claimed else ("first",))
-    assert not rig.scheduler.busy
+    assert not rig.scheduler.has_pending_push_work()
 
     second = rig.request("second", 3)
     assert rig.scheduler.hit(second, 0) == 3 * BLOCK
@@ -146,5 +146,5 @@ def test_what_a_peer_writes_is_never_stored_in_place_of_what_was_computed(
     rig.scheduler.load(second, 2 * BLOCK)
     assert rig.scheduler.hit(second, BLOCK) is None, "it is being loaded"
     assert rig.step() == {"second"}
-    assert not rig.scheduler.busy
+    assert not rig.scheduler.has_pending_push_work()
     assert torch.equal(rig.pages(theirs), computed[:, 1:]) is claimed

@@ -52,9 +52,10 @@ def test_what_the_engine_runs_on(
 # --------------------------------------------------------------------------- heap
 
 
-def test_the_heap_is_trimmed_at_times_while_there_is_work() -> None:
-    clock, trims = FakeClock(), []
-    kept = Heap(clock, lambda: trims.append(clock.monotonic()), 30.0)
+def test_the_heap_is_trimmed_at_times_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, trims = FakeClock(), list[float]()
+    monkeypatch.setattr(environment, "trim", lambda: trims.append(clock.monotonic()))
+    kept = Heap(clock)
     kept.after_step()
     clock.advance(29.9)
     kept.after_step()
