@@ -440,5 +440,5 @@ def _welcome(
         block_size=config.cache_config.block_size,
         supported_tasks=tasks,
         load=load(draining),
-        prefix_block_size=events.block_size,
+        prefix_block_size=events.places.block_size,
     )

@@ -138,11 +138,8 @@ def _rounding(config: Any) -> dict[str, Any]:
     import torch
     from vllm.platforms import current_platform
 
-    parallel, steps, compiled = (
-        config.parallel_config,
-        config.scheduler_config,
-        config.compilation_config,
-    )
+    parallel, steps = config.parallel_config, config.scheduler_config
+    compiled = config.compilation_config
     return {
         "pullfill": __version__,
         "torch": torch.__version__,

@@ -112,16 +112,12 @@ def origin(stored: Stored) -> tuple[str, int]:
 class KvEvents:
     """The events of one engine. `switch_on` before the engine is built, then `attach`.
 
-    block_size: tokens of a block. 0: there are no events."""
+    places: without groups, and blocks of 0 tokens, if there are no events."""
 
     def __init__(self) -> None:
         self._ints = False
         self._manager: Any = None
         self.places = Places({}, 0)
-
-    @property
-    def block_size(self) -> int:
-        return self.places.block_size
 
     def switch_on(self, config: Any) -> None:
         """Have vLLM collect events in the engine that is built next. config: its VllmConfig.

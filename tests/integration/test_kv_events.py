@@ -225,4 +225,4 @@ def test_an_engine_without_a_prefix_cache_has_no_events() -> None:
     cache.manager.block_pool.enable_caching = False
     events = KvEvents()
     events.attach(SimpleNamespace(scheduler=cache.scheduler), lambda changes: None)
-    assert events.block_size == 0
+    assert events.places.block_size == 0
