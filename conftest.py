@@ -47,14 +47,19 @@ _ORDER = ("unit", "benchmarks", "contract", "integration", "chaos", "netns", "gp
 _FORKED_ORDER = ("contract", "benchmarks", "unit")
 _QUICK = {"unit", "contract"}
 _CLUSTERS = ("integration", "chaos", "netns")
-_LONG_FILES = (
-    "test_up_keeps test_handoff_faults test_worker_faults test_tensor_parallel test_openai_api "
-    "test_hosts test_both_sides test_cli test_odd_requests test_two_decode_workers "
-    "test_remote_prefill test_speculation test_states test_frontend_http test_cost_policy "
-    "test_cut_off test_multimodal test_suspects test_modes test_migration test_outages"
+_SHARED = ("keeper", "shared_cluster")
+"""Session fixtures that hold a cluster for several files. With `--forks`, one process runs these
+files one after the other, and then ends the cluster: an idle one takes 5 % of a core."""
+_LONGEST = (
+    "keeper shared_cluster test_both_sides test_up_keeps test_tensor_parallel test_offloading "
+    "test_stock_cluster test_speculation test_hosts test_cli test_suspects test_spine "
+    "test_failed_step test_lora test_two_decode_workers test_models test_live_page test_outages "
+    "test_security test_modes test_multimodal test_cut_off test_frontend_http"
 ).split()
-"""Files of the engine tests that take longest. With `--forks` they run first, so that no process
-is left alone with a long file at the end."""
+"""What takes longest of the engine tests: files, and clusters for the files that share them. With
+`--forks` they run first, so that no process is left alone with a long file at the end."""
+_shared_by: dict[Path, str] = {}
+"""Which of `_SHARED` a file uses."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,10 +69,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _together(item: pytest.Item) -> str | None:
     """Return a name for the tests that one process runs with `--forks`. None: any process.
 
-    The tests of an engine test file share a cluster, so one process runs the whole file. All quick
-    tests that import large modules run in one process, which imports these once."""
+    The tests of an engine test file share a cluster, so one process runs the whole file, and all
+    files that use the same one of `_SHARED`. All quick tests that import large modules run in one
+    process, which imports these once."""
     if _QUICK.isdisjoint(item.path.parts):
-        return str(item.path)
+        return _shared_by.get(item.path, item.path.stem)
     return "large" if uses_late(getattr(item, "module", None)) else None
 
 
@@ -100,13 +106,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Quick tests first, whatever the order of the folders on the command line. With `--forks`, the
     longest first."""
     forked = bool(config.getoption("forks"))
-    order = _FORKED_ORDER if forked else _ORDER
+    order, longest = _FORKED_ORDER if forked else _ORDER, [*_LONGEST, "large"]
+    for item in items:
+        for name in set(_SHARED).intersection(getattr(item, "fixturenames", ())):
+            _shared_by[item.path] = name
 
     def rank(item: pytest.Item) -> int:
-        if forked and item.path.stem in _LONG_FILES:
-            return _LONG_FILES.index(item.path.stem) - len(_LONG_FILES)
-        if forked and _together(item) == "large":
-            return -1
+        if forked and (name := _together(item)) in longest:
+            return longest.index(name) - len(longest)
         return next((i for i, name in enumerate(order) if name in item.path.parts), len(order))
 
     items.sort(key=rank)

@@ -7,7 +7,7 @@ The parent collects, cuts the tests into pieces, writes the numbers of the piece
 forks. Each child takes one piece after the other from the pipe, runs its tests and sends their
 reports back. The parent hands the reports to pytest as if it had run the tests itself, so the
 summary, `-x`, `--junitxml`, `--durations` and `--lf` are those of one process. Session fixtures
-exist once in each child that asks for them.
+exist once in each child that asks for them. Those of tests that belong together end with these.
 
 If a child dies, its test fails, and a new child goes on with the rest of the piece. If C code
 crashed, the failure shows where each thread was.
@@ -274,8 +274,10 @@ class Forks:
         while index is not None:
             # Known beforehand: fixtures that the next test needs too stay.
             following = next(coming, None)
-            after = None if following is None else items[following]
-            item = items[index]
+            item, after = items[index], None if following is None else items[following]
+            key = self._together(item)
+            if after is not None and key is not None and self._together(after) != key:
+                after = None  # what is idle from here on would take time from others
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             reporter.ran(index)
             index = None if session.shouldfail or session.shouldstop else following

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[3]
 CONFTEST = """
-import pytest, signal
+import os, pytest, signal
 from pathlib import Path
 from tests.support.forks import Forks
 
@@ -19,7 +19,8 @@ from tests.support.forks import Forks
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config):
-    config.pluginmanager.register(Forks(2, lambda item: None))
+    together = lambda item: "pair" if "pair" in item.name else None
+    config.pluginmanager.register(Forks(int(os.environ["FORKS"]), together))
 
 @pytest.fixture(scope="session")
 def held(tmp_path_factory):
@@ -30,17 +31,36 @@ def held(tmp_path_factory):
 """
 
 
-def start(folder: Path, tests: str, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, tests: str, *arguments: str, forks: int = 2) -> subprocess.Popen[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error")
     (folder / "test_it.py").write_text("import os, pytest, signal, sys, time, warnings\n" + tests)
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "FORKS": str(forks),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+PAIR = """
+def test_pair(held): pass
+def test_pair_again(held): assert not os.path.exists("ended")
+def test_other(held):
+    with open("ended") as file: assert file.read() == "x"
+"""
+
+
+def test_session_fixtures_end_with_the_last_test_of_those_together(tmp_path: Path) -> None:
+    with start(tmp_path, PAIR, forks=1) as process:
+        said = process.communicate()[0]
+    assert "3 passed" in said, said
 
 
 MIXED = """
