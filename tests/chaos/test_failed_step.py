@@ -13,7 +13,7 @@ from tests.support.cluster import MODEL, Cluster, until
 pytestmark = pytest.mark.engine
 
 KILLER = [251, 20, 21]
-FAILS = "decode.prompt.251=error:killed by 251"
+FAILS = "decode.prompt.251=error:killed by 251;engine.step=sleep:0.05"
 WAITING = [[30 + n, 40, 41 + n] for n in range(4)]
 ONE_AT_A_TIME = ("--max-num-seqs", "1")
 

@@ -18,7 +18,7 @@ from tests.support.prompts import random_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TOKENS = 250
+TOKENS = 100
 LONG = 800
 METRIC = "pullfill_frontend_migrated_total"
 
@@ -114,12 +114,12 @@ def test_row_9_a_killed_workers_answers_go_on_in_every_form(
     for i in range(2):
         late_stop(oracle, random_prompt(90, seed=41_100 + i))  # thought of before the fault
     with checked(paired, oracle):
-        victim.arm("engine.step=sleep:0.02")  # none of its answers ends before it does
+        victim.arm("engine.step=sleep:0.1")  # none of its answers ends before it does
         sent, refused = (paired.counter(METRIC, result=r) for r in ("sent", "not_exact"))
         seeded = []
         for i in range(2):
             prompt = random_prompt(40, seed=i)
-            seeded.append(ask_for(paired, prompt, LONG, temperature=1, seed=7))
+            seeded.append(ask_for(paired, prompt, 3 * TOKENS, temperature=1, seed=7))
             until(lambda: all(h.tokens for h in seeded), 20, "its turn")
         asked = ask_everything(paired, oracle)
         under_way(paired, victim, [*seeded, *(a.heard for a in asked[:6])], 5)

@@ -23,7 +23,7 @@ from tests.support.deadly import DIES, FATAL, SLOW, ask, ask_again
 # tests/unit/frontend/test_dispatch_suspects.py does the same with workers that start at once.
 pytestmark = pytest.mark.engine
 
-STREAMS, TOKENS = 40, 300
+STREAMS, TOKENS = 40, 150
 
 
 class Keeper:

@@ -177,8 +177,8 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
     continued = "pullfill_frontend_migrated_total"
     with checked(paired, oracle):
         elsewhere = paired.counter(continued)
-        leaving.arm(SLOW)
-        answers = [ask_for(paired, prompt, 200) for prompt in prompts]
+        leaving.arm("engine.step=sleep:0.1")
+        answers = [ask_for(paired, prompt, 80) for prompt in prompts]
         until(lambda: all(a.tokens for a in answers), 20, "they are under way")
         assert paired.load_of(leaving)["requests"] == 1
         leaving.signal(signal.SIGTERM)
@@ -186,7 +186,7 @@ def test_row_21_sigterm_finishes_running_streams(paired: Cluster, oracle: Oracle
         assert not all(a.done.is_set() for a in answers)
         assert all(a.done.wait(60) for a in answers)
         assert [a.error for a in answers] == ["", ""]
-        assert [a.tokens for a in answers] == [t for t, _ in truth(oracle, prompts, 200)]
+        assert [a.tokens for a in answers] == [t for t, _ in truth(oracle, prompts, 80)]
         leaving.ends(0, 20)
         assert paired.counter(continued) == elsewhere
 

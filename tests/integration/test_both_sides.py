@@ -87,11 +87,14 @@ def test_a_worker_that_is_killed_takes_no_request_with_it(
 @pytest.mark.essential
 def test_streams_move_to_a_worker_that_joins(both: Cluster, oracle: Oracle) -> None:
     """And their answers stay those of one engine."""
+    first, moves = both.of("worker")[0], "pullfill_frontend_migrated_total"
     both.set_router(decode_policy="pack")
-    first = both.of("worker")[0]
-    with Load(both, seed=3500, threads=16, lengths=(300,), max_tokens=500) as load:
+    first.arm("engine.step=sleep:0.1")  # no answer ends before the other worker has joined
+    with Load(both, seed=3500, threads=16, lengths=(300,), max_tokens=300) as load:
+        before = both.counter(moves, result="sent")
         other = both.add("worker")
-        load.more(16, within_s=120)
+        until(lambda: both.counter(moves, result="sent") > before, 60, "a stream moves")
+        first.arm("")
     load.check(oracle)
     moved = {tuple(told["migrated_from"]) for told in load.told()} - {()}
     assert moved <= {(first.instance_id,), (other.instance_id,)}

@@ -94,8 +94,8 @@ def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     url = f"http://127.0.0.1:{dying.port}/v1"
     direct = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     survivor = stock_cluster.add("decode")
-    prompts, steps = [random_prompt(300 + number, seed=92) for number in range(2)], 200
-    dying.arm("engine.step=sleep:0.02")
+    prompts, steps = [random_prompt(300 + number, seed=92) for number in range(2)], 80
+    dying.arm("engine.step=sleep:0.1")
     answers = [ask_for(stock_cluster, prompt, steps) for prompt in prompts]  # one for each worker
     told = ask_for(SimpleNamespace(client=lambda: direct), random_prompt(40, seed=94), 2000)
     until(lambda: all(one.tokens for one in (*answers, told)), 20, "they are under way")

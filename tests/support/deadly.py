@@ -11,7 +11,7 @@ from tests.support.cluster import MODEL
 FATAL = range(251, 261)
 """A worker dies when it schedules a prompt that begins with one of these tokens, and logs which."""
 DIES = ";".join(f"decode.prompt.{token}=error:killed by {token}" for token in FATAL)
-SLOW = ("--additional-config", '{"mock": {"step_s": 0.02}}')
+SLOW = ("--additional-config", '{"mock": {"step_s": 0.04}}')
 ANSWER_S = 300.0
 
 
