@@ -117,20 +117,19 @@ async def _register(etcd_url: str, pid: int) -> None:
 
 @pytest.mark.essential
 def test_a_child_that_dies_while_starting_takes_nothing_with_it(
-    state: Path, tmp_path: Path
+    state: Path, tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a model that loads, the worker dies: say which, show its log, leave nothing."""
-    model = tmp_path / "broken"
-    model.mkdir()
-    (model / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
-    up = start(
-        state, "up", "--model", str(model), "--decode", "1", "--prefill", "0", "--frontends", "0"
-    )
+    """Without a torch that loads, the worker dies: say which, show its log, leave nothing."""
+    (tmp_path / "torch.py").write_text("raise ImportError('a broken torch')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = ("--decode", "1", "--prefill", "0", "--frontends", "0")
+    up = start(state, "up", "--model", str(model_path), *one)
     until((state / "cluster.json").exists, 20, "up did not begin")
     launch = cluster(state)
     output, _ = up.communicate(timeout=180)
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output
+    assert "a broken torch" in output
     assert str(state / "logs" / "decode-0.log") in output
     assert tagged(launch.cluster_id) == []
     assert not (state / "cluster.json").exists()
