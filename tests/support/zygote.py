@@ -223,6 +223,10 @@ def _serve() -> str:
     gc.disable()
     for name in _PRELOADED:
         import_module(name)
+    # On CPUs vLLM spawns ranks, and each imports for ten seconds what is imported here. On GPUs it
+    # forks them.
+    ranks: Any = import_module("vllm.v1.executor.multiproc_executor")
+    ranks.get_mp_context = lambda: multiprocessing.get_context("fork")
     gc.enable()
     gc.freeze()
     for line in orders:
