@@ -237,28 +237,29 @@ def test_who_speaks_to_our_frontend_does_not_notice_that_a_rank_has_died(
 
 
 def test_after_its_lease_was_revoked_it_serves_alone_until_it_is_told_to_end(
-    cluster: Cluster, oracle: Oracle
+    stock: Stock, oracle: Oracle
 ) -> None:
-    with stock_decode(cluster) as stock:
-        prompts = [random_prompt(600, seed=80 + number) for number in range(2)]
-        answers = [stock.ask(prompts[0])]
-        assert stock.remote() == 1
-        assert stock.record is not None
-        probe = stock.record.http
-        assert web.get(f"{probe}/ready").status_code == 200
-        drained = pullfill(cluster, "drain", stock.instance_id)
-        assert drained.returncode == 0, drained.stderr
-        until(lambda: "lease revoked" in stock.worker.log.read_text(), 20, "it has noticed")
-        # Its own probe tells. vLLM's tells only whether its engine lives.
-        until(lambda: web.get(f"{probe}/ready").status_code == 503, 20, "its probe tells")
-        assert web.get(f"{probe}/ready").json()["state"] == "draining"
-        assert stock.worker.serves
-        answers.append(stock.ask(prompts[1]))
-        assert_right(oracle, prompts, answers, STEPS, 1e-5)
-        assert stock.record is None
-        stock.worker.stop()
-        files = [path.name for path in shm_dir().iterdir() if stock.instance_id in path.name]
-        assert files == []
+    """The last test of the shared server: it ends it."""
+    before = stock.remote()
+    prompts = [random_prompt(600, seed=80 + number) for number in range(2)]
+    answers = [stock.ask(prompts[0])]
+    assert stock.remote() == before + 1
+    assert stock.record is not None
+    probe = stock.record.http
+    assert web.get(f"{probe}/ready").status_code == 200
+    drained = pullfill(stock.cluster, "drain", stock.instance_id)
+    assert drained.returncode == 0, drained.stderr
+    until(lambda: "lease revoked" in stock.worker.log.read_text(), 20, "it has noticed")
+    # Its own probe tells. vLLM's tells only whether its engine lives.
+    until(lambda: web.get(f"{probe}/ready").status_code == 503, 20, "its probe tells")
+    assert web.get(f"{probe}/ready").json()["state"] == "draining"
+    assert stock.worker.serves
+    answers.append(stock.ask(prompts[1]))
+    assert_right(oracle, prompts, answers, STEPS, 1e-5)
+    assert stock.record is None
+    stock.worker.stop()
+    files = [path.name for path in shm_dir().iterdir() if stock.instance_id in path.name]
+    assert files == []
 
 
 def test_settings_are_the_flags_of_a_decode_worker() -> None:
