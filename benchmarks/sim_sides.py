@@ -304,21 +304,14 @@ class Product(Rule):
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
             if self.plans and engine.own:
                 own = any(r.job_of is None for r in engine.undone.values())
-                return 0 if own or not self._wanted() else 1 - engine.job_tokens()
+                spared = engine.cluster.free - {engine.number}  # as `Outlook.wanted` tells it
+                return 0 if own or spared else 1 - engine.job_tokens()
             if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
                 return None
         if engine.sides == "decode":
             return None
         now = engine.world.now
         return PULL_TOKENS - sum(r.left for r in engine.undone.values() if r.due > now)
-
-    def _wanted(self) -> bool:
-        """As `Outlook.wanted` tells it."""
-        engine, now = self.engine, self.engine.world.now
-        if not engine.cluster.free - {engine.number}:
-            return True
-        oldest = itertools.islice(engine.cluster.queue, 16)
-        return any(r.home is engine and now - r.at > r.ttft_s for r in oldest)
 
 
 class Engine:

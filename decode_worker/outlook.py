@@ -117,13 +117,14 @@ class Outlook:
         """Whether this worker, which has streams, is to pull from the queue.
 
         late_s: seconds after which an own job is late. Any thread."""
+        # Those without streams compute the jobs at less cost, also late ones: computed beside
+        # streams, these would be streams that are lost, and would make the steps of others longer.
+        if any(not peer.load.harm for peer in self.peers.pulling):
+            return False
         ledger = self.context.ledger
         ours = ledger.sums()
-        # Those without streams compute the jobs at less cost.
-        spared = any(not peer.load.harm for peer in self.peers.pulling)
         # New jobs of others are known a second later. So jobs are wanted unless own ones wait.
-        others = self.producer.depth().depth_jobs > ours.jobs.total()
-        if not spared and (others or not ours.jobs[JobState.QUEUED]):
+        if self.producer.depth().depth_jobs > ours.jobs.total() or not ours.jobs[JobState.QUEUED]:
             return True
         now, oldest = ledger.oldest(_LOOK)
         return any(e.state is JobState.QUEUED and now - e.opened_at > late_s for e in oldest)

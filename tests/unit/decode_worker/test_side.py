@@ -159,11 +159,11 @@ def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() 
     assert not wanted()
     depth.depth_jobs = 2
     assert wanted()
-    peers.pulling.append(SimpleNamespace(load=Load()))
-    assert not wanted(), "a worker without streams pulls"
     depth.depth_jobs = 1
     model.clock.advance(1.1)
     assert wanted()
+    peers.pulling.append(SimpleNamespace(load=Load()))
+    assert not wanted(), "a worker without streams pulls"
 
 
 @pytest.mark.parametrize(
