@@ -24,13 +24,7 @@ from pullfill.deploy.vllm_flags import flag_name, group_flags
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import new_instance_id
 from pullfill.net.security import OPEN
-from pullfill.options import (
-    ClusterOptions,
-    RoleOptions,
-    UpOptions,
-    arguments,
-    frontend_url,
-)
+from pullfill.options import ClusterOptions, RoleOptions, UpOptions, arguments, frontend_url
 from pullfill.registry import live_settings
 
 # Kinds of workers: of both sides, or of one. Those that decode come first.

@@ -20,13 +20,7 @@ from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
 from pullfill.net.security import Security
-from pullfill.options import (
-    ClusterOptions,
-    FrontendOptions,
-    RoleOptions,
-    WorkerOptions,
-    declared,
-)
+from pullfill.options import ClusterOptions, FrontendOptions, RoleOptions, WorkerOptions, declared
 
 
 def run_worker(

@@ -24,12 +24,7 @@ from pullfill.frontend.admission import ENGINE_PATHS, posted_to, replay, respond
 from pullfill.frontend.dispatch import NO_WORKER
 from pullfill.frontend.forward.protocols import protocol_of
 from pullfill.frontend.forward.servers import Servers
-from pullfill.frontend.forward.sources import (
-    ROLES,
-    Heartbeats,
-    bind_heartbeats,
-    parse_list,
-)  # fmt: skip
+from pullfill.frontend.forward.sources import ROLES, Heartbeats, bind_heartbeats, parse_list
 from pullfill.frontend.forward.stock import ClientCall, Stock
 from pullfill.frontend.request_log import RequestLog
 from pullfill.options import ForwarderName, FrontendOptions
