@@ -89,9 +89,7 @@ class Dispatcher:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def __post_init__(self, board: SuspectBoard) -> None:
-        self.suspects = Suspects(
-            board, self.flights.values, lambda: self.workers, self._all_soon, self.waits
-        )
+        self.suspects = Suspects(board, self)
 
     def fail_all(self, why: str) -> None:
         """Fail all requests, and each that is submitted from now on: this frontend leaves."""
@@ -170,7 +168,7 @@ class Dispatcher:
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self.sink.joined(worker.welcome)
         self.suspects.on_return(worker.process)
-        self._all_soon()
+        self.place_all()
 
     def on_load(self, worker: DecodeConnection) -> None:
         """Take what a worker has said about its load. One stream may move to another worker."""
@@ -363,7 +361,7 @@ class Dispatcher:
             self._placing = True
             self._loop.call_soon(self._place)
 
-    def _all_soon(self) -> None:
+    def place_all(self) -> None:
         """Place all soon that wait, the innocent first."""
         waiting = (flight for flight in self.flights.values() if flight.timer is not None)
         self._soon(sorted(waiting, key=likely))

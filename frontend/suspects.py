@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine import front_wire
 from pullfill.frontend import counters
-from pullfill.frontend.flight import Flight, Waits, likely, name_of
+from pullfill.frontend.flight import Flight, likely, name_of
 from pullfill.registry.suspect_records import SuspectBoard
 from pullfill.runtime import log
 
 if TYPE_CHECKING:
     from pullfill.frontend.decode_connection import DecodeConnection
+    from pullfill.frontend.dispatch import Dispatcher
 
 _log = log.get("frontend.suspects")
 
@@ -44,15 +45,11 @@ MAX_KNOWN = 4096
 class Suspects:
     """See the module.
 
-    flights: returns all requests of this frontend that have not ended.
-    ready: returns the workers that take requests.
-    on_judged: called when requests count fewer deaths than before, or are refused from now on."""
+    dispatcher: has the requests that have not ended, and the workers that take requests. It places
+    all again when requests count fewer deaths than before, or are refused from now on."""
 
     board: SuspectBoard
-    flights: Callable[[], Iterable[Flight]]
-    ready: Callable[[], Sequence[DecodeConnection]]
-    on_judged: Callable[[], None]
-    waits: Waits
+    dispatcher: Dispatcher
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _died: dict[str, tuple[str, float]] = field(default_factory=dict)
     _unanswered: dict[str, tuple[dict[str, int], float]] = field(default_factory=dict)
@@ -97,13 +94,13 @@ class Suspects:
                 counters.SUSPECTS.labels("suspected").inc()
             flight.deaths[worker.process] = STARTED if flight.tokens else SILENT
         for flight in filter(guilty, flights):
-            self._loop.call_later(self.waits.sure, self._judge, flight)
+            self._loop.call_later(self.dispatcher.waits.sure, self._judge, flight)
             if likely(flight):
                 # The two deaths of a request without a token are explained: they do not count for
                 # streams.
-                streams = [f for f in self.flights() if f.tokens and not guilty(f)]
-                _forget(flight.deaths, [stream.deaths for stream in streams])
-        ready = {other.record.host_id for other in self.ready()}
+                others = self.dispatcher.flights.values()
+                _forget(flight.deaths, [f.deaths for f in others if f.tokens and not guilty(f)])
+        ready = {other.record.host_id for other in self.dispatcher.workers}
         # Each connection sends its own heartbeats, so their ends are noticed up to two intervals
         # apart.
         since = now - 2 * front_wire.HEARTBEAT_IVL_MS / 1000.0
@@ -134,7 +131,7 @@ class Suspects:
                 for worker in workers
                 if all(f.proven or name_of(f) == name for f in worker.flights.values())
             ]
-            if not quiet and now < flight.waits_since + self.waits.apart:
+            if not quiet and now < flight.waits_since + self.dispatcher.waits.apart:
                 return ()
             workers = quiet or workers
         if len(workers) < 2:
@@ -159,7 +156,8 @@ class Suspects:
             _keep(self._unanswered, name_of(flight), (flight.deaths, self._loop.time()))
 
     def _judge(self, flight: Flight) -> None:
-        if flight in self.flights() and guilty(flight):  # else it has ended, or was excused
+        there = self.dispatcher.flights.get(flight.request_id) is flight
+        if there and guilty(flight):  # else it has ended, or was excused
             self._convict(flight)
 
     def _convict(self, flight: Flight) -> None:
@@ -170,16 +168,16 @@ class Suspects:
             counters.SUSPECTS.labels("convicted").inc()
             self.board.post(name, len(flight.deaths), len(flight.request.prompt_token_ids or ()))
             _log.error("requests with this fingerprint are refused now: %s", self.refusal(flight))
-        self.on_judged()
+        self.dispatcher.place_all()
 
     def _excuse(self, processes: Sequence[str]) -> None:
         """These deaths count for nobody."""
-        counts = [flight.deaths for flight in self.flights()]
+        counts = [flight.deaths for flight in self.dispatcher.flights.values()]
         counts += [deaths for deaths, _ in self._unanswered.values()]
         for process in processes:
             del self._died[process]
         _forget(processes, counts)
-        self.on_judged()
+        self.dispatcher.place_all()
 
 
 def guilty(flight: Flight) -> bool:
