@@ -61,9 +61,11 @@ class Balancer:
         several = migration.choice_of(request.request_id, request.external_req_id)
         before = self._together.pop(request.external_req_id, "") if several else ""
         names = [before] if before in by_id else by_id
-        prompt = self._prompt(flight)
+        policy = self.config().decode_policy
+        by_prefix = policy in BY_PREFIX  # else nothing is hashed
+        prompt = self._hashed(flight) if by_prefix else Prompt(_length(flight), self._block)
         held, more = self.prefixes.index.deepest(prompt.hashes, KNOWN)
-        view, told = self.placer.choose(self.config().decode_policy, prompt, names, now, held, more)
+        view, told = self.placer.choose(policy, prompt, names, now, held, more)
         name = view.instance_id
         if before == name:
             told = replace(told, reason="together")
@@ -133,12 +135,6 @@ class Balancer:
         self.placer.drop(worker.instance_id)
 
     # ---------------------------------------------------------------- inside
-
-    def _prompt(self, flight: Flight) -> Prompt:
-        """What the policy is to know of the prompt: some need its hashes."""
-        if self.config().decode_policy in BY_PREFIX:
-            return self._hashed(flight)
-        return Prompt(_length(flight), self._block)
 
     def _hashed(self, flight: Flight) -> Prompt:
         """The prompt with its hashes, which are computed once."""
