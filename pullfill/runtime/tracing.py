@@ -46,11 +46,6 @@ class Context:
         """The W3C `traceparent` for those who work below this span."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
 
-    @property
-    def trace(self) -> str:
-        """The trace id in hex, as dashboards and logs show it."""
-        return f"{self.trace_id:032x}"
-
     def child(self) -> Context:
         """Return a new span below this one."""
         return Context(self.trace_id, random.getrandbits(64) or 1)

@@ -62,7 +62,6 @@ def test_headers(header: str | None, read: bool) -> None:
         assert (context is not None) == read
         if context is not None:
             assert context.header == CLIENT
-            assert context.trace == TRACE
 
 
 def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
