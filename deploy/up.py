@@ -104,7 +104,7 @@ async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | Non
         _say_ready(options, state, detach)
     if pipe is not None:
         _leave_terminal(state.log_of(SUPERVISOR_LOG), pipe)
-        view.to_log()
+        view.console = SteadyConsole()  # standard output is the log now
     await supervisor.watch(detached=detach)
     view.say("stopped")
     return 0

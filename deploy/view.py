@@ -33,10 +33,6 @@ class ProcessView:
     console: Console
     _since: dict[str, float] = field(default_factory=dict)
 
-    def to_log(self) -> None:
-        """Write lines for a log from now on: standard output is one."""
-        self.console = SteadyConsole()
-
     def set(self, name: str, state: str, note: str = "") -> None:
         """Tell that the process `name` is now `state`, and how long that took."""
         took, begins = "", state in _BEGINNINGS
