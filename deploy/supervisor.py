@@ -46,6 +46,7 @@ from pullfill.deploy.state import (
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
 from pullfill.options import UpOptions
+from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import store as store_setting
 from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
 from pullfill.wire import WorkerState
@@ -502,25 +503,22 @@ class Supervisor:
             self._state.path,
             options.security,
         )
-        if options.settings:  # stored before any worker reads them
-            async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
-                for text in options.settings:
-                    key, _, value = text.partition("=")
-                    await store_setting(etcd, ref.namespace, key, value)
-        specs = plan.worker_specs(options, ref)
-        for spec in specs:
-            if spec.after:
-                view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
-            else:
-                self._children.launch(spec)
-        if not specs:
-            return
-        await self._wait_ready(ref, specs)
-        # Only now: until then they start sooner on any core.
-        self._children.place_frontends(options)
-        await self._wait_checked(ref, specs)
+        async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
+            for text in options.settings:  # stored before any worker reads them
+                key, _, value = text.partition("=")
+                await store_setting(etcd, ref.namespace, key, value)
+            specs = plan.worker_specs(options, ref)
+            for spec in specs:
+                if spec.after:
+                    view.set(spec.name, "waiting", f"for {spec.after}, on the same GPU")
+                else:
+                    self._children.launch(spec)
+            await self._wait_ready(etcd, specs)
+            # Only now: until then they start sooner on any core.
+            self._children.place_frontends(options)
+            await self._wait_checked(etcd, specs)
 
-    async def _wait_ready(self, ref: ClusterRef, specs: Sequence[ProcessSpec]) -> None:
+    async def _wait_ready(self, etcd: EtcdClient, specs: Sequence[ProcessSpec]) -> None:
         """Wait until all are ready: workers and frontends are when etcd says so.
 
         Start the workers that had to wait for another on their GPU. Raises StartFailed, and
@@ -529,32 +527,31 @@ class Supervisor:
         waiting = {spec.name: spec for spec in specs}
         answered = time.monotonic()
         deadline = answered + ready_s
-        async with members.etcd_of(ref, wait_s=SERVER_S) as etcd:
-            while waiting:
-                ready: dict[str, str] = {}
-                try:
-                    for one in await members.workers(etcd, ref.namespace):
-                        if one.state is not WorkerState.DRAINING:
-                            ready[one.instance_id] = one.http
-                    answered = time.monotonic()
-                except RegistryUnavailable:  # it may be away for a while
-                    if time.monotonic() - answered > SERVER_S:
-                        raise
-                for name, spec in list(waiting.items()):
-                    if spec.after in waiting:
-                        continue
-                    if name not in children.running:
-                        children.launch(spec)
-                        deadline = time.monotonic() + ready_s
-                    children.raise_if_dead(name)
-                    url = ready.get(str(spec.instance_id))
-                    if url is not None and await self._serves(spec, url):
-                        self._view.set(name, "ready", spec.url)
-                        del waiting[name]
-                if waiting and time.monotonic() > deadline:
-                    why = f"was not ready after {ready_s:.0f} s"
-                    raise StartFailed(children.describe(next(iter(waiting)), why))
-                await asyncio.sleep(2 * POLL_S)
+        while waiting:
+            ready: dict[str, str] = {}
+            try:
+                for one in await members.workers(etcd, self._cluster.namespace):
+                    if one.state is not WorkerState.DRAINING:
+                        ready[one.instance_id] = one.http
+                answered = time.monotonic()
+            except RegistryUnavailable:  # it may be away for a while
+                if time.monotonic() - answered > SERVER_S:
+                    raise
+            for name, spec in list(waiting.items()):
+                if spec.after in waiting:
+                    continue
+                if name not in children.running:
+                    children.launch(spec)
+                    deadline = time.monotonic() + ready_s
+                children.raise_if_dead(name)
+                url = ready.get(str(spec.instance_id))
+                if url is not None and await self._serves(spec, url):
+                    self._view.set(name, "ready", spec.url)
+                    del waiting[name]
+            if waiting and time.monotonic() > deadline:
+                why = f"was not ready after {ready_s:.0f} s"
+                raise StartFailed(children.describe(next(iter(waiting)), why))
+            await asyncio.sleep(2 * POLL_S)
 
     async def _serves(self, spec: ProcessSpec, url: str) -> bool:
         """Whether it can serve. url: where it answers itself."""
@@ -601,18 +598,16 @@ class Supervisor:
                 raise StartFailed(self._children.describe(name, why))
             await asyncio.sleep(POLL_S / 2)
 
-    async def _wait_checked(self, ref: ClusterRef, specs: list[ProcessSpec]) -> None:
+    async def _wait_checked(self, etcd: EtcdClient, specs: Sequence[ProcessSpec]) -> None:
         """Wait for the self-checks of the workers that decode. If they take too long, say so."""
         # Until a self-check is over, such a worker prefills every prompt itself.
         prefills = self._options.worker + self._options.prefill
         others = {"decode": prefills, "worker": prefills - 1}
         waiting = {str(spec.instance_id): spec.name for spec in specs if others.get(spec.role, 0)}
-        if not waiting:
-            return
         with suppress(RegistryUnavailable, TimeoutError):
-            async with asyncio.timeout(self._self_checks_s), members.etcd_of(ref) as etcd:
+            async with asyncio.timeout(self._self_checks_s):
                 while waiting:
-                    for worker in await members.workers(etcd, ref.namespace):
+                    for worker in await members.workers(etcd, self._cluster.namespace):
                         if worker.instance_id in waiting:
                             report = await asyncio.to_thread(members.ask_worker, worker)
                             if report is not None and report.self_checks_over:
