@@ -44,7 +44,7 @@ class Prefixes:
 
     def __init__(self, max_blocks: int, missing_s: float = 10.0) -> None:
         self._missing_s = missing_s
-        self.index = PrefixIndex(max(1, max_blocks))
+        self.index = PrefixIndex(max_blocks)
         self._off = max_blocks == 0
         self._followed: dict[str, _Followed] = {}
         counters.PREFIX_BLOCKS.set_function(lambda: float(len(self.index)))

@@ -17,10 +17,7 @@ _BYTES = 8
 def root(cache_salt: str | None, lora: str | None, block_size: int) -> int:
     """The parent of a prompt's first block.
 
-    Prompts share hashes only if all three are equal. A missing salt differs from an empty one.
-    Raises ValueError if block_size is not positive."""
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, not {block_size}")
+    Prompts share hashes only if all three are equal. A missing salt differs from an empty one."""
     fields = [struct.pack("<Q", block_size)]
     for value in (cache_salt, lora):
         # Each field says whether it is there and how long it is, so that no two lists of fields

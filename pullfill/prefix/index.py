@@ -33,14 +33,8 @@ class PrefixIndex:
     further worker that holds it."""
 
     def __init__(self, max_blocks: int) -> None:
-        if max_blocks < 1:
-            raise ValueError(f"max_blocks must be at least 1, not {max_blocks}")
         self._max = max_blocks
         self._turn = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all workers."""
         self._holders: dict[int, int] = {}
         self._workers: dict[Hashable, Held] = {}
         self._names: dict[int, Any] = {}  # workers by their bits
@@ -144,8 +138,8 @@ class Predicted:
 
     def __init__(self, max_blocks: int, life_s: float) -> None:
         self._life = life_s
-        self._young = PrefixIndex(max(1, max_blocks // 2))
-        self._old = PrefixIndex(max(1, max_blocks // 2))
+        self._half = max_blocks // 2
+        self._young, self._old = PrefixIndex(self._half), PrefixIndex(self._half)
         self._turn: float | None = None
 
     def add(self, worker: Hashable, hashes: Sequence[int], now: float) -> None:
@@ -166,17 +160,11 @@ class Predicted:
         self._young.forget(worker)
         self._old.forget(worker)
 
-    def __len__(self) -> int:
-        """How many blocks are kept; one that is in both generations counts twice."""
-        return len(self._young) + len(self._old)
-
     def _age(self, now: float) -> None:
         """Two generations take turns: no timer, and no list of entries."""
         if self._turn is None or now - self._turn >= 2 * self._life:
-            self._young.clear()
-            self._old.clear()
+            self._young, self._old = PrefixIndex(self._half), PrefixIndex(self._half)
             self._turn = now
         elif now - self._turn >= self._life:
-            self._young, self._old = self._old, self._young
-            self._young.clear()
+            self._young, self._old = PrefixIndex(self._half), self._young
             self._turn += self._life

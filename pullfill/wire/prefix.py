@@ -17,7 +17,6 @@ from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version
 MAX_EVENTS = 2048
 
 U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Epoch = U63
 Ops = Annotated[bytes, Meta(max_length=MAX_EVENTS)]
 # Block hashes (prefix/chain.py), little-endian u64.
 HashBytes = Annotated[bytes, Meta(max_length=8 * MAX_EVENTS)]
@@ -36,7 +35,7 @@ class PrefixEvents(Message, tag="prefix_events", frozen=True, kw_only=True):
     """Block events first .. first + len(ops) - 1. Without events: nothing happened since."""
 
     v: Version = WIRE_VERSION
-    epoch: Epoch
+    epoch: U63
     first: Count
     # One `Op` for each event.
     ops: Ops
@@ -52,7 +51,7 @@ class PrefixPage(Message, tag="prefix_page", frozen=True, kw_only=True):
     """One page of a snapshot. A follower that has all pages applies all events from `at` on."""
 
     v: Version = WIRE_VERSION
-    epoch: Epoch
+    epoch: U63
     at: Count
     # Counted from 0.
     page: Count
