@@ -164,7 +164,6 @@ class Layer:
             path=self.stock.name,
             reason=call.whole or "two_stages",
             prompt_tokens=record.prompt_tokens,
-            prefix_hit_tokens=0,
             remote_tokens=record.prompt_tokens if prefill else 0,
             decode_instance=decode.server if decode else "",
             prefill_instance=prefill.server if prefill else None,

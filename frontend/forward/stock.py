@@ -48,8 +48,8 @@ NEEDS_PREFILL = (
     "servers of this protocol need a prefill for each request, and this one can have none ({}): "
     "send one prompt with one choice to /v1/completions or /v1/chat/completions"
 )
-# Paths whose requests may have a prefill stage of their own.
-TWO_STAGES = frozenset({"/v1/completions", "/v1/chat/completions"})
+# Paths whose requests may have a prefill stage of their own, and how the ids of answers begin.
+_TWO_STAGES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 # Headers of the client's that vLLM reads. No others are passed on: they may hold keys, cookies or
 # tokens of a proxy, and those are for this frontend.
 _PASSED_ON = frozenset({
@@ -132,7 +132,7 @@ def whole_because(path: str, body: dict[str, Any] | None) -> str:
 
     Empty: it can have one. Parameters of a prefill are for one prompt and one choice: with more,
     vLLM would give those of the first to all."""
-    if path not in TWO_STAGES:
+    if path not in _TWO_STAGES:
         return "path"
     if body is None:
         return "not_json"
@@ -407,7 +407,7 @@ class Stock:
             request_id = self.servers.protocol.request_id(stages, request_id)
         elif call.json is not None and "kv_transfer_params" in call.json:
             body = decode_body(call.json, None)
-        if prefix := _PREFIXES.get(call.path):
+        if prefix := _TWO_STAGES.get(call.path):
             call.record.key = prefix + request_id
         try:
             with call.noted("decode", pick):
@@ -529,9 +529,6 @@ class Stock:
         if self.servers.ready("prefill"):
             return True
         return not (self.servers.protocol.pairs or self.servers.count("prefill", "refused"))
-
-
-_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 
 
 async def _disconnected(receive: Receive) -> None:
