@@ -13,7 +13,7 @@ import pytest
 from pullfill.engine import front_wire
 from pullfill.frontend import dispatch
 from pullfill.frontend.flight import Waits
-from tests.support.fake_vllm import ABORT, LENGTH, Output, answer, request
+from tests.support.fake_vllm import ABORT, Output, answer, request
 from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.waiting import soon
 
@@ -27,29 +27,6 @@ by_id = operator.attrgetter("instance_id")
 
 async def begun(r: Rig, name: str, tokens: int = 3) -> None:
     await soon(lambda: len(r.sink.tokens.get(name, [])) >= tokens)
-
-
-@pytest.mark.parametrize("how", ["die", "leave"])
-async def test_an_answer_goes_on_from_the_tokens_that_are_out(how: str) -> None:
-    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2")
-    async with rig(one, two) as r:
-        r.dispatcher.submit(request("cmpl-a-0-12345678", PROMPT, max_tokens=200, min_tokens=190))
-        await begun(r, "cmpl-a-0-12345678")
-        getattr(one, how)()
-        await soon(lambda: bool(r.sink.finished))
-        assert r.sink.finished == {"cmpl-a-0-12345678": LENGTH}
-        assert r.sink.tokens["cmpl-a-0-12345678"] == answer(PROMPT, 200)
-        (second,) = two.added
-        out = len(second.prompt_token_ids or []) - len(PROMPT)
-        assert 3 <= out < 200
-        assert second.request_id == "cmpl-a-0-12345678~1"
-        assert second.sampling_params["max_tokens"] == 200 - out
-        assert second.sampling_params["min_tokens"] == 190 - out
-        record = await r.told("cmpl-a-0")
-        assert (record.migrated_from, record.migrated_tokens) == (("decode-1",), out)
-        assert record.decode_instance == "decode-2"
-        assert record.timings_ms.first_token is not None
-        assert not r.dispatcher.flights
 
 
 @pytest.mark.parametrize(

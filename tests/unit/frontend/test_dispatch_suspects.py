@@ -12,7 +12,7 @@ import pytest
 from pullfill.frontend import counters
 from pullfill.frontend.flight import Waits
 from tests.support.fake_vllm import answer, request
-from tests.support.frontend_rig import Alone, FakeDecode, Rig, rig
+from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.waiting import soon
 
 FATAL = 666
@@ -24,15 +24,14 @@ def convicted() -> float:
 
 
 @asynccontextmanager
-async def fleet_of(count: int, *, fatal_length: int = 0) -> AsyncIterator[tuple[Rig, Alone]]:
+async def fleet_of(count: int, *, fatal_length: int = 0) -> AsyncIterator[Rig]:
     """A frontend and so many workers that die of FATAL."""
     workers = [
         FakeDecode(f"decode-{i}", step_s=0.004, fatal_token=FATAL, fatal_length=fatal_length)
         for i in range(count)
     ]
-    board = Alone()
-    async with rig(*workers, board=board, waits=QUICK) as r:
-        yield r, board
+    async with rig(*workers, waits=QUICK) as r:
+        yield r
 
 
 def deaths(r: Rig) -> int:
@@ -41,7 +40,7 @@ def deaths(r: Rig) -> int:
 
 async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
     """Every other answer is whole, also those of streams that were at both deaths."""
-    async with fleet_of(3) as (r, board):
+    async with fleet_of(3) as r:
         for i in range(9):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=80))
         await soon(lambda: len(r.sink.tokens) == 9)
@@ -51,13 +50,8 @@ async def test_one_deadly_request_leaves_a_fleet_of_three_alive() -> None:
         await soon(lambda: not r.dispatcher.flights)
         assert deaths(r) == 2
         assert all(r.sink.tokens[f"s{i}"] == answer([i], 80) for i in range(9))
-        said = r.sink.failures.pop("d")
-        assert not r.sink.failures
-        assert r.sink.refused == {"d"}
-        ((name, counted),) = board.refused.items()
-        assert counted == 2
-        assert "2 decode workers died while this request was in flight" in said
-        assert f"pullfill suspects clear {name}" in said
+        assert "2 decode workers died while this request" in r.sink.failures["d"]
+        assert r.sink.refused == set(r.sink.failures) == {"d"}
 
 
 async def test_choices_of_one_answer_are_convicted_once() -> None:
@@ -102,7 +96,7 @@ async def test_a_user_who_goes_away_after_two_deaths_is_refused_at_once_when_bac
 
 
 async def test_an_answer_that_kills_half_way_kills_six() -> None:
-    async with fleet_of(7, fatal_length=20) as (r, _):
+    async with fleet_of(7, fatal_length=20) as r:
         for i in range(6):
             r.dispatcher.submit(request(f"s{i}", [i], max_tokens=60))
         r.dispatcher.submit(request("d", [FATAL] * 10, max_tokens=60))
@@ -133,7 +127,7 @@ def choices(name: str, prompt: list[int], count: int, **params: Any) -> list[Any
 
 
 async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
-    async with fleet_of(3) as (r, _):
+    async with fleet_of(3) as r:
         for each in (*choices("one", [1], 4), *choices("two", [2], 4), *choices("x", [3], 4)):
             r.dispatcher.submit(each)
         await soon(lambda: not r.dispatcher.flights)
@@ -145,7 +139,7 @@ async def test_the_choices_of_an_answer_go_to_one_worker() -> None:
 
 
 async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
-    async with fleet_of(4) as (r, _):
+    async with fleet_of(4) as r:
         asked = choices("d", [FATAL], 4)
         for each in asked:
             r.dispatcher.submit(each)
@@ -156,7 +150,7 @@ async def test_the_choices_of_a_deadly_answer_end_two_workers() -> None:
 
 async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None:
     """They count alone until one of them is refused. Then all that wait end, and none is sent."""
-    async with fleet_of(5) as (r, _):
+    async with fleet_of(5) as r:
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [FATAL]))
         await soon(lambda: not r.dispatcher.flights)
@@ -167,10 +161,9 @@ async def test_copies_of_a_deadly_request_end_two_workers_each_at_most() -> None
 @pytest.mark.parametrize("others", [True, False], ids=["another host lives", "no other host"])
 async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
     """Both its workers are lost at once. If no other host lives, their deaths count."""
-    board = Alone()
     host = [FakeDecode(f"decode-{i}", hold=True) for i in range(2)]
     last = FakeDecode("decode-9", hold=True, ahead_s=0.001 if others else 0.0)
-    async with rig(*host, last, board=board, waits=QUICK) as r:
+    async with rig(*host, last, waits=QUICK) as r:
         for i in range(3):
             r.dispatcher.submit(request(f"r{i}", [i]))
         await soon(lambda: all(fake.added for fake in (*host, last)))
