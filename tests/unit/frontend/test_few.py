@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.routing.few import few
@@ -14,12 +13,19 @@ STEP_S = (0.006, 0.0003, 1e-7)
 
 
 def worker(
-    streams: int = 0, prompts: float = 0.0, *, seats: int = 64, blocks: int = 0, age_s: float = 0.0
+    streams: int = 0,
+    prompts: float = 0.0,
+    *,
+    requests: int | None = None,
+    seats: int = 64,
+    blocks: int = 0,
+    stream_s: float = STEP_S[1],
+    age_s: float = 0.0,
 ) -> tuple[LoadReport, float]:
     load = blank(
         LoadReport, running=streams, active_blocks=blocks, free_blocks=1000 - blocks, seats=seats,
-        requests=streams, streams=streams, stream_tokens=1000 * streams, prompt_share=prompts,
-        step_s=STEP_S,
+        requests=streams if requests is None else requests, streams=streams,
+        stream_tokens=1000 * streams, prompt_share=prompts, step_s=(STEP_S[0], stream_s, STEP_S[2]),
     )  # fmt: skip
     return load, age_s
 
@@ -45,35 +51,22 @@ def worker(
         ([worker(2, seats=2), worker(seats=2)], 2),
         ([worker(1, blocks=900), worker(), worker()], 2),
         ([worker(8, seats=8), worker(8, seats=8)], 2),
+        # Requests do not wait for the seats of one worker.
+        ([worker(1, seats=8, requests=16), *[worker(seats=8)] * 3], 2),
+        # What streams cost is told by those that have some.
+        ([worker(2), worker(stream_s=0.003)], 1),
+        ([worker(2, stream_s=0.003), worker()], 2),
+        # A share fades while its worker tells nothing new: an idle worker sends no reports.
+        ([worker(1, 0.9), worker(1, 0.9)], 2),
+        ([worker(1, 0.9, age_s=60), worker(1, 0.9, age_s=60)], 1),
+        # Requests whose prompts wait become streams. After a burst nobody has streams yet, and who
+        # gets them then has them for the whole answer. Older workers do not tell them.
+        ([worker(1), worker(1)], 1),
+        ([worker(1, requests=32), worker(1, requests=32)], 2),
+        ([worker(12, requests=0), worker(12, requests=0)], 2),
     ],
 )
 def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
     workers: list[tuple[LoadReport, float]], count: int
 ) -> None:
     assert few(workers) == count
-
-
-def test_what_streams_cost_is_told_by_those_that_have_some() -> None:
-    dear = replace(worker()[0], step_s=(0.006, 0.003, 0.0))
-    assert few([worker(2), (dear, 0.0)]) == 1
-    assert few([(replace(dear, streams=2), 0.0), worker()]) == 2
-
-
-def test_a_share_fades_while_its_worker_tells_nothing_new() -> None:
-    """An idle worker sends no reports."""
-    assert few([worker(1, 0.9), worker(1, 0.9)]) == 2
-    assert few([worker(1, 0.9, age_s=60), worker(1, 0.9, age_s=60)]) == 1
-
-
-def test_requests_whose_prompts_wait_become_streams() -> None:
-    """After a burst nobody has streams yet. Who gets them then has them for the whole answer."""
-    waiting = [(replace(load, requests=32), 0.0) for load, _ in (worker(1), worker(1))]
-    assert few([worker(1), worker(1)]) == 1
-    assert few(waiting) == 2
-    older = [(replace(load, requests=0), 0.0) for load, _ in (worker(32), worker(32))]
-    assert few(older) == few([worker(32), worker(32)]) == 2
-
-
-def test_requests_do_not_wait_for_the_seats_of_one_worker() -> None:
-    full = replace(worker(1, seats=8)[0], requests=16)
-    assert few([(full, 0.0), *[worker(seats=8)] * 3]) == 2
