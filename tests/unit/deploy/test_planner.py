@@ -128,18 +128,9 @@ def test_json() -> None:
     assert (told["backlog_s"], told["missed"]) == (4.0, 0.25)
 
 
-@pytest.mark.parametrize(
-    ("observation", "why"),
-    [
-        (seen(0, 0, 2, long=0.7, streams=1.2), "1.00 to prefill and 1.50 to decode"),
-        (
-            seen(1, 1, 1, long=1.4, streams=0.8),
-            "1.00 to prefill and 0.00 to decode are left by workers with one side",
-        ),
-    ],
-)
-def test_why_workers_with_both_sides_are_needed(observation: Observation, why: str) -> None:
-    assert plan(observation, USUAL).needs[-1].why == why
+def test_why_workers_with_both_sides_are_needed() -> None:
+    need = plan(seen(1, 1, 1, long=1.4, streams=0.8), USUAL).needs[-1]
+    assert need.why == "1.00 to prefill and 0.00 to decode are left by workers with one side"
 
 
 def test_without_a_decode_worker_nobody_tells_a_need(monkeypatch: pytest.MonkeyPatch) -> None:

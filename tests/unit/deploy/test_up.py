@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pullfill.config import STATE_DIR_ENV
 from pullfill.deploy import up
@@ -105,19 +103,6 @@ def test_it_tells_why_the_cluster_did_not_start(
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert "it goes on" not in done.stdout
-
-
-# ------------------------------------------------------------------ its lines
-
-
-def test_lines_tell_how_long_it_took() -> None:
-    stream = io.StringIO()
-    view = ProcessView(Console(file=stream))
-    view.set("etcd", "starting", "http://[::1]:1")
-    view.set("etcd", "ready")
-    first, second = stream.getvalue().splitlines()
-    assert "http://[::1]:1" in first
-    assert "ready after" in second
 
 
 def test_a_reader_that_left_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
