@@ -135,7 +135,6 @@ def test_what_cannot_be_read_is_one_line(up: Up, path: Path, text: str | bytes, 
     [
         ("decode:\n", "'--decode': '' is not a valid integer"),
         ("kv-mode: poll\n", "'--kv-mode': 'poll' is not one of"),
-        ("transports: [shm, udp]\n", "no transport is called 'udp'"),
         ("vllm-args: {port: 9}\n", "--port in --vllm-args is an option of pullfill"),
         ("decode-args: {kv-transfer-config: x}\n", "--decode-args: --kv-transfer-config is"),
     ],

@@ -54,11 +54,7 @@ def test_a_query_names_what_exists(query: str, text: str) -> None:
             assert re.match(r"max by \([^)]*instance_id", inner)
 
 
-def test_clusters_in_one_prometheus_are_told_apart() -> None:
-    for rule in rules():
-        assert rule["labels"]["severity"] in {"critical", "warning"}
-        told_apart = re.findall(r"(?:sum|max|min|count) by \(pullfill_namespace\b", rule["expr"])
-        assert len(told_apart) == len(re.findall(r"\b(?:sum|max|min|count)\b", rule["expr"]))
+def test_the_dashboard_shows_one_cluster_of_several() -> None:
     for target in TARGETS:
         series = len(re.findall(r"(?:pullfill_\w+|vllm:\w+){", target["expr"]))
         assert 0 < series == target["expr"].count('{pullfill_namespace="$cluster"')

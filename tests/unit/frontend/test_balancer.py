@@ -11,7 +11,6 @@ from prometheus_client import REGISTRY
 
 from pullfill import wire
 from pullfill.engine import front_wire
-from pullfill.errors import BadMessage
 from pullfill.frontend.flight import Flight
 from pullfill.frontend.request_log import RequestRecord
 from pullfill.frontend.routing.balancer import Balancer, hashes_of
@@ -196,14 +195,3 @@ async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> N
         prefixes.tick(rig.now)
         assert missing_workers() == 0
     assert (len(worker.asked), prefixes.troubles(rig.now)) == (asked, {})
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [b"", b"\x93", wire.encode(PrefixFollow()),
-     wire.encode(wire.prefix.PrefixEvents(epoch=1, first=0, ops=b"\x01", hashes=b""))],
-)  # fmt: skip
-async def test_what_no_worker_sends_is_a_bad_message(rig: Rig, payload: bytes) -> None:
-    rig.prefixes.follow(rig.workers[0], rig.now)
-    with pytest.raises(BadMessage):
-        rig.prefixes.take(rig.workers[0], payload, rig.now)

@@ -10,9 +10,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from pullfill import wire
 from pullfill.engine import front_wire
 from pullfill.frontend import dispatch
 from pullfill.frontend.flight import Waits
+from pullfill.frontend.routing.prefixes import Prefixes
+from pullfill.wire.prefix import PrefixEvents
 from tests.support.fake_vllm import ABORT, Output, answer, request
 from tests.support.frontend_rig import FakeDecode, Rig, rig
 from tests.support.waiting import soon
@@ -40,16 +43,19 @@ async def begun(r: Rig, name: str, tokens: int = 3) -> None:
         (front_wire.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
         (b"WHAT", b""),
         (front_wire.GONE,),
+        (front_wire.BLKS, b"\x93"),
+        (front_wire.BLKS, wire.encode(PrefixEvents(epoch=1, first=0, ops=b"\x01", hashes=b""))),
     ],
-    ids=["outputs", "nothing", "explain", "back", "last", "typed", "kind", "gone"],
+    ids="outputs nothing explain back last typed kind gone page events".split(),
 )
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
 ) -> None:
     """The lost message may have held tokens. Later tokens must not be appended after the gap. That
     worker lives: nothing is suspected of having killed it."""
-    one, two = FakeDecode("decode-1", stop_after=SOME), FakeDecode("decode-2", hold=True)
-    async with rig(one, two) as r:
+    one = FakeDecode("decode-1", stop_after=SOME, prefix_block_size=16)
+    two = FakeDecode("decode-2", hold=True)
+    async with rig(one, two, prefixes=Prefixes(9)) as r:
         r.dispatcher.submit(request("r", PROMPT, max_tokens=200))
         await begun(r, "r")
         one.send_raw(*frames)
