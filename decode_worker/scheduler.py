@@ -188,7 +188,7 @@ class DecodeScheduler:
         self._publish = publish
         self._traces = traces
         self._queue_full = queue_full
-        self._meter = meter
+        self.meter = meter
         self._fetching = fetching
         self._tier = tier
         self._seats = seats or Seats()
@@ -276,7 +276,7 @@ class DecodeScheduler:
             self._seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
-        self._meter.admitted(request.request_id, situation, decision)
+        self.meter.admitted(request.request_id, situation, decision)
         if not (self._trials and self._trials.decision(request.request_id)):
             self._traces.decided(
                 request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
@@ -375,7 +375,7 @@ class DecodeScheduler:
         """Publish the jobs that waited for steps to end.
 
         running: number of scheduled steps that have not run yet."""
-        self._meter.after_step(running)
+        self.meter.after_step(running)
         jobs: list[OpenedJob] = []
         while len(self._scheduled) > running:
             jobs += self._scheduled.popleft()
@@ -387,11 +387,6 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------------ step 9: finish
 
-    def plan(self) -> dict[str, bool]:
-        """Plan the next step. Returns what it does not begin (`StepMeter.deferred`)."""
-        self._meter.before_step()
-        return self._meter.deferred
-
     def finish(self) -> list[str]:
         """Act on how remote prefills have ended. Returns the requests whose KV is there.
 
@@ -402,7 +397,7 @@ class DecodeScheduler:
         for fetch in self._fetching.take() if self._fetching is not None else ():
             arrived = fetch.outcome is FetchOutcome.FETCHED
             if not arrived:
-                self._meter.finished(fetch.request_id)  # it is decided about anew
+                self.meter.finished(fetch.request_id)  # it is decided about anew
             self._traces.fetched(fetch)
             (loaded if arrived else self._failed).append(fetch.request_id)
         late, self._late = self._late, []
@@ -422,7 +417,7 @@ class DecodeScheduler:
                     self._traces.settled(request_id, outcome)
                     if self._trials is not None:
                         self._trials.settled(request_id, event.loaded)
-                    self._meter.settled(request_id, outcome)
+                    self.meter.settled(request_id, outcome)
                     (loaded if event.loaded else self._failed).append(request_id)
         self._seats.leave([*loaded, *self._failed])
         return loaded
@@ -433,7 +428,7 @@ class DecodeScheduler:
         vLLM's `build_connector_meta`: called once for each step, at the end of its scheduling.
 
         output: vLLM's SchedulerOutput."""
-        self._meter.scheduled(output)
+        self.meter.scheduled(output)
         self._scheduled.append(self._unpublished)
         self._unpublished = []
         if not self.has_work:
@@ -449,7 +444,7 @@ class DecodeScheduler:
         request_id = request.request_id
         self._decisions.pop(request_id, None)
         self._seats.leave([request_id])
-        self._meter.finished(request_id)
+        self.meter.finished(request_id)
         if self._fetching is not None:
             self._fetching.finished(request_id)
         if self._trials is not None:
@@ -472,12 +467,9 @@ class DecodeHalf(SchedulerHalf):
     _scheduler: DecodeScheduler = LATER
     blocks: JobBlocks
 
-    def __init__(self) -> None:
-        self.deferred = {}
-
     def begin(self, scheduler: DecodeScheduler) -> None:
         """Ask this scheduler from now on."""
-        self._scheduler = scheduler
+        self._scheduler, self.step_meter = scheduler, scheduler.meter
 
     def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._block_size = vllm_config.cache_config.block_size
@@ -509,10 +501,6 @@ class DecodeHalf(SchedulerHalf):
         # What is loaded runs in the next step already. `scheduled` reports what has failed.
         arrives = self._begun and self._scheduler.has_events
         return StepReport(set(self._scheduler.finish() if arrives else ()))
-
-    def plan(self) -> None:
-        if self._begun:
-            self.deferred = self._scheduler.plan()
 
     def scheduled(self, output: Any) -> StepReport:
         loaded, failed = self._scheduler.collect(output)

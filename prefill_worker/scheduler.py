@@ -66,8 +66,6 @@ class PrefillScheduler(SchedulerHalf):
     concurrency: prompts that the engine computes in one step, at most. 0: any number.
     plans: whether this side plans the engine's steps."""
 
-    _steps: StepMeter | None = None
-
     def __init__(
         self, wake: Callable[[], None], concurrency: int = 0, *, plans: bool = True
     ) -> None:
@@ -76,7 +74,6 @@ class PrefillScheduler(SchedulerHalf):
         # By request id. The asyncio thread writes an entry before it submits the request.
         self.tasks: dict[str, PrefillTask] = {}
         self.meter = Meter()
-        self.deferred = {}
         self._wake = wake
         self._turns = Turns(concurrency)
         self._reads_failed: list[PrefillTask] = []
@@ -103,7 +100,7 @@ class PrefillScheduler(SchedulerHalf):
         if self.concurrency and view.chunks.able:
             view.chunks.leave_one()
         if self._plans:
-            self._steps = StepMeter(view, StepModel(), lambda: _PLANS, self._turns.free)
+            self.step_meter = StepMeter(view, StepModel(), lambda: _PLANS, self._turns.free)
 
     def owns(self, request_id: str) -> bool:
         # The task is there before vLLM gets the request, and stays until vLLM has dropped it.
@@ -133,11 +130,6 @@ class PrefillScheduler(SchedulerHalf):
         while self._sends_done:
             report.sent.add(self._sends_done.popleft())
         return report
-
-    def plan(self) -> None:
-        if self._steps is not None:
-            self._steps.before_step()
-            self.deferred = self._steps.deferred
 
     def matched(self, request: Any, hit_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens to read from the decode worker, and whether there are any.
@@ -223,8 +215,8 @@ class PrefillScheduler(SchedulerHalf):
         Called once for each step. Waits for copies from preempted requests' blocks.
 
         output: vLLM's SchedulerOutput of the step."""
-        if self._steps is not None:
-            self._steps.scheduled(output)
+        if self.step_meter is not None:
+            self.step_meter.scheduled(output)
         plan = StepPlan(self._reads)
         self._reads = []
         for request_id in output.preempted_req_ids or ():
@@ -285,8 +277,8 @@ class PrefillScheduler(SchedulerHalf):
         """Write the blocks of the steps that have run, and start the reads that waited for them.
 
         running: number of planned steps that have not run yet. They are the last ones."""
-        if self._steps is not None:
-            self._steps.after_step(running)
+        if self.step_meter is not None:
+            self.step_meter.after_step(running)
         now = time.monotonic()
         while len(self._scheduled) > running:
             plan = self._scheduled.popleft()

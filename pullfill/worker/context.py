@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pullfill.transfer.contract import LocalMemory
     from pullfill.transfer.owners import MappedRank, Owner
     from pullfill.transfer.shm.files import RegionFiles
+    from pullfill.worker.step_meter import StepMeter
 
 Tables = Sequence[Sequence[int]]
 KeptFrom = Callable[[int], tuple[int, ...]]
@@ -79,9 +80,14 @@ class SchedulerHalf(ABC):
     Engine thread. Nothing here may block. What raises ends the engine.
 
     request: vLLM's Request. tables: its block ids, for each KV cache group.
-    deferred: see StepMeter. Of the first side, which plans steps."""
+    step_meter: measures and plans steps. None: another side does, or the engine is not built."""
 
-    deferred: dict[str, bool]
+    step_meter: StepMeter | None = None
+
+    @property
+    def deferred(self) -> dict[str, bool]:
+        """See StepMeter."""
+        return self.step_meter.deferred if self.step_meter is not None else {}
 
     # ------------------------------------------------------------------ the engine
 
@@ -129,7 +135,8 @@ class SchedulerHalf(ABC):
 
     def plan(self) -> None:
         """Called after that, once vLLM knows what all sides have reported: plan the next step."""
-        return None
+        if self.step_meter is not None:
+            self.step_meter.before_step()
 
     @abstractmethod
     def scheduled(self, output: Any) -> StepReport:

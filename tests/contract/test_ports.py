@@ -88,7 +88,7 @@ class Probe(SchedulerHalf):
     what to report next."""
 
     def __init__(self) -> None:
-        self.deferred = {}
+        self.step_meter: Any = SimpleNamespace(deferred={}, before_step=lambda: None)
         self.brings: dict[str, int] = {}
         self.placed: set[str] = set()
         self.keeps: set[str] = set()
@@ -472,17 +472,17 @@ async def test_what_a_side_defers_does_not_begin_and_is_asked_about_once(
     adapter: Any, model_path: Path
 ) -> None:
     async with probed(adapter, model_path) as (made, probe):
-        probe.deferred = {"later": False}
+        probe.step_meter.deferred = {"later": False}
         later = made.loop.add(request("later"))
         await until(lambda: probe.deferred == {"later": True}, "it is not asked about")
         await asyncio.wrap_future(made.loop.add(request("now")))
         assert len(probe.said) == 2
         assert not any("later" in step for step in probe.steps)
-        probe.deferred = {}
+        probe.step_meter.deferred = {}
         made.loop.wake()
         await asyncio.wrap_future(later)
         # One that goes elsewhere goes at once.
-        probe.deferred, probe.brings = {"away": False}, {"away": BROUGHT}
+        probe.step_meter.deferred, probe.brings = {"away": False}, {"away": BROUGHT}
         away = made.loop.add(request("away"))
         await until(lambda: "away" in probe.placed, "it does not wait")
         probe.now = StepReport({"away"})
