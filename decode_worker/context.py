@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class DecodeContext(WorkerContext):
+class DecodeContext:
     """See the module."""
 
+    worker: WorkerContext
     router_config: Callable[[], RouterConfig]
     traces: RequestTraces
     ledger: Ledger
@@ -27,4 +28,6 @@ class DecodeContext(WorkerContext):
 
     def welcome(self) -> Welcome:
         """What a worker that connects is told first."""
-        return Welcome(decode_instance=self.instance_id, regions=self.owner.describe())
+        return Welcome(
+            decode_instance=self.worker.instance_id, regions=self.worker.owner.describe()
+        )

@@ -62,7 +62,7 @@ class Outlook:
         prompt_tokens: int = request.num_prompt_tokens
         tokens = max(0, prompt_tokens - blocks.local_tokens - hit_tokens)
         more = blocks.targets(prompt_tokens, hit_tokens)
-        kv_bytes = sum(memory.nbytes for memory in context.memories)
+        kv_bytes = sum(memory.nbytes for memory in context.worker.memories)
         self_check = self.checks.reason if self.checks else ""
         depth = self.producer.depth()
         # Our own jobs count once they are opened. They reach the queue later.
@@ -73,7 +73,7 @@ class Outlook:
         adapter = request.lora_request
         if adapter is not None:
             takes = any(peer.hello.adapters for peer in pulling)
-            adapter = context.adapters.for_others(adapter) if takes else None
+            adapter = context.worker.adapters.for_others(adapter) if takes else None
         forecast = self.links.forecast(
             tokens,
             more,
@@ -96,7 +96,7 @@ class Outlook:
             hit_tokens=hit_tokens,
             local_tokens=blocks.local_tokens,
             config=config,
-            engine=blocks.never or ("" if context.owner.transports else "no_transport"),
+            engine=blocks.never or ("" if context.worker.owner.transports else "no_transport"),
             fell_back=context.traces.fallback_of(request.request_id) is not None,
             adapter=adapter,
             takes_features=any(peer.hello.features for peer in pulling),

@@ -401,21 +401,21 @@ def checks_for(
     blocks = min(fits, config.model_config.max_model_len - 2) // block_size
     computes = rounding_digest(config)
     generates = config.model_config.runner_type == "generate"
-    if not context.owner.transports or not computes or not generates or blocks < 1:
+    if not context.worker.owner.transports or not computes or not generates or blocks < 1:
         return None
     kv_dtype = dtype_of_kv(config)
     trials = Trials(
-        submit, context.memories, context.groups,
+        submit, context.worker.memories, context.worker.groups,
         # This worker samples in both prefills. So they say no more than the KV, if it can be read.
         logprobs=None if difference.readable(kv_dtype) else 5,
     )  # fmt: skip
     ours = Ours(
-        instance_id=context.instance_id,
+        instance_id=context.worker.instance_id,
         compat=compat,
         computes=computes,
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
         kv_dtype=kv_dtype,
-        groups=context.groups,
+        groups=context.worker.groups,
     )
     return Checks(ours, trials, kept)

@@ -246,13 +246,7 @@ class DecodeRole(Role):
             outage=lambda: "; ".join(outages(producer.health, servers.etcd.health, peers, ledger)),
         )
         context = DecodeContext(
-            told.instance_id,
-            told.files,
-            told.geometry,
-            told.ranks,
-            told.why_not,
-            told.owner,
-            told.adapters,
+            worker=told,
             router_config=lambda: self._router.current,
             traces=traces,
             ledger=ledger,
@@ -331,7 +325,7 @@ class DecodeRole(Role):
             num_blocks,
         )
         fetches = None
-        caches = context.blocks.pool.enable_caching and keeps_all(context.groups)
+        caches = context.blocks.pool.enable_caching and keeps_all(told.groups)
         if reach is not None and caches:
             holders = Holders(hello, reach, key)
             fetches = PrefixFetches(

@@ -223,7 +223,7 @@ class PrefixFetches:
         config, size = self._context.router_config(), self._block_size
         hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
         least = config.min_fetch_tokens
-        if hint is None or not least or hint.instance_id == self._context.instance_id:
+        if hint is None or not least or hint.instance_id == self._context.worker.instance_id:
             return 0
         blocks = self._context.blocks
         end = min(hint.tokens, request.num_prompt_tokens - blocks.local_tokens) // size * size
@@ -231,7 +231,7 @@ class PrefixFetches:
             return 0
         # No prefill worker is asked. So it does not matter whether one may load adapters.
         asked = request.lora_request
-        adapter = None if asked is None else self._context.adapters.for_others(asked)
+        adapter = None if asked is None else self._context.worker.adapters.for_others(asked)
         if not self._stays(request, end, adapter):
             return 0
         key = hash_at(blocks.pool, size, request, end // size - 1)

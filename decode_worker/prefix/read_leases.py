@@ -102,9 +102,9 @@ class ReadLeases:
         self._pinned: set[_Lease] = set()
         self._closed = False
         self.why_not = ""
-        if not context.owner.transports:
+        if not context.worker.owner.transports:
             self.why_not = "no transport reaches its KV memory"
-        elif not keeps_all(context.groups):
+        elif not keeps_all(context.worker.groups):
             self.why_not = "its model does not keep the KV of all tokens in one group"
 
     @property
@@ -138,7 +138,7 @@ class ReadLeases:
         self._closed = True
         until = self._loop.time() + LEASE_S
         # A reader that is stopped is waited for only if our end would take the memory from it.
-        frees = any(memory.freed_at_exit for memory in self._context.memories)
+        frees = any(memory.freed_at_exit for memory in self._context.worker.memories)
         while self._loop.time() < until:
             stopped = 0 if frees else sum(lease.unproved for lease in self._pinned.copy())
             if self.open <= stopped:
@@ -208,7 +208,7 @@ class ReadLeases:
         """Compute vLLM's block hashes of the prompt. On the thread of `_hashes`."""
         lora = None
         if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
-            lora = self._context.adapters.placed(lora_request(adapter))
+            lora = self._context.worker.adapters.placed(lora_request(adapter))
         request = requests.own_request(
             "read-lease", (), cache_salt=ask.cache_salt, priority=0,
             arrival_time=time.time(), lora_request=lora,
@@ -233,7 +233,7 @@ class ReadLeases:
             return NOT_HELD
         ids = [block.block_id for block in blocks]
         try:
-            fence = self._context.owner.fences.open(ids, len(ids))  # to be read only
+            fence = self._context.worker.owner.fences.open(ids, len(ids))  # to be read only
         except (ConfigError, OverloadedError):
             return BUSY
         # Referenced in vLLM's pool, a block is neither evicted nor reused.
@@ -261,7 +261,7 @@ class ReadLeases:
     def _let_go(self, lease: _Lease) -> None:
         """Revoke the fence, and look again until it is proved that nobody reads."""
         try:
-            quiet = self._context.owner.fences.try_revoke(lease.fence)
+            quiet = self._context.worker.owner.fences.try_revoke(lease.fence)
         except ConfigError as exc:
             logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
             return

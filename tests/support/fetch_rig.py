@@ -109,7 +109,7 @@ class FetchWorker(DecodeHalf):
         super().__init__(rig, unused, name, timeout_s=20.0, pool=pool)
         self.config = RouterConfig(policy=RouterPolicy.ALWAYS_LOCAL, min_fetch_tokens=LEAST)
         self.told = {"prefill_workers": 0}
-        self.context.ranks = [SimpleNamespace(memory=self.region.memory)]  # type: ignore[list-item]
+        self.context.worker.ranks = [SimpleNamespace(memory=self.region.memory)]  # type: ignore[list-item]
         self.host = FakeHost()
         cache = SimpleNamespace(num_gpu_blocks=NUM_BLOCKS)
         self.view: Any = SimpleNamespace(mid_step=False, config=SimpleNamespace(cache_config=cache))

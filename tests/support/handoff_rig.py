@@ -48,6 +48,7 @@ from pullfill.wire import (
     RouterPolicy,
     WorkerRecord,
 )
+from pullfill.worker.context import WorkerContext
 from tests.support import workers
 from tests.support.control_rig import handoff_of
 from tests.support.fakes import FakePool, FakeRequest, situation, unmeasured
@@ -112,8 +113,7 @@ class DecodeHalf:
         self.outlook: Outlook | None = None
         blocks = JobBlocks(BLOCK, self.pool)
         self.context = DecodeContext(
-            instance_id=name,
-            owner=self.region.owner,
+            worker=WorkerContext(name, owner=self.region.owner),
             router_config=lambda: self.config,
             traces=self.traces,
             ledger=self.ledger,
