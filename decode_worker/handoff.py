@@ -342,12 +342,13 @@ class Handoff:
     def pulling_changed(self) -> None:
         """A prefill worker may have come, left or stopped pulling. If none pulls, serve locally
         what nobody has claimed."""
+        # To wait for a worker that may never come would cost each job its whole deadline.
         if not self.peers.pulling and self.ledger.open_jobs:
             self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
 
     def lost(self, peer: Peer) -> None:
         """Note that a connection has ended, and that its peer is no more in `peers`."""
-        self.ledger.writer_lost(peer.name, others_alive=bool(self.peers))
+        self.ledger.writer_lost(peer.name)
         self.wake.set()  # if the worker died, the kernel has freed its locks: ask for the proof
         self.pulling_changed()
         self.act()

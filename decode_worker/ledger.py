@@ -635,21 +635,16 @@ class Ledger:
             self._give_up(entry, Outcome.PREFILL_FAILED)
 
     @locked
-    def writer_lost(self, writer: str, *, others_alive: bool) -> None:
-        """Handle the end of a control connection. Its blocks are held until the writer is quiet.
+    def writer_lost(self, writer: str) -> None:
+        """Handle the end of a control connection. Its jobs go back to the queue.
 
-        others_alive: another prefill worker is connected, so the jobs of this one go back to the
-        queue. If none is, every open job is served locally, also one that nobody has claimed: to
-        wait for a worker that may never come would cost each job its whole deadline."""
+        Their blocks are held until the writer is quiet."""
         for entry in list(self._jobs.values()):
             if entry.state is JobState.READING:
                 # The KV is computed. If it cannot be read, the prompt is computed here. So no other
                 # writer is needed, and the lost one cannot ack the message.
                 if entry.writer == writer:
                     self._forget_message(entry)
-            elif not others_alive:
-                if not entry.settled:
-                    self._give_up(entry, Outcome.PREFILL_LOST)
             elif entry.state is JobState.QUEUED and entry.to == writer:
                 self._give_up(entry, Outcome.PREFILL_LOST)  # nobody else gets it
             elif entry.state is JobState.GRANTED and entry.writer == writer:

@@ -303,10 +303,13 @@ class HandoffModel:
         """The connection ends; a batch of the writer may go on all the same."""
         entries = [e for j in self.jobs if (e := self.ledger.find(j)) and e.writer != writer]
         others = [entry for entry in entries if entry.state is JobState.GRANTED]
-        self.ledger.writer_lost(writer, others_alive=others_alive)
+        self.ledger.writer_lost(writer)
         if others_alive:
             assert all(entry.state is JobState.GRANTED for entry in others), "they are alive"
         else:
+            for entry in others:
+                self.ledger.writer_lost(entry.writer)
+            self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
             waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
             assert all(e.state is JobState.READING for e in waiting), "waits for nobody"
         self.act()

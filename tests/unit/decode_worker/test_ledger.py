@@ -151,9 +151,9 @@ def outcomes(ledger: Ledger) -> list[Outcome]:
 def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     """That of a self-check. Others are connected, but the job is not in the queue."""
     fill(ledger, 1, to="gone")
-    ledger.writer_lost("another", others_alive=True)
+    ledger.writer_lost("another")
     assert outcomes(ledger) == []
-    ledger.writer_lost("gone", others_alive=True)
+    ledger.writer_lost("gone")
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
     fill(ledger, 1, to="w")
     assert said.grant(ledger, "j0", "i", "w").grant is not None
