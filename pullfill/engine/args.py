@@ -60,7 +60,7 @@ def build_config(
             "as --tensor-parallel-size and --pipeline-parallel-size, not in --config".format(*sizes)
         )
     device = current_platform.device_type
-    check_flags(args, device, os.environ)
+    check_flags(args, args, device, os.environ)
     offloading = take_offloading(args, device)
     ours: dict[str, Any] = {
         "kv_connector": "WorkerConnector",
@@ -149,8 +149,9 @@ def first_line(exc: BaseException) -> str:
     return text.splitlines()[0] if text else type(exc).__name__
 
 
-def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
-    """args: vLLM's EngineArgs. device_type: of vLLM's platform, "" if it found no device.
+def check_flags(model: Any, parallel: Any, device_type: str, env: Mapping[str, str]) -> None:
+    """model, parallel: vLLM's ModelConfig and ParallelConfig. Or both are its EngineArgs.
+    device_type: of vLLM's platform, "" if it found no device.
 
     Raises ConfigError, one line that says what to do.
     """
@@ -160,14 +161,18 @@ def check_flags(args: Any, device_type: str, env: Mapping[str, str]) -> None:
             "`nvidia-smi` work, or install the CPU build with PULLFILL_DEVICE=cpu make install"
         )
     for name in ("enable_sleep_mode", "enable_cumem_allocator"):
-        if getattr(args, name):
+        if getattr(model, name):
             # Sleeping unmaps KV memory under the copies of other workers. CUDA IPC cannot export
             # memory of that allocator.
             raise ConfigError(
                 f"--{name.replace('_', '-')}: its memory cannot be shared with other workers; "
                 "remove the flag"
             )
-    if device_type == "cpu" and args.enable_expert_parallel and args.tensor_parallel_size > 1:
+    if (
+        device_type == "cpu"
+        and parallel.enable_expert_parallel
+        and parallel.tensor_parallel_size > 1
+    ):
         # `cpu_fused_moe` of vLLM dies (SIGSEGV) at the first request on a rank that holds a part of
         # the experts. Then the request would end the next worker.
         raise ConfigError(

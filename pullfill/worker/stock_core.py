@@ -23,7 +23,6 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import fields
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -125,13 +124,7 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
                 f"--{name.replace('_', '-')}: vLLM's loop then takes no turns of a worker; remove "
                 "the flag"
             )
-    flags = SimpleNamespace(
-        enable_sleep_mode=model.enable_sleep_mode,
-        enable_cumem_allocator=model.enable_cumem_allocator,
-        enable_expert_parallel=parallel.enable_expert_parallel,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-    )
-    args.check_flags(flags, kv.device(), os.environ)
+    args.check_flags(model, parallel, kv.device(), os.environ)
     args.check_config(config)
     speculation.check_config(config)
 

@@ -25,6 +25,11 @@ PLAIN = {
 }
 
 
+def check(flags: dict[str, Any], device: str, env: dict[str, str]) -> None:
+    args = SimpleNamespace(**flags)
+    check_flags(args, args, device, env)
+
+
 @pytest.mark.parametrize(
     ("device", "flags", "env", "says"),
     [
@@ -42,16 +47,16 @@ PLAIN = {
 )
 def test_refused(device: str, flags: dict[str, Any], env: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        check_flags(SimpleNamespace(**PLAIN | flags), device, env)
+        check(PLAIN | flags, device, env)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("env", [{}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}])
 def test_not_refused(env: dict[str, str]) -> None:
     experts = {"enable_expert_parallel": True}
-    check_flags(SimpleNamespace(**PLAIN | experts), "cuda", env)
-    check_flags(SimpleNamespace(**PLAIN | experts | {"tensor_parallel_size": 1}), "cpu", {})
-    check_flags(SimpleNamespace(**PLAIN), "cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    check(PLAIN | experts, "cuda", env)
+    check(PLAIN | experts | {"tensor_parallel_size": 1}, "cpu", {})
+    check(PLAIN, "cpu", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 class Wrapped(ValueError):
