@@ -141,8 +141,8 @@ class Outlook:
             why = (
                 f"no connected prefill worker takes more than {most:.0f}: raise its --max-model-len"
             )
-        elif 0 < self.producer.max_body < size:
-            reason, most = JOB_TOO_LARGE, self.producer.max_body
+        elif 0 < (most := self.producer.connection.max_body) < size:
+            reason = JOB_TOO_LARGE
             why = f"its job has {size} bytes, and NATS takes {most}: {RAISE_PAYLOAD}"
         else:
             return ""

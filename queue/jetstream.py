@@ -104,11 +104,6 @@ class JetStreamProducer(QueueEnd):
         answers = self._answering and self.connection.up
         return answers and SYSTEM_CLOCK.monotonic() >= self._held_until
 
-    @property
-    def max_body(self) -> int:
-        """Bytes of the largest job that the server takes. 0: not known now. Any thread."""
-        return self.connection.max_body
-
     def look_again(self) -> None:
         """Count the depth soon. Call it if `depth` kept a job local."""
         if not self._kick.is_set():

@@ -494,12 +494,12 @@ async def test_a_job_whose_headers_cannot_be_read_becomes_a_dead_letter(
 
 async def test_a_body_above_max_payload_says_what_to_change(bench: Bench) -> None:
     producer = bench.producer
-    assert producer.max_body < 8 << 20
+    assert producer.connection.max_body < 8 << 20
     for size in ((8 << 20) + 1, 8 << 20):  # the headers count, too: NATS ended the connection
         with pytest.raises(QueueFull, match="max_payload") as caught:
             await producer.publish("huge", bytes(size), 10)
         assert not caught.value.retryable
-    await producer.publish("large", bytes(producer.max_body), 10)
+    await producer.publish("large", bytes(producer.connection.max_body), 10)
     assert producer.available
 
 

@@ -137,9 +137,11 @@ class DecodeHalf:
     def look(self, max_body: int = 0) -> None:
         """Decide on what this worker really knows from now on, not on what the rig says.
 
-        max_body: see `JetStreamProducer`."""
+        max_body: see `NatsConnection`."""
         producer: Any = SimpleNamespace(
-            available=True, depth=self.producer.depth, max_body=max_body
+            available=True,
+            depth=self.producer.depth,
+            connection=SimpleNamespace(max_body=max_body),
         )
         unused: Any = None
         self.outlook = Outlook(
