@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from pullfill.decode_worker.handoff import Handoff
 from pullfill.decode_worker.kv_reader import KvReader, Reach
-from pullfill.decode_worker.peers import Peer
+from pullfill.decode_worker.peers import Peer, Peers
 from pullfill.decode_worker.prefix.read_leases import ReadLeases
 from pullfill.decode_worker.self_check import Checks
 from pullfill.errors import AuthFailed, BadMessage, NotNow, OtherVersion, PullfillError
@@ -45,41 +46,34 @@ from pullfill.wire import (
 logger = log.get("decode_worker.control")
 
 
+@dataclass(eq=False, repr=False)
 class ControlServer:
     """Serves the connections of prefill workers."""
 
-    def __init__(
-        self,
-        handoff: Handoff,
-        *,
-        welcome: Callable[[], Welcome],
-        compat: Compat,
-        silent_s: float = SILENT_S,
-        # The cluster key. A prefill worker that does not hold it is refused.
-        key: ClusterKey | None = None,
-        # Opens a prefill worker's memory for reading, in pull mode. A prefill worker whose memory
-        # cannot be read writes instead.
-        reach: Reach | None = None,
-        # The self-check, which is told who connects. None: nothing can be compared.
-        checks: Checks | None = None,
-        leases: ReadLeases | None = None,  # lets other decode workers read the prefix cache
-    ) -> None:
-        self._handoff = handoff
-        self.peers = handoff.peers
-        self._welcome = welcome
-        self._compat = compat
-        self._silent_s = silent_s
-        self._key = key
-        self._reach = reach
-        self._checks = checks
-        self._leases = leases
-        self._readers: set[KvReader] = set()
-        self._serial = itertools.count(1)
-        self._loop = asyncio.get_running_loop()
-        self._server: asyncio.Server | None = None
-        self._tasks = Tasks()
-        self._seldom = log.Seldom(60.0)
-        self.address = ""
+    handoff: Handoff
+    welcome: Callable[[], Welcome]
+    compat: Compat
+    silent_s: float = SILENT_S
+    # The cluster key. A prefill worker that does not hold it is refused.
+    key: ClusterKey | None = None
+    # Opens a prefill worker's memory for reading, in pull mode. A prefill worker whose memory
+    # cannot be read writes instead.
+    reach: Reach | None = None
+    # The self-check, which is told who connects. None: nothing can be compared.
+    checks: Checks | None = None
+    leases: ReadLeases | None = None  # lets other decode workers read the prefix cache
+    address: str = field(init=False, default="")
+    _readers: set[KvReader] = field(init=False, default_factory=set)
+    _serial: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _server: asyncio.Server | None = field(init=False, default=None)
+    _tasks: Tasks = field(init=False, default_factory=Tasks)
+    _seldom: log.Seldom = field(init=False, default_factory=lambda: log.Seldom(60.0))
+
+    @property
+    def peers(self) -> Peers:
+        """Those that are connected."""
+        return self.handoff.peers
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listen, and start the ledger's timer.
@@ -91,7 +85,7 @@ class ControlServer:
             raise NotNow(f"cannot listen for prefill workers on {host}:{port}: {exc}") from exc
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"tcp://{host}:{port}"
-        self._tasks.begin(self._handoff.run(), "timer of the ledger")
+        self._tasks.begin(self.handoff.run(), "timer of the ledger")
         self._tasks.begin(self._watch_silence(), "silence of prefill workers")
 
     async def stop(self) -> None:
@@ -99,7 +93,7 @@ class ControlServer:
         if self._server is not None:
             await stop_listening(self._server)
         await end(*self._tasks)
-        await self._handoff.close()
+        await self.handoff.close()
         for reader in list(self._readers):
             await asyncio.to_thread(reader.close)
 
@@ -108,7 +102,7 @@ class ControlServer:
 
         The kernel does not end it. The ledger gives its jobs to others or serves them here, and
         keeps the blocks that it may be writing."""
-        pause = self._silent_s / 5
+        pause = self.silent_s / 5
         while True:
             before = self._loop.time()
             await asyncio.sleep(pause)
@@ -117,11 +111,11 @@ class ControlServer:
                 for peer in self.peers.values():
                     peer.heard = self._loop.time()
             for peer in list(self.peers.values()):
-                if self._loop.time() - peer.heard > self._silent_s:
+                if self._loop.time() - peer.heard > self.silent_s:
                     logger.warning(
                         "prefill worker %s is silent for %.0f s: going on without it",
                         peer.instance_id,
-                        self._silent_s,
+                        self.silent_s,
                     )
                     peer.channel.abort()
 
@@ -162,15 +156,15 @@ class ControlServer:
     async def _greet(self, channel: Channel) -> Peer | None:
         try:
             async with asyncio.timeout(5.0):
-                hello = await accept(channel, self._key)
+                hello = await accept(channel, self.key)
         except (AuthFailed, OtherVersion) as exc:
             channel.write(Goodbye(reason=str(exc)))
             raise
         if isinstance(hello, LeaseHello):
-            if self._leases is not None:
-                await self._leases.serve(channel, hello)
+            if self.leases is not None:
+                await self.leases.serve(channel, hello)
             return None
-        if hello.compat != self._compat.hash():
+        if hello.compat != self.compat.hash():
             channel.write(Goodbye(reason=f"compatibility hash differs: {hello.compat} is not ours"))
             return None
         name = f"{hello.prefill_instance}#{next(self._serial)}"
@@ -182,8 +176,8 @@ class ControlServer:
         for old in [p for p in self.peers.values() if p.instance_id == peer.instance_id]:
             if old is not peer:
                 old.channel.abort()  # a worker has one connection, so this one is dead
-        self._handoff.pulling_changed()
-        channel.write(self._welcome())
+        self.handoff.pulling_changed()
+        channel.write(self.welcome())
         logger.info("prefill worker %s connected", peer.instance_id)
         short = f"short {peer.instance_id}"  # it may connect again every minute
         if hello.max_prompt_tokens and self._seldom.due(short) is not None:
@@ -192,15 +186,15 @@ class ControlServer:
                 "longer ones go to other prefill workers, or stay here if there are none",
                 peer.instance_id, hello.max_prompt_tokens,
             )  # fmt: skip
-        if self._checks is not None:
-            self._checks.met(peer)
+        if self.checks is not None:
+            self.checks.met(peer)
         return peer
 
     def _reader_of(self, hello: Hello) -> KvReader | None:
-        if self._reach is None:
+        if self.reach is None:
             return None
         try:
-            return KvReader(hello.prefill_instance, self._reach(hello.regions), self._readers)
+            return KvReader(hello.prefill_instance, self.reach(hello.regions), self._readers)
         except PullfillError as exc:
             name = hello.prefill_instance
             logger.warning("%s writes, because we cannot read from it: %s", name, exc)
@@ -208,16 +202,16 @@ class ControlServer:
 
     def _lost(self, peer: Peer) -> None:
         self.peers.pop(peer.name, None)
-        if self._checks is not None:
-            self._checks.lost(peer)
+        if self.checks is not None:
+            self.checks.lost(peer)
         logger.info("prefill worker %s disconnected", peer.instance_id)
-        self._handoff.lost(peer)
+        self.handoff.lost(peer)
         if peer.reader is not None:
             peer.reader.leave()
 
     def _hears(self, peer: Peer, message: object) -> None:
         """Take one message of a prefill worker that was welcomed."""
-        handoff = self._handoff
+        handoff = self.handoff
         peer.heard = self._loop.time()
         if isinstance(message, Claim | Commit | Ready | Heartbeat):
             peer.load, peer.told = message.load, peer.heard
@@ -251,4 +245,4 @@ class ControlServer:
             peer.why_not = beat.why
             state = f"pulls no jobs: {beat.why}" if beat.why else "pulls again"
             logger.warning("prefill worker %s %s", peer.instance_id, state)
-            self._handoff.pulling_changed()
+            self.handoff.pulling_changed()

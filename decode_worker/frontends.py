@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill import wire
@@ -30,35 +31,26 @@ logger = log.get("decode_worker.frontends")
 _FLUSH_S = 0.1
 
 
+@dataclass(eq=False, repr=False)
 class Frontends:
     """See the module.
 
     Its `EngineHooks` (engine/host.py), `before_step` to `on_aborted`, are called on the engine
     thread. All else is called on the asyncio thread."""
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        server: RequestServer,
-        # Returns the load, given whether this worker drains.
-        load: Callable[[bool], LoadReport],
-        # Has the engine's loop take a turn after so many seconds.
-        wake_after: Callable[[float], object],
-        events: KvEvents,
-        ledger: Ledger,
-        leases: ReadLeases,
-    ) -> None:
-        self._loop = loop
-        self.server = server
-        self._load = load
-        self._wake_after = wake_after
-        self._events = events
-        self._ledger = ledger
-        self._leases = leases
-        self._look_at = 0.0
-        self._told: LoadReport | None = None
-        self._tell_at = 0.0
-        self._woken = False
+    loop: EngineLoop
+    server: RequestServer
+    # Returns the load, given whether this worker drains.
+    load: Callable[[bool], LoadReport]
+    # Has the engine's loop take a turn after so many seconds.
+    wake_after: Callable[[float], object]
+    events: KvEvents
+    ledger: Ledger
+    leases: ReadLeases
+    _look_at: float = field(init=False, default=0.0)
+    _told: LoadReport | None = field(init=False, default=None)
+    _tell_at: float = field(init=False, default=0.0)
+    _woken: bool = field(init=False, default=False)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -67,9 +59,9 @@ class Frontends:
             self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
             self.server.check_silent()
             # The asyncio thread does that, unless it hangs.
-            self._ledger.tick_overdue()
+            self.ledger.tick_overdue()
             self.make_way()
-            self._events.look()
+            self.events.look()
         self.tell_load(now)
 
     def tell_load(self, now: float) -> None:
@@ -80,10 +72,10 @@ class Frontends:
             if not self._woken:
                 # The loop may sleep for a second before its next turn.
                 self._woken = True
-                self._wake_after(self._tell_at - now)
+                self.wake_after(self._tell_at - now)
             return
         self._woken, self._tell_at = False, now + LOAD_S
-        report = self._load(self.server.draining)
+        report = self.load(self.server.draining)
         if report != self._told:
             self._told = report
             self.server.tell(front_wire.LOAD, wire.encode(report))
@@ -115,8 +107,8 @@ class Frontends:
 
         The writer or reader of these blocks may be stopped for ever. vLLM would wait as long."""
         # So many seconds may requests wait for free blocks while no request runs.
-        ids = self._loop.waiting_for_blocks(5.0)
-        if ids and (blocks := self._ledger.quarantined_blocks + self._leases.unproved_blocks):
+        ids = self.loop.waiting_for_blocks(5.0)
+        if ids and (blocks := self.ledger.quarantined_blocks + self.leases.unproved_blocks):
             logger.warning(
                 "migrating %d requests: no room for them while %d blocks are in quarantine; "
                 "continue or end the worker that is stopped",
@@ -131,10 +123,10 @@ class Frontends:
         """Listen for frontends. Raises NotNow."""
 
         def listen() -> None:
-            self._loop.use(self)
+            self.loop.use(self)
             self.server.bind(host, port)
 
-        await self._loop.call(listen)
+        await self.loop.call(listen)
 
     @property
     def uncached_tokens(self) -> int:
@@ -151,7 +143,7 @@ class Frontends:
         dead: set when the engine has ended."""
         quiet = 0
         while quiet < 2 and not dead.is_set():
-            busy = self.server.active_requests or self._ledger.waiting_requests
+            busy = self.server.active_requests or self.ledger.waiting_requests
             quiet = 0 if busy else quiet + 1
             await asyncio.sleep(0.05)
 
@@ -163,5 +155,5 @@ class Frontends:
         logger.warning("migrating %d unfinished requests", self.server.active_requests)
         with contextlib.suppress(TimeoutError, NotNow):
             async with asyncio.timeout(1.0):
-                await self._loop.call(self.server.migrate)
+                await self.loop.call(self.server.migrate)
                 await asyncio.sleep(_FLUSH_S)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -86,35 +86,24 @@ class OpenedJob:
     trace: str = ""  # as in `PrefillJob`
 
 
+@dataclass(eq=False, repr=False)
 class Handoff:
     """All remote prefills of one decode worker.
 
     asyncio thread only, but `publish`."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        queue: JetStreamProducer,
-        traces: RequestTraces,
-        *,
-        # The connected prefill workers. The control server adds and removes them.
-        peers: Peers,
-        links: Links,  # is told how long writing has taken
-        wake: asyncio.Event,  # set when the ledger has actions, or another deadline
-        instance_id: str,
-        compat_hash: str,
-    ) -> None:
-        self.ledger = ledger
-        self.peers = peers
-        self.wake = wake
-        self._queue = queue
-        self._traces = traces
-        self._links = links
-        self._instance_id = instance_id
-        self._compat_hash = compat_hash
-        self._loop = asyncio.get_running_loop()
-        self._tasks = Tasks()
-        self._watching: asyncio.Task[None] | None = None
+    ledger: Ledger
+    queue: JetStreamProducer
+    traces: RequestTraces
+    # The connected prefill workers. The control server adds and removes them.
+    peers: Peers
+    links: Links  # is told how long writing has taken
+    wake: asyncio.Event  # set when the ledger has actions, or another deadline
+    instance_id: str
+    compat_hash: str
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _tasks: Tasks = field(init=False, default_factory=Tasks)
+    _watching: asyncio.Task[None] | None = field(init=False, default=None)
 
     async def close(self) -> None:
         """End everything that is under way. Messages of jobs that have ended are deleted from the
@@ -157,7 +146,7 @@ class Handoff:
                 peer.channel.write(Trial(job=body))
                 return
             tokens = len(job.token_ids) - job.hit_tokens
-            receipt = await self._queue.publish(job_id, body, tokens, job.urgency)
+            receipt = await self.queue.publish(job_id, body, tokens, job.urgency)
         except PullfillError as exc:
             full = isinstance(exc, QueueFull) and exc.retryable  # else the job is too large
             if not full:
@@ -169,9 +158,9 @@ class Handoff:
         else:
             ledger.published(entry, receipt)
             if entry.state is not JobState.QUEUED:
-                self._queue.claimed(receipt)  # the claim came before the answer of the queue
+                self.queue.claimed(receipt)  # the claim came before the answer of the queue
             if entry.state is JobState.COMMITTED:
-                self._queue.committed(receipt)
+                self.queue.committed(receipt)
 
     def _encode(self, job: OpenedJob, brings: str) -> bytes:
         """Encode a job for the stream.
@@ -182,10 +171,10 @@ class Handoff:
             PrefillJob(
                 job_id=entry.job_id,
                 incarnation=self.ledger.incarnation,
-                decode_instance=self._instance_id,
+                decode_instance=self.instance_id,
                 # For people who read a dead letter. A client can make it as long as it likes.
                 request_id=entry.request_id[:MAX_TEXT],
-                compat=self._compat_hash,
+                compat=self.compat_hash,
                 token_ids=u32.pack(job.token_ids),
                 hit_tokens=job.hit_tokens,
                 block_ids=u32.pack(entry.blocks),
@@ -208,8 +197,8 @@ class Handoff:
             await asyncio.sleep(0.5)  # such a job is served locally within a second
             if not (waiting := self.ledger.unclaimed()):
                 continue
-            self._queue.look_again()
-            gone = self._queue.gone(waiting)
+            self.queue.look_again()
+            gone = self.queue.gone(waiting)
             lost = [e for receipt in gone if (e := self.ledger.find(receipt.job_id)) is not None]
             give_up = partial(self.ledger.give_up, outcome=Outcome.JOB_GONE, if_queued=True)
             if ours := [entry.request_id for entry in lost if give_up(entry.job_id)]:
@@ -240,17 +229,17 @@ class Handoff:
         assert entry is not None, "a job is claimed after it was opened"
         _GRANTED.inc()
         queued_s = entry.granted_at - entry.opened_at
-        self._traces.claimed(entry.request_id, answer.attempt, peer.instance_id, queued_s)
+        self.traces.claimed(entry.request_id, answer.attempt, peer.instance_id, queued_s)
         peer.channel.write(peer.in_reach(answer))
         if entry.receipt is not None:
-            self._queue.claimed(entry.receipt)
+            self.queue.claimed(entry.receipt)
 
     def progress(self, peer: Peer, progress: Progress) -> None:
         """Note what has been written since the last report."""
         # A writer that was given up may have been stopped in its write: that time says nothing
         # about the link.
         if self.ledger.progress(progress, peer.name):
-            self._links.wrote(peer.instance_id, progress.blocks, progress.write_s)
+            self.links.wrote(peer.instance_id, progress.blocks, progress.write_s)
 
     # ------------------------------------------------------------------ step 8: commit
 
@@ -260,11 +249,11 @@ class Handoff:
         entry = self.ledger.find(commit.job_id)
         if entry is not None and (entry.attempt, entry.writer) == (commit.attempt, peer.name):
             # Before the commit: after it the engine thread may finish the request at any moment.
-            self._traces.committed(
+            self.traces.committed(
                 entry.request_id, commit.timings, commit.kv_bytes, commit.transport,
                 commit.why_not_better,
             )  # fmt: skip
-            self._links.wrote(peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3)
+            self.links.wrote(peer.instance_id, commit.blocks, commit.timings.kv_write_ms / 1e3)
         self._answer(peer, commit, self.ledger.commit(commit, peer.name), entry)
 
     def ready(self, peer: Peer, ready: Ready) -> None:
@@ -298,8 +287,8 @@ class Handoff:
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self._traces.committed(entry.request_id, timings, moved.nbytes, transport)
-            self._links.wrote(peer.instance_id, len(blocks), moved.seconds)
+            self.traces.committed(entry.request_id, timings, moved.nbytes, transport)
+            self.links.wrote(peer.instance_id, len(blocks), moved.seconds)
             good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()
@@ -327,7 +316,7 @@ class Handoff:
         self, peer: Peer, asked: Commit | Ready, why: str | None, entry: Entry | None
     ) -> None:
         if why is None and entry is not None and entry.receipt is not None:
-            self._queue.committed(entry.receipt)
+            self.queue.committed(entry.receipt)
         if why is not None:
             if why != "read_failed":  # counted where it happens
                 metrics.STALE_REFUSED.labels("commit").inc()
@@ -378,12 +367,12 @@ class Handoff:
                     if (peer := self.peers.get(name)) is not None:
                         peer.channel.write(revoke)
                 case CancelMessage(receipt):
-                    self._tasks.begin(self._queue.cancel(receipt), "delete a job")
+                    self._tasks.begin(self.queue.cancel(receipt), "delete a job")
                 case NakDelivery(ack_subject, receipt):
                     self._tasks.begin(self._nak(ack_subject, receipt), "nak a delivery")
 
     async def _nak(self, ack_subject: str, receipt: Receipt | None) -> None:
         try:
-            await self._queue.nak(ack_subject, receipt)
+            await self.queue.nak(ack_subject, receipt)
         except BadMessage as exc:  # the claim that named it was wrong, not we
             logger.warning("a delivery is not given back to the queue: %s", exc)

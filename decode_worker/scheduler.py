@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from pullfill.engine.tier import Tier
 
 
+@dataclass(eq=False, repr=False)
 class JobBlocks:
     """Which of vLLM's blocks jobs read and write, and who keeps them meanwhile. Engine thread.
 
@@ -64,21 +66,13 @@ class JobBlocks:
     _read: blocks that a job may read and its request does not hold, by request.
     _held: blocks that are held for each job whose writer is not proved quiet."""
 
-    def __init__(
-        self,
-        block_size: int,
-        pool: Any,
-        kept_from: KeptFrom = lambda _tokens: (0,),
-        local_tokens: int = 1,
-        never: str = "",
-    ) -> None:
-        self.block_size = block_size
-        self.pool = pool
-        self.kept_from = kept_from
-        self.local_tokens = local_tokens
-        self.never = never
-        self._read: dict[str, list[Any]] = {}
-        self._held: dict[str, list[Any]] = {}
+    block_size: int
+    pool: Any
+    kept_from: KeptFrom = lambda _tokens: (0,)
+    local_tokens: int = 1
+    never: str = ""
+    _read: dict[str, list[Any]] = field(init=False, default_factory=dict)
+    _held: dict[str, list[Any]] = field(init=False, default_factory=dict)
 
     def longest_kept(self, tokens: int) -> int:
         """Return the longest prompt, of `tokens` at most, of which vLLM keeps every block.
@@ -156,56 +150,44 @@ class JobBlocks:
         return found
 
 
+@dataclass(eq=False, repr=False)
 class DecodeScheduler:
     """Decides, opens jobs and reports their ends, for one engine."""
 
-    def __init__(
-        self,
-        blocks: JobBlocks,
-        ledger: Ledger,
-        *,
-        # Takes a request and its hit, and returns everything that a rule may look at.
-        situation: Callable[[Any, int], Situation],
-        publish: Callable[[OpenedJob], None],  # `Handoff.publish`
-        traces: RequestTraces,
-        meter: DecodeMeter,  # measures steps, and predicts what they cost
-        # Called when a prompt stays local because of the queue's depth. Must not block.
-        queue_full: Callable[[], None] = lambda: None,
-        # Fetches prefixes from other decode workers. None: nothing can be fetched.
-        fetching: PrefixFetches | None = None,
-        # vLLM's own KV offloading, beside our connector. None: there is none.
-        tier: Tier | None = None,
-        seats: Seats | None = None,  # of the requests whose KV is on its way
-        # The self-check's requests. None: nothing can be compared.
-        trials: Trials | None = None,
-        # Whether a frontend has sent a request, and gets its record. Else the record stays here.
-        of_frontend: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        self._blocks = blocks
-        self._block_size = blocks.block_size
-        self._ledger = ledger
-        self._situation = situation
-        self._publish = publish
-        self._traces = traces
-        self._queue_full = queue_full
-        self.meter = meter
-        self._fetching = fetching
-        self._tier = tier
-        self._seats = seats or Seats()
-        self._trials = trials
-        self._of_frontend = of_frontend
-        # The last decision about each request that has no blocks yet.
-        self._decisions: dict[str, tuple[Situation, Decision, int, int]] = {}
-        self._waiting: dict[str, str] = {}  # the job of each request that waits for remote KV
-        self._failed: list[str] = []  # requests to report as failed at the next `collect`
-        # Jobs to publish after the step that is being scheduled, and after each step that still
-        # runs. `enqueue` says why.
-        self._unpublished: list[OpenedJob] = []
-        self._scheduled: deque[list[OpenedJob]] = deque()
-        # For each request whose hit is still loaded from the tier: its job, or how the job has
-        # ended meanwhile. _late: ends of jobs that had to wait for such a load.
-        self._loading: dict[str, OpenedJob | Settle] = {}
-        self._late: list[Settle] = []
+    blocks: JobBlocks
+    ledger: Ledger
+    # Takes a request and its hit, and returns everything that a rule may look at.
+    situation: Callable[[Any, int], Situation]
+    publish: Callable[[OpenedJob], None]  # `Handoff.publish`
+    traces: RequestTraces
+    meter: DecodeMeter  # measures steps, and predicts what they cost
+    # Called when a prompt stays local because of the queue's depth. Must not block.
+    queue_full: Callable[[], None] = lambda: None
+    # Fetches prefixes from other decode workers. None: nothing can be fetched.
+    fetching: PrefixFetches | None = None
+    # vLLM's own KV offloading, beside our connector. None: there is none.
+    tier: Tier | None = None
+    seats: Seats = field(default_factory=Seats)  # of the requests whose KV is on its way
+    # The self-check's requests. None: nothing can be compared.
+    trials: Trials | None = None
+    # Whether a frontend has sent a request, and gets its record. Else the record stays here.
+    of_frontend: Callable[[str], bool] = lambda _: True
+    # The last decision about each request that has no blocks yet.
+    _decisions: dict[str, tuple[Situation, Decision, int, int]] = field(
+        init=False, default_factory=dict
+    )
+    # The job of each request that waits for remote KV.
+    _waiting: dict[str, str] = field(init=False, default_factory=dict)
+    # Requests to report as failed at the next `collect`.
+    _failed: list[str] = field(init=False, default_factory=list)
+    # Jobs to publish after the step that is being scheduled, and after each step that still runs.
+    # `enqueue` says why.
+    _unpublished: list[OpenedJob] = field(init=False, default_factory=list)
+    _scheduled: deque[list[OpenedJob]] = field(init=False, default_factory=deque)
+    # For each request whose hit is still loaded from the tier: its job, or how the job has ended
+    # meanwhile. _late: ends of jobs that had to wait for such a load.
+    _loading: dict[str, OpenedJob | Settle] = field(init=False, default_factory=dict)
+    _late: list[Settle] = field(init=False, default_factory=list)
 
     @property
     def has_work(self) -> bool:
@@ -215,8 +197,8 @@ class DecodeScheduler:
     @property
     def has_events(self) -> bool:
         """Whether remote prefills or fetches have ended."""
-        fetched = self._fetching is not None and self._fetching.has_events
-        return fetched or self._ledger.has_events
+        fetched = self.fetching is not None and self.fetching.has_events
+        return fetched or self.ledger.has_events
 
     # ------------------------------------------------------------------ step 3: decide
 
@@ -230,19 +212,19 @@ class DecodeScheduler:
         hit_tokens: length of the prefix hit on this worker, without the tier's."""
         first = request.prompt_token_ids[0] if request.prompt_token_ids else 0
         failpoints.hit(f"decode.prompt.{first}")
-        offloaded = self._tier.hit(request, hit_tokens) if self._tier is not None else 0
+        offloaded = self.tier.hit(request, hit_tokens) if self.tier is not None else 0
         if offloaded is None:
             return None, False  # it is looked up or stored at this moment: vLLM asks again
         fetched = 0
         # While a step still runs, it may write into blocks that vLLM would allocate now. And the
         # tier may copy from them.
-        if self._fetching is not None and self._tier is None and not self._scheduled:
-            looked = self._fetching.look(request, hit_tokens)
+        if self.fetching is not None and self.tier is None and not self._scheduled:
+            looked = self.fetching.look(request, hit_tokens)
             if looked is None:
                 return None, False
             fetched = looked
-        situation = self._situation(request, hit_tokens + offloaded + fetched)
-        own = self._trials and self._trials.decision(request.request_id)
+        situation = self.situation(request, hit_tokens + offloaded + fetched)
+        own = self.trials and self.trials.decision(request.request_id)
         if own:
             situation = replace(situation, costs=None)  # a prompt of the self-check teaches nothing
         decision = own or decide(request, situation)
@@ -250,7 +232,7 @@ class DecodeScheduler:
             decision = Decision(False, PREFIX_HIT)
         self._decisions[request.request_id] = (situation, decision, offloaded, fetched)
         if decision.reason in ENOUGH:
-            self._queue_full()
+            self.queue_full()
         if fetched:
             return fetched, True
         # If the answer is 0, vLLM asks the tier.
@@ -273,30 +255,30 @@ class DecodeScheduler:
         if decision.remote and not external_tokens:
             decision, offloaded = Decision(False, "engine_declined"), 0
         if external_tokens:
-            self._seats.take(request.request_id)
+            self.seats.take(request.request_id)
         if external_tokens > offloaded:
             count_as_computed(request, external_tokens - offloaded)
         self.meter.admitted(request.request_id, situation, decision)
-        if not (self._trials and self._trials.decision(request.request_id)):
-            self._traces.decided(
+        if not (self.trials and self.trials.decision(request.request_id)):
+            self.traces.decided(
                 request.request_id, situation, decision, offloaded=offloaded, fetched=fetched,
                 headers=request.trace_headers,
             )  # fmt: skip
-        if fetched and self._fetching is not None:
-            hit = (situation.hit_tokens - fetched) // self._block_size
-            blocks = tables[0][hit : hit + external_tokens // self._block_size]
-            self._fetching.begin(request.request_id, hit * self._block_size, blocks)
+        if fetched and self.fetching is not None:
+            hit = (situation.hit_tokens - fetched) // self.blocks.block_size
+            blocks = tables[0][hit : hit + external_tokens // self.blocks.block_size]
+            self.fetching.begin(request.request_id, hit * self.blocks.block_size, blocks)
             return
-        if self._fetching is not None:
-            self._fetching.explain(request.request_id)
+        if self.fetching is not None:
+            self.fetching.explain(request.request_id)
         if not external_tokens:
             return
-        later = bool(situation.hit_tokens or self._scheduled or self._tier is not None)
+        later = bool(situation.hit_tokens or self._scheduled or self.tier is not None)
         external = external_tokens - offloaded
         job = self._open(request, tables, situation, external, decision.to)
         failpoints.hit("decode.before_publish")
-        if self._tier is not None and offloaded:
-            self._tier.load(request, offloaded)
+        if self.tier is not None and offloaded:
+            self.tier.load(request, offloaded)
             self._loading[request.request_id] = job
             return
         if later:
@@ -306,7 +288,7 @@ class DecodeScheduler:
             # write one more token of an ended request into our block, and the tier may read there.
             self._unpublished.append(job)
         else:
-            self._publish(job)
+            self.publish(job)
 
     def _open(
         self,
@@ -322,13 +304,13 @@ class DecodeScheduler:
         config = situation.config
         timeout_s, claim_timeout_s = timeouts(situation.forecast, config)
         ttft_ms, _ = request_limits.targets_of(request.sampling_params)
-        hit, end = hit_tokens // self._block_size, -(-tokens // self._block_size)
-        kept_from = self._blocks.kept_from(tokens)
-        read_from, prefix = self._blocks.read(request, tables, hit_tokens, kept_from)
+        hit, end = hit_tokens // self.blocks.block_size, -(-tokens // self.blocks.block_size)
+        kept_from = self.blocks.kept_from(tokens)
+        read_from, prefix = self.blocks.read(request, tables, hit_tokens, kept_from)
         targets = BlockOrder(kept_from).ids(tables, hit, end)
-        if self._tier is not None:
+        if self.tier is not None:
             # It may still copy from them, for requests that have ended.
-            self._tier.claim(targets)
+            self.tier.claim(targets)
         entry = Entry(
             new_job_id(),
             request.request_id,
@@ -342,7 +324,7 @@ class DecodeScheduler:
             to=to,
         )
         self._waiting[entry.request_id] = entry.job_id
-        self._ledger.open(entry)
+        self.ledger.open(entry)
         return OpenedJob(
             entry,
             token_ids=request.prompt_token_ids[:tokens],
@@ -353,7 +335,7 @@ class DecodeScheduler:
             adapter=situation.adapter,
             features=request.mm_features,
             priority=request.priority,
-            trace=self._traces.header(request.request_id),
+            trace=self.traces.header(request.request_id),
             urgency=urgency_of(ttft_ms, config.tight_ttft_ms, config.loose_ttft_ms),
         )
 
@@ -369,7 +351,7 @@ class DecodeScheduler:
                 case Settle() as end:
                     self._late.append(end)
                 case job:
-                    self._publish(job)
+                    self.publish(job)
 
     def step_done(self, running: int = 0) -> None:
         """Publish the jobs that waited for steps to end.
@@ -383,7 +365,7 @@ class DecodeScheduler:
             jobs += self._unpublished
             self._unpublished = []
         for job in jobs:
-            self._publish(job)
+            self.publish(job)
 
     # ------------------------------------------------------------------ step 9: finish
 
@@ -394,32 +376,32 @@ class DecodeScheduler:
         loaded: list[str] = []
         # A hold comes before the report that makes vLLM free the same blocks. So no block in
         # quarantine reaches the free list.
-        for fetch in self._fetching.take() if self._fetching is not None else ():
+        for fetch in self.fetching.take() if self.fetching is not None else ():
             arrived = fetch.outcome is FetchOutcome.FETCHED
             if not arrived:
                 self.meter.finished(fetch.request_id)  # it is decided about anew
-            self._traces.fetched(fetch)
+            self.traces.fetched(fetch)
             (loaded if arrived else self._failed).append(fetch.request_id)
         late, self._late = self._late, []
-        for event in (*late, *self._ledger.take_events()):
+        for event in (*late, *self.ledger.take_events()):
             match event:
                 case Hold(job_id, blocks):
-                    self._blocks.hold(job_id, blocks)
+                    self.blocks.hold(job_id, blocks)
                 case Release(job_id):
-                    self._blocks.release(job_id)
+                    self.blocks.release(job_id)
                 case Settle(request_id) if request_id in self._loading:
                     # Its report would make vLLM free blocks that the tier still writes.
                     self._loading[request_id] = event
                 case Settle(request_id, outcome):
                     assert request_id in self._waiting, "a request is told once"
                     del self._waiting[request_id]
-                    self._blocks.read_no_more(request_id)
-                    self._traces.settled(request_id, outcome)
-                    if self._trials is not None:
-                        self._trials.settled(request_id, event.loaded)
+                    self.blocks.read_no_more(request_id)
+                    self.traces.settled(request_id, outcome)
+                    if self.trials is not None:
+                        self.trials.settled(request_id, event.loaded)
                     self.meter.settled(request_id, outcome)
                     (loaded if event.loaded else self._failed).append(request_id)
-        self._seats.leave([*loaded, *self._failed])
+        self.seats.leave([*loaded, *self._failed])
         return loaded
 
     def collect(self, output: Any = None) -> tuple[list[str], list[str]]:
@@ -443,17 +425,17 @@ class DecodeScheduler:
         If the request still waits, vLLM frees its blocks when `collect` reports it."""
         request_id = request.request_id
         self._decisions.pop(request_id, None)
-        self._seats.leave([request_id])
+        self.seats.leave([request_id])
         self.meter.finished(request_id)
-        if self._fetching is not None:
-            self._fetching.finished(request_id)
-        if self._trials is not None:
-            self._trials.finished(request_id, tables)
+        if self.fetching is not None:
+            self.fetching.finished(request_id)
+        if self.trials is not None:
+            self.trials.finished(request_id, tables)
         if (job_id := self._waiting.get(request_id)) is not None:
             # It is settled all the same, so that vLLM frees its blocks.
-            self._ledger.give_up(job_id, Outcome.CANCELLED)
-        if not self._of_frontend(request_id):
-            self._traces.keep(request)
+            self.ledger.give_up(job_id, Outcome.CANCELLED)
+        if not self.of_frontend(request_id):
+            self.traces.keep(request)
 
 
 class DecodeHalf(SchedulerHalf):

@@ -299,6 +299,7 @@ class Trial:
     logprobs: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class Trials:
     """Requests that the decode worker sends its own engine for the self-check.
 
@@ -307,19 +308,12 @@ class Trials:
     worker that is checked, and they have no trace, so metrics do not count them. asyncio thread
     only, except where a heading says otherwise."""
 
-    def __init__(
-        self,
-        submit: EngineLoop,
-        memories: Sequence[LocalMemory],
-        groups: Groups,  # the KV cache groups of the model
-        # How many of the most likely tokens get a log probability. None: no tokens.
-        logprobs: int | None,
-    ) -> None:
-        self._submit = submit
-        self._logprobs = logprobs
-        self._groups = groups
-        self._memories = memories
-        self._open: dict[str, Trial] = {}
+    submit: EngineLoop
+    memories: Sequence[LocalMemory]
+    groups: Groups  # the KV cache groups of the model
+    # How many of the most likely tokens get a log probability. None: no tokens.
+    logprobs: int | None
+    _open: dict[str, Trial] = field(init=False, default_factory=dict)
 
     async def run(
         self, tokens: Sequence[int], *, salt: str, writer: str = "", blocks: int = 0
@@ -328,15 +322,15 @@ class Trials:
         name = f"self-check-{new_job_id()}"
         trial = self._open[name] = Trial(writer, blocks)
         request = requests.own_request(
-            name, tokens, cache_salt=salt, arrival_time=time.time(), logprobs=self._logprobs
+            name, tokens, cache_salt=salt, arrival_time=time.time(), logprobs=self.logprobs
         )
         began = time.monotonic()
         try:
-            output = await asyncio.wrap_future(self._submit.add(request))
+            output = await asyncio.wrap_future(self.submit.add(request))
         except HandoffError as exc:
             raise Incomplete(str(exc)) from exc
         finally:
-            self._submit.abort(name, lambda: self._open.pop(name, None))
+            self.submit.abort(name, lambda: self._open.pop(name, None))
         trial.took_s = time.monotonic() - began
         if (found := output.new_logprobs) is not None:
             pairs = zip(found.logprob_token_ids[0], found.logprobs[0], strict=True)
@@ -370,8 +364,8 @@ class Trials:
         ids = [block for table in tables for block in table[: trial.blocks]]
         try:
             trial.pages = [
-                self._of_layers(read_pages(self._memories, ids, copy=i), trial.blocks)
-                for i in range(copies_of(self._memories))
+                self._of_layers(read_pages(self.memories, ids, copy=i), trial.blocks)
+                for i in range(copies_of(self.memories))
             ]
         except Exception:  # e.g. no free memory on the GPU: the check is made again later
             logger.exception("the KV of a self-check could not be read")
@@ -380,8 +374,8 @@ class Trials:
         """Fill the memory that no layer of the blocks' group uses with zeros.
 
         It holds what the blocks held before, in a group with more layers."""
-        most = max(self._groups.layers, default=0)
-        for index, layers in enumerate(self._groups.layers):
+        most = max(self.groups.layers, default=0)
+        for index, layers in enumerate(self.groups.layers):
             some = pages[index * blocks : (index + 1) * blocks]
             some.reshape(len(some), most, -1)[:, layers:] = 0
         return pages

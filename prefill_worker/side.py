@@ -12,6 +12,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -183,24 +184,19 @@ class PrefillRole(Role):
         )
 
 
+@dataclass(eq=False, repr=False)
 class PrefillService(Service):
     """See Service.
 
     healths: of NATS and of etcd."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        scheduler: PrefillScheduler,
-        puller: Puller,
-        healths: list[ServerHealth],
-    ) -> None:
-        self._engine, self._scheduler = engine, scheduler
-        self._links, self.puller = puller.links, puller
-        self._healths = healths
+    engine: Engine
+    scheduler: PrefillScheduler
+    puller: Puller
+    healths: list[ServerHealth]
 
     def describe(self, record: WorkerRecord) -> WorkerRecord:
-        return msgspec.structs.replace(record, computes=self._links.hello.computes)
+        return msgspec.structs.replace(record, computes=self.puller.links.hello.computes)
 
     async def start(self, note: Callable[[], None]) -> None:
         def checked() -> None:
@@ -208,15 +204,15 @@ class PrefillService(Service):
             self.puller.pause("check", self.checking())
             note()
 
-        self._links.start(checked)
+        self.puller.links.start(checked)
         self.puller.start()
 
     def checking(self) -> str:
-        return self._links.checking
+        return self.puller.links.checking
 
     def reasons(self) -> list[str]:
-        reasons = [health.outage() for health in self._healths if not health.up]
-        if not self._links.connected:
+        reasons = [health.outage() for health in self.healths if not health.up]
+        if not self.puller.links.connected:
             reasons.append("connected to no decode worker")
         return reasons
 
@@ -224,17 +220,17 @@ class PrefillService(Service):
         budget = self.puller.budget
         asked = {"held": msgspec.to_builtins(self.puller.held())} if "jobs" in query else {}
         return asked | {
-            "servers": servers_json(*self._healths),
+            "servers": servers_json(*self.healths),
             "load": {
                 "jobs": self.puller.in_flight,
                 "unclaimed": budget.waiting,
                 "tokens": budget.tokens,
-                "tokens_per_s": self._scheduler.load().tokens_per_s,
+                "tokens_per_s": self.scheduler.load().tokens_per_s,
                 "completed": budget.completed,
                 "failed": budget.failed,
-                "decode_workers": self._links.connected,
-                "kv_free_blocks": self._engine.view.free_blocks,
-                "kv_blocks": self._engine.view.usable_blocks,
+                "decode_workers": self.puller.links.connected,
+                "kv_free_blocks": self.engine.view.free_blocks,
+                "kv_blocks": self.engine.view.usable_blocks,
             },
         }
 
@@ -246,15 +242,15 @@ class PrefillService(Service):
 
     async def stop_taking(self) -> None:
         await self.puller.stop()
-        self._links.leave()  # decode workers stop counting on us; granted jobs go on
+        self.puller.links.leave()  # decode workers stop counting on us; granted jobs go on
 
     async def finished(self) -> None:
-        dead = self._engine.dead
+        dead = self.engine.dead
         await until(self.puller.no_jobs, dead)
         # Reads and copies that still go on usually end within milliseconds. Those of a stopped
         # decode worker do not: the blocks that it reads stay allocated until this process ends, or,
         # if the engine stays, until the read ends.
-        frees = any(memory.freed_at_exit for memory in self._engine.context.memories)
+        frees = any(memory.freed_at_exit for memory in self.engine.context.memories)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if frees else _KEPT_S):
                 await until(self.puller.idle, dead)

@@ -302,7 +302,7 @@ async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_
     """No job after the first is spent on finding that out."""
     async with make("tcp", kv_mode=PULL) as cluster:
         decode, tries, cut = await cluster.decode(), 0, True
-        reach: Any = decode.control._reach
+        reach: Any = decode.control.reach
 
         def way(regions: Any) -> Any:
             def open_session() -> Any:
@@ -319,7 +319,7 @@ async def test_a_worker_whose_memory_cannot_be_reached_writes_until_it_connects_
             await settled(one)
             return decode.right(one) if one.loaded else one.loaded
 
-        decode.control._reach = way
+        decode.control.reach = way
         await cluster.prefill(chunk=5)
         assert [await served(seed) for seed in (1, 2, 3)] == [False, True, True]
         assert tries == 1
