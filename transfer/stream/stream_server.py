@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -245,6 +245,7 @@ MAX_STRANGERS = 512
 PATIENCE_S = 0.02
 
 
+@dataclass(eq=False, repr=False)
 class StreamServer:
     """Serves every rank's memory on one port. Thread-safe.
 
@@ -253,29 +254,21 @@ class StreamServer:
     fences: over all memories.
     """
 
-    def __init__(
-        self,
-        instance_id: str,
-        memories: Sequence[LocalMemory],
-        kinds: Mapping[str, BackendKind],
-        fences: ShmFences,
-        *,
-        key: ClusterKey | None = None,
-        stall_s: float = STALL_S,
-    ) -> None:
-        self.instance_id = instance_id
-        self.memories, self.kinds, self.fences = memories, kinds, fences
-        self._key = key
-        self._stall_s = stall_s
-        self._mutex = threading.Lock()
-        # By the threads that serve them, in the order in which they came. Each is in one of these.
-        self._strangers: dict[threading.Thread, SocketConnection] = {}
-        self._peers: dict[threading.Thread, ServedPeer] = {}
-        self._closed = False
-        self._accepting: threading.Thread | None = None
-        self._listening: socket.socket | None = None
-        self._seldom = log.Seldom(1.0)
-        self.address = ""
+    instance_id: str
+    memories: Sequence[LocalMemory]
+    kinds: Mapping[str, BackendKind]
+    fences: ShmFences
+    key: ClusterKey | None = None
+    stall_s: float = STALL_S
+    address: str = field(init=False, default="")
+    _mutex: threading.Lock = field(init=False, default_factory=threading.Lock)
+    # By the threads that serve them, in the order in which they came. Each is in one of these.
+    _strangers: dict[threading.Thread, SocketConnection] = field(init=False, default_factory=dict)
+    _peers: dict[threading.Thread, ServedPeer] = field(init=False, default_factory=dict)
+    _closed: bool = field(init=False, default=False)
+    _accepting: threading.Thread | None = field(init=False, default=None)
+    _listening: socket.socket | None = field(init=False, default=None)
+    _seldom: log.Seldom = field(init=False, default_factory=lambda: log.Seldom(1.0))
 
     def start(self, host: str, port: int = 0) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
@@ -415,13 +408,13 @@ class StreamServer:
     def _admit(self, connection: SocketConnection) -> ServedPeer:
         """Shake hands. Whoever is refused is told why."""
         try:
-            said = accept(connection, self._key)
+            said = accept(connection, self.key)
             peer = ServedPeer(self, connection, said)
         except (PullfillError, OSError) as exc:
             if not isinstance(exc, TransferFailed):
                 refuse(connection, exc)
             raise
-        connection.set_stall(self._stall_s)
+        connection.set_stall(self.stall_s)
         with self._mutex:
             self._strangers.pop(threading.current_thread(), None)
             self._peers[threading.current_thread()] = peer
