@@ -32,7 +32,7 @@ from pullfill.decode_worker.rules import (
     decide,
 )
 from pullfill.engine import groups, request_limits, speculation
-from pullfill.engine.groups import BlockOrder, cached_block
+from pullfill.engine.groups import BlockOrder, Tables, cached_block
 from pullfill.engine.requests import count_as_computed
 from pullfill.engine.view import Seats
 from pullfill.errors import Outcome
@@ -45,7 +45,6 @@ from pullfill.worker.context import (
     KeptFrom,
     SchedulerHalf,
     StepReport,
-    Tables,
 )
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pullfill.engine.adapters import Adapters
-from pullfill.engine.groups import ONE_GROUP, Groups
+from pullfill.engine.groups import ONE_GROUP, Groups, Tables
 from pullfill.engine.view import View
 from pullfill.errors import ConfigError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pullfill.transfer.shm.files import RegionFiles
     from pullfill.worker.step_meter import StepMeter
 
-Tables = Sequence[Sequence[int]]
 KeptFrom = Callable[[int], tuple[int, ...]]
 ByPosition = Callable[[Any], Any]
 LATER: Any = None
