@@ -19,10 +19,13 @@ def serving(answer: Answer) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
             status, body = answer(self.path, self.headers)
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
+
+        do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             """Stay silent."""

@@ -1,10 +1,7 @@
-"""A receiver of traces that speaks OTLP, over gRPC or HTTP, as a collector does."""
+"""A receiver of traces that speaks OTLP over gRPC, as a collector does."""
 
 from __future__ import annotations
 
-import http.server
-import threading
-import time
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
@@ -32,44 +29,23 @@ class Span:
     resource: dict[str, Any]
 
 
-class Receiver:
-    """Keeps all spans. A context manager. `url` is for --otlp-traces-endpoint.
+class Receiver(service_grpc.TraceServiceServicer):
+    """Keeps all spans. A context manager. `url` is for --otlp-traces-endpoint."""
 
-    hangs: set it, and it answers nobody until it is set back."""
-
-    def __init__(self, protocol: str = "grpc") -> None:
+    def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.hangs = threading.Event()
-        self.asked = threading.Event()
-        self._protocol = protocol
 
     def __enter__(self) -> Receiver:
-        if self._protocol == "grpc":
-            self._grpc = grpc.server(futures.ThreadPoolExecutor(4))
-            service_grpc.add_TraceServiceServicer_to_server(_Service(self), self._grpc)  # type: ignore[no-untyped-call]
-            port = self._grpc.add_insecure_port("127.0.0.1:0")
-            self._grpc.start()
-            self.url = f"http://127.0.0.1:{port}"
-        else:
-            self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-            self._http.daemon_threads = True
-            threading.Thread(target=self._http.serve_forever, daemon=True).start()
-            self.url = f"http://127.0.0.1:{self._http.server_port}/v1/traces"
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        service_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.url = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hangs.clear()
-        if self._protocol == "grpc":
-            self._grpc.stop(None).wait()
-        else:
-            self._http.shutdown()
-            self._http.server_close()
+        self._server.stop(None).wait()
 
-    def take(self, request: Any) -> Any:
-        """An export. Returns the answer."""
-        self.asked.set()
-        while self.hangs.is_set():
-            time.sleep(0.01)
+    def Export(self, request: Any, context: Any) -> Any:
         for group in request.resource_spans:
             resource = _values(group.resource.attributes)
             for scope in group.scope_spans:
@@ -91,30 +67,6 @@ class Receiver:
             return set(names) <= {s.name for s in list(self.spans) if s.trace == trace}
 
         until(there, 30, f"all of {names}")
-
-
-class _Service(service_grpc.TraceServiceServicer):
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-
-    def Export(self, request: Any, context: Any) -> Any:
-        return self._receiver.take(request)
-
-
-def _handler(receiver: Receiver) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            answer = receiver.take(service.ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.end_headers()
-            self.wfile.write(answer.SerializeToString())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Handler
 
 
 def _span(one: Any, resource: dict[str, Any]) -> Span:

@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pullfill.runtime import tracing
 from pullfill.runtime.tracing import Context
+from tests.support.http_stub import serving
 from tests.support.otlp import Receiver
 from tests.support.waiting import patience, until
 
@@ -72,22 +74,29 @@ def test_an_endpoint_that_hangs_stops_nothing_and_one_line_says_so(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     before = set(threading.enumerate())
-    with Receiver("http") as receiver, caplog.at_level(logging.INFO):
-        receiver.hangs.set()
-        tracing.begin(receiver.url.replace("://", "://user:s3cr3t@"), "decode", "d")
+    asked, free = threading.Event(), threading.Event()
+
+    def answer(*_: object) -> tuple[int, Any]:
+        asked.set()
+        free.wait(60.0)
+        return 200, {}
+
+    with serving(answer) as url, caplog.at_level(logging.INFO):
+        tracing.begin(url.replace("://", "://user:s3cr3t@"), "decode", "d")
         for number in range(5000):  # more than the queue holds
             tracing.record("x", Context(1, number + 1), None, 0.0, 1.0, {})
-        assert receiver.asked.wait(30.0)
+        assert asked.wait(30.0)
         (line,) = _lines(caplog, "takes no traces")
-        assert receiver.url in line
-        receiver.hangs.clear()
+        assert url in line
+        free.set()
         tracing.record("later", Context(1, 2), None, 0.0, 1.0, {})
         _lines(caplog, "takes traces again")
-        receiver.hangs.set()
+        free.clear()
         tracing.record("last", Context(1, 3), None, 0.0, 1.0, {})
         began = time.monotonic()
         tracing.close()
         assert time.monotonic() - began < patience(7.0)
+        free.set()
     # An exporter that still tries draws random numbers, which fails other tests by Hypothesis.
     for thread in set(threading.enumerate()) - before:
         thread.join(20.0)
