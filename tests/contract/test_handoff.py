@@ -35,7 +35,7 @@ from pullfill.prefill_worker.transfer_worker import TransferWorker
 from pullfill.queue.contract import Receipt, Urgency
 from pullfill.queue.jetstream import JetStreamConsumer
 from pullfill.runtime.health import ServerHealth
-from pullfill.wire import KvMode, Load, PrefillJob, decode, encode, u32
+from pullfill.wire import GiveUp, KvMode, Load, PrefillJob, decode, encode, u32
 from tests.support import said
 from tests.support.control_rig import Raw
 from tests.support.fakes import FakeClock, FakeRequest
@@ -525,10 +525,11 @@ async def test_what_is_computed_is_not_in_front_though_nothing_is_written(make: 
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12))
         assert not remote(decode, 2), "12 s"
         (writer,) = decode.control.peers
-        grant = said.grant(decode.ledger, job.job_id, "i0", writer).grant
+        said.grant(decode.ledger, job.job_id, "i0", writer)
         await reported(decode, prefill, Load(tokens_per_s=TOKENS / 12, done_tokens=TOKENS // 2))
         assert remote(decode, 3), "6 s"
-        said.gave_up(decode.ledger, job.job_id, grant.attempt, "i0", writer, retry=False)
+        told = GiveUp(job_id=job.job_id, attempt=1, incarnation="i0", cause="why", retry=False)
+        decode.ledger.gave_up(told, writer)
         await settled(served)
         prefill.puller.pause("check", "")
 

@@ -27,7 +27,15 @@ from pullfill.decode_worker.ledger import (
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import Fenced, Outcome
-from pullfill.wire import FenceToken, RefuseReason, RouterConfig, RouterPolicy
+from pullfill.wire import (
+    Commit,
+    FenceToken,
+    GiveUp,
+    Ready,
+    RefuseReason,
+    RouterConfig,
+    RouterPolicy,
+)
 from tests.support import said
 from tests.support.fakes import FakeClock, FakePool, FakeRequest, situation, unmeasured
 from tests.support.loopback import LoopbackFences
@@ -54,6 +62,11 @@ class Grant:
     """What the batch does: reads the hits, or writes the targets."""
     let_go: Callable[[], None] = lambda: None
     """Ends the batch's hold of its fence."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of every message of its writer."""
+        return {"job_id": self.job_id, "attempt": self.attempt, "incarnation": self.incarnation}
 
 
 @dataclass(slots=True)
@@ -247,10 +260,8 @@ class HandoffModel:
 
     def commit(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
         job = self.jobs[grant.job_id]
-        why = said.commit(self.ledger, 
-            grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
-            job.targets + wrong_by,
-        )  # fmt: skip
+        told = said.blank(Commit, blocks=job.targets + wrong_by, **grant.about)
+        why = self.ledger.commit(told, writer or grant.writer)
         self.seen.add(f"commit {why if isinstance(why, str) else 'accepted'}")
         if why is None:
             self._check_accepted(grant, wrong_by)
@@ -271,11 +282,9 @@ class HandoffModel:
 
     def ready(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
         """Pull: the writer says that we may read. None: our reader has begun."""
-        job = self.jobs[grant.job_id]
-        answer = said.ready(self.ledger, 
-            grant.job_id, grant.attempt, grant.incarnation, writer or grant.writer,
-            job.targets + wrong_by,
-        )  # fmt: skip
+        ids = bytes(4 * (self.jobs[grant.job_id].targets + wrong_by))
+        told = said.blank(Ready, block_ids=ids, **grant.about)
+        answer = self.ledger.ready(told, writer or grant.writer)
         self.seen.add(f"ready {answer if isinstance(answer, str) else 'accepted'}")
         if isinstance(answer, Entry):
             self._check_accepted(grant, wrong_by)
@@ -294,9 +303,8 @@ class HandoffModel:
         return self._arrived(self.jobs[read.job_id], why)
 
     def gave_up(self, grant: Grant, *, retry: bool) -> None:
-        said.gave_up(
-            self.ledger, grant.job_id, grant.attempt, grant.incarnation, grant.writer, "why", retry
-        )
+        told = GiveUp(cause="why", retry=retry, **grant.about)
+        self.ledger.gave_up(told, grant.writer)
         self.act()
 
     def lose(self, writer: str, *, others_alive: bool) -> None:

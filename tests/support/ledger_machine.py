@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from pullfill.decode_worker.ledger import JobState
 from pullfill.errors import Outcome
-from tests.support import said
+from pullfill.wire import Progress
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, Grant, HandoffModel, Job
 
 WRITERS = ("a", "b", "c")
@@ -125,7 +125,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Its writer says that it moved: it may take longer than it had."""
         grant, ledger = self.grant(pick), self.model.ledger
         writer = "mallory" if forged else grant.writer
-        said.progress(ledger, grant.job_id, grant.attempt, grant.incarnation, writer, 1)
+        ledger.progress(Progress(blocks=1, **grant.about), writer)
         entry = ledger.find(grant.job_id)
         if entry is not None and not forged and self.model._newest(grant):
             if entry.state in (JobState.GRANTED, JobState.READING):

@@ -1,4 +1,4 @@
-"""Messages in few words, and what a prefill worker says to a ledger."""
+"""Messages in few words, and claims of a prefill worker."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pullfill.decode_worker.ledger import Entry, Ledger
-from pullfill.wire import Claim, Commit, GiveUp, Grant, Progress, Ready, Refused, RefuseReason
+from pullfill.decode_worker.ledger import Ledger
+from pullfill.wire import Claim, Grant, Refused, RefuseReason
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -38,38 +38,3 @@ def grant(ledger: Ledger, job_id: str, incarnation: str, writer: str, ack: str =
             return Claimed(None, refused.reason, refused.retry_after_s)
         case granted:
             return Claimed(granted)
-
-
-def commit(
-    ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
-) -> str | None:
-    said = blank(Commit, job_id=job_id, attempt=attempt, incarnation=incarnation, blocks=blocks)
-    return ledger.commit(said, writer)
-
-
-def ready(
-    ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int
-) -> Entry | str:
-    ids = bytes(4 * blocks)
-    said = blank(Ready, job_id=job_id, attempt=attempt, incarnation=incarnation, block_ids=ids)
-    return ledger.ready(said, writer)
-
-
-def progress(
-    ledger: Ledger, job_id: str, attempt: int, incarnation: str, writer: str, blocks: int = 0
-) -> bool:
-    said = Progress(job_id=job_id, attempt=attempt, incarnation=incarnation, blocks=blocks)
-    return ledger.progress(said, writer)
-
-
-def gave_up(
-    ledger: Ledger,
-    job_id: str,
-    attempt: int,
-    incarnation: str,
-    writer: str,
-    cause: str = "why",
-    retry: bool = True,
-) -> None:
-    said = GiveUp(job_id=job_id, attempt=attempt, incarnation=incarnation, cause=cause, retry=retry)
-    ledger.gave_up(said, writer)

@@ -17,6 +17,7 @@ from pullfill.queue.contract import Receipt, Urgency
 from pullfill.wire import (
     Claim,
     Commit,
+    GiveUp,
     PrefillJob,
     Progress,
     Ready,
@@ -97,7 +98,8 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
         receipt = await real(job_id, *args)
         assert said.grant(rig.ledger, job_id, "i0", "writer").grant is not None
         if job_id == "done":
-            assert said.commit(rig.ledger, job_id, 1, "i0", "writer", 1) is None
+            told = said.blank(Commit, job_id=job_id, attempt=1, incarnation="i0", blocks=1)
+            assert rig.ledger.commit(told, "writer") is None
         return receipt
 
     monkeypatch.setattr(rig, "publish", publish)
@@ -132,7 +134,7 @@ async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job
     rig.send("j")
     await soon(lambda: rig.stored)
     assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
-    said.gave_up(rig.ledger, "j", 1, "i0", "p")
+    rig.ledger.gave_up(GiveUp(cause="why", retry=True, **about), "p")
     before = rig.write_within_s()
     for _ in range(3):
         rig.handoff.progress(peer, Progress(blocks=4, write_s=60.0, **about))

@@ -17,13 +17,15 @@ from pullfill.decode_worker.ledger import (
     Sums,
 )
 from pullfill.errors import Outcome
-from pullfill.wire import RefuseReason
+from pullfill.wire import GiveUp, Progress, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.fuzz import MANY
 from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
 from tests.support.ledger_machine import explore
 from tests.support.loopback import LoopbackFences
+
+GAVE_UP = GiveUp(job_id="j0", attempt=1, incarnation="i", cause="why", retry=True)
 
 
 def state(model: HandoffModel, job: Job) -> JobState | None:
@@ -157,7 +159,7 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
     fill(ledger, 1, to="w")
     assert said.grant(ledger, "j0", "i", "w").grant is not None
-    said.gave_up(ledger, "j0", 1, "i", "w", retry=True)
+    ledger.gave_up(GAVE_UP, "w")
     assert outcomes(ledger) == [Outcome.PREFILL_FAILED], "it waits for no other"
     assert ledger.open_jobs == 0
 
@@ -173,10 +175,10 @@ def test_a_claim_without_a_free_fence_slot_is_held() -> None:
 def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
     fill(ledger, 2, tokens=8)
     said.grant(ledger, "j0", "i", "w")
-    said.progress(ledger, "j0", 1, "i", "w", 1)
+    ledger.progress(Progress(job_id="j0", attempt=1, incarnation="i", blocks=1), "w")
     jobs = {JobState.GRANTED: 1, JobState.QUEUED: 1}
     assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=4 + 8, unwritten=1, targets=4)
-    said.gave_up(ledger, "j0", 1, "i", "w")
+    ledger.gave_up(GAVE_UP, "w")
     assert said.grant(ledger, "j0", "i", "other").grant is not None
     assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=8 + 8, unwritten=2, targets=4)
 

@@ -10,6 +10,7 @@ import pytest
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
+from pullfill.wire import Commit, Progress
 from tests.support import said
 from tests.support.fakes import FakeClock, FakeRequest
 from tests.support.loopback import LoopbackFences
@@ -54,7 +55,8 @@ class Decode:
         return said.grant(self.ledger, job, "i", "prefill-1").grant is not None
 
     def commits(self, job: str) -> None:
-        assert said.commit(self.ledger, job, 1, "i", "prefill-1", 2) is None
+        commit = said.blank(Commit, job_id=job, attempt=1, incarnation="i", blocks=2)
+        assert self.ledger.commit(commit, "prefill-1") is None
 
     def waited(self, job: str) -> float:
         """Return the seconds until a request ends whose job no worker claims."""
@@ -157,7 +159,8 @@ def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(
     decode.clock.advance(0.1)
     for _ in range(STALLS):
         job = decode.prompt()
-        said.progress(decode.ledger, long, 1, "i", "prefill-1")  # it gets more time
+        moved = Progress(job_id=long, attempt=1, incarnation="i", blocks=0)
+        decode.ledger.progress(moved, "prefill-1")  # it gets more time
         decode.waited(job)
     assert decode.ledger.find(long) is not None, "it is not given up"
     assert decode.decide() == "claims_stalled"
