@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoint import deepseek_checkpoint
+from tests.support.drafts import SPECULATE
 from tests.support.gpu_pairs import STEPS, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, ask_all, assert_right, forget_decode_prefixes, random_prompt
@@ -17,9 +18,6 @@ from tests.support.prompts import ask, ask_all, assert_right, forget_decode_pref
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
 SIZES = [1, 2, 4, 8, 16]
-DRAFTS = {
-    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1
-}  # fmt: skip
 ENGINES = {
     "compiled": (
         "--no-enforce-eager",
@@ -32,7 +30,7 @@ ENGINES = {
             {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
         ),
     ),
-    "drafts": (f"--speculative-config={json.dumps(DRAFTS)}",),
+    "drafts": (SPECULATE,),
 }
 """Flags of both workers. The engine to compare with computes eagerly and without drafts."""
 LENGTHS = 3, 32, 33, 64, 200, 513, 1025, 2000

@@ -431,11 +431,9 @@ class Cluster:
                 namespace, module="tests.support.stock_vllm",
             )  # fmt: skip
             worker: Worker = StockWorker(role, made, log, name, armed=failpoints, port=port)
-            self.workers.append(worker)
-            return worker
-        process: subprocess.Popen[bytes] | Forked
-        if self.forked and not program:
-            process = zygote().spawn(command, full, log, namespace)
+        elif self.forked and not program:
+            forked = zygote().spawn(command, full, log, namespace)
+            worker = Worker(role, forked, log, armed=failpoints)
         else:
             assert not namespace, "only forked workers enter a namespace"
             with log.open("ab") as out:
@@ -447,7 +445,7 @@ class Cluster:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        worker = Worker(role, process, log, armed=failpoints)
+            worker = Worker(role, process, log, armed=failpoints)
         self.workers.append(worker)
         return worker
 

@@ -92,8 +92,6 @@ def gpu_pair(
         pair.stop()
 
 
-@contextmanager
-def plain_engine(model_path: Path) -> Iterator[Oracle]:
+def plain_engine(model_path: Path) -> Oracle:
     gpu = {"gpu_memory_utilization": MEMORY, "attention_backend": BACKEND}
-    with Oracle(model_path, forked=False, **gpu) as engine:
-        yield engine
+    return Oracle(model_path, forked=False, **gpu)

@@ -131,10 +131,8 @@ def owner(
         if (exported := told.exported) is None:
             print(f"refused {told.why_not}", flush=True)
             return
-    files, ranks = (
-        RegionFiles("gpu-owner", Path(directory)),
-        [MappedRank(kv.memory, "", None, exported)],
-    )
+    files = RegionFiles("gpu-owner", Path(directory))
+    ranks = [MappedRank(kv.memory, "", None, exported)]
     made = Owner(files, ranks, "i1", instance_id="gpu-owner", kinds=kinds)
     made.listen("127.0.0.1")
     (descriptor,) = made.describe()

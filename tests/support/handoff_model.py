@@ -343,9 +343,6 @@ class HandoffModel:
         """Whether its fence is not proved dead."""
         return self.fences.granted(grant.token, writes=False) is not None
 
-    def live_targets(self) -> list[frozenset[int]]:
-        return [g.targets for g in self.grants if self.is_live(g)]
-
     def check(self) -> None:
         check(self)
 
@@ -379,7 +376,7 @@ and no request waits for it longer."""
 
 def check(model: HandoffModel) -> None:
     """What holds after every event."""
-    live = model.live_targets()
+    live = [g.targets for g in model.grants if model.is_live(g)]
     assert len(live) == model.fences.in_use, "a fence is in use that nobody was granted"
     union: set[int] = set()
     for targets in live:

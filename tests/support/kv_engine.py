@@ -172,7 +172,9 @@ class KvEngine:
             for rid, r in running.items()
             if rid not in preempted
         }
-        self._preempt_tables([running[rid] for rid in preempted])
+        for rid in preempted:
+            running[rid].request.num_preemptions += 1
+            running[rid].request.num_computed_tokens = 0
         report = self.side.scheduled(step(scheduled, preempted))
         for rid in preempted:
             self._evict(running[rid])
@@ -229,11 +231,6 @@ class KvEngine:
         if ok:
             run.request.num_computed_tokens = run.task.job.hit_tokens
         run.state = "running"
-
-    def _preempt_tables(self, runs: Sequence[_Run]) -> None:
-        for run in runs:
-            run.request.num_preemptions += 1
-            run.request.num_computed_tokens = 0
 
     def _evict(self, run: _Run) -> None:
         """The blocks are gone: somebody else's bytes are in them at once."""
