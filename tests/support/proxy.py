@@ -117,18 +117,12 @@ class Proxy:
             return
         pair = (writer, target_writer)
         self._pairs.add(pair)
-        pumps = {
-            asyncio.create_task(self._pump(reader, target_writer)),
-            asyncio.create_task(self._pump(target_reader, writer)),
-        }
+        pumps = self._pump(reader, target_writer), self._pump(target_reader, writer)
         try:
-            await asyncio.wait(pumps)
+            await asyncio.gather(*pumps)
         except asyncio.CancelledError:
             pass
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             self._pairs.discard(pair)
             for end in pair:
                 end.transport.abort()

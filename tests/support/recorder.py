@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -62,16 +63,11 @@ def start(record: Path, role: str) -> None:
     """Record the calls of this process: of this thread and of those that start later."""
     byte = Window(record)._byte
     out = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    ours: dict[CodeType, str] = {}  # where each function is. Empty: not one of ours
     seen: set[tuple[int, CodeType]] = set()
 
+    @cache
     def place(code: CodeType) -> str:
         """`file function` of one of our functions, else nothing."""
-        if (where := ours.get(code)) is None:
-            where = ours[code] = _place(code)
-        return where
-
-    def _place(code: CodeType) -> str:
         path = os.path.realpath(code.co_filename)
         if not path.startswith(f"{ROOT}/") or code.co_name.startswith("<"):
             return ""
