@@ -16,8 +16,16 @@ from pullfill.decode_worker.peers import Peers
 from pullfill.decode_worker.side import DecodeRole, DecodeSide, jobs_of
 from pullfill.errors import ClaimRefused, Outcome
 from pullfill.options import WorkerOptions
-from pullfill.wire import Load, PrefillJob, RefuseReason, RouterConfig, RouterPolicy, encode
-from tests.support import said as says
+from pullfill.wire import (
+    GiveUp,
+    Load,
+    PrefillJob,
+    Progress,
+    RefuseReason,
+    RouterConfig,
+    RouterPolicy,
+    encode,
+)
 from tests.support.handoff_model import HandoffModel
 
 
@@ -49,7 +57,7 @@ def test_open_jobs_have_their_state_and_their_times() -> None:
     model.clock.advance(1.5)
     model.claim(first, "a")
     ledger = model.ledger
-    says.progress(ledger, first.job.job_id, 1, ledger.incarnation, "a", blocks=1)
+    ledger.progress(Progress(blocks=1, **model.grants[-1].about), "a")
     model.clock.advance(0.25)
     granted, queued = jobs_of(ledger)
     assert (granted.job_id, granted.state, granted.attempt) == (first.job.job_id, "granted", 1)
@@ -127,7 +135,8 @@ def test_a_job_of_or_with_another_worker_is_not_taken_back() -> None:
         take_back(body(name))
     assert granted.value.reason == RefuseReason.IN_PROGRESS
     let_go = model.fences.hold(grant.fence)
-    says.gave_up(model.ledger, name, grant.attempt, "i0", "a", "failed", retry=True)
+    told = GiveUp(job_id=name, attempt=grant.attempt, incarnation="i0", cause="failed", retry=True)
+    model.ledger.gave_up(told, "a")
     assert entry.state is JobState.QUARANTINED
     with pytest.raises(ClaimRefused) as waits:
         take_back(body(name))
