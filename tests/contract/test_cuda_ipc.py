@@ -130,7 +130,6 @@ def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -
     session.move("write", token, [1, 5, 9, 30], [2, 4, 8, 16])
     assert left == list(range(1, len(left) + 1))
     assert len(left) > 1
-    session.close()
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,6 @@ def test_write_moves_exactly_the_named_blocks(rig: Rig, local: str, remote: str)
     session = rig.connect(mine, region)
     token = region.owner.fences.open(target)
     result = session.move("write", token, source, target)
-    session.close()
     check_moved(before, region.pages, mine.pages[:, source], target)
     assert (result.blocks, result.nbytes) == (17, 17 * 3 * 2 * PAGE)
     # Padding between pages is not ours to touch.
@@ -101,7 +100,6 @@ def test_read_moves_exactly_the_named_blocks(rig: Rig, layout: str) -> None:
     session = rig.connect(mine, region)
     token = region.owner.fences.open(source)
     assert session.move("read", token, source, target).blocks == 11
-    session.close()
     check_moved(before, mine.pages, region.pages[:, source], target)
     plain = replace(mine.memory, device=None)  # what stands for a GPU here is plain memory
     read = read_pages([plain], target)
@@ -120,7 +118,6 @@ def test_many_batches_and_long_runs(rig: Rig) -> None:
     session.move("write", token, range(96), range(96))
     session.move("read", token, range(3), range(3))
     assert session.move("write", token, [], []).nbytes == 0
-    session.close()
     assert_same(region.pages, mine.pages)
     assert session.moved_bytes == (60 + 96 + 3) * layout.block_bytes
 
@@ -138,7 +135,6 @@ def test_revoked_fence_refuses_both_ways(rig: Rig) -> None:
         session.move("write", token, [1, 2], [1, 2])
     with pytest.raises(Fenced):
         session.move("read", token, [1, 2], [1, 2])
-    session.close()
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
 
@@ -163,8 +159,6 @@ def test_no_revoke_while_a_batch_is_under_way(rig: Rig, verb: Direction) -> None
     assert fences.try_revoke(token)
     with pytest.raises(Fenced):
         session.move(verb, token, [0], [1])
-    session.close()
-    other.close()
 
 
 @pytest.mark.parametrize("rig", MAPPED, indirect=True)
@@ -206,7 +200,6 @@ def test_slots_are_reused_with_new_epochs(rig: Rig) -> None:
     session.move("write", old[1], [7], [1])  # proving stale tokens dead hurt no live one
     with pytest.raises(Fenced):
         session.move("write", FenceToken(slot=99, epoch=1), [0], [0])
-    session.close()
 
 
 def test_bad_block_ids_move_nothing(rig: Rig) -> None:
@@ -223,7 +216,6 @@ def test_bad_block_ids_move_nothing(rig: Rig) -> None:
         for verb in both:
             with pytest.raises(BadMessage):
                 session.move(verb, token, source, target)
-    session.close()
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
 
@@ -247,7 +239,6 @@ def test_restarted_owner_is_out_of_reach_of_an_old_descriptor(rig: Rig) -> None:
         rig.connect(mine, region)
     with pytest.raises(Fenced):
         old_session.move("write", token, [0], [1])
-    old_session.close()
     assert_same(reborn.data, before)
 
 

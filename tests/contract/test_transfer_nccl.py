@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             kind = PairKind(world, message_bytes=8 << 10, batch_bytes=64 << 10)
             rig = stream_rig(tmp_path, kind)
             place = Place(world, kind, rig, rig.region(LAYOUTS[layout]), rig.local(LAYOUTS[local]))
-            made.callback(place.region.owner.close)
+            made.callback(rig.close)
             made.callback(world.set, hang_init=False, hang_issue=False, dumb_streams=0)
             return place
 
@@ -101,7 +101,6 @@ def test_only_what_is_not_contiguous_is_staged(make: Make, layout: str, staged: 
     assert (place.kind.gpu.copies > 0) == staged
     assert place.world.sizes == [8 << 10] * 9
     assert place.moved(range(24))
-    session.close()
 
 
 def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> None:
@@ -119,8 +118,6 @@ def test_few_kernels_wait_on_a_gpu_however_many_peers_there_are(make: Make) -> N
     place.world.set(hang=False)
     assert [writer.end() for writer in writers] == [None] * len(writers)
     assert place.world.most_waiting == TURNS
-    for session in sessions:
-        session.close()
 
 
 def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) -> None:
@@ -134,7 +131,6 @@ def test_a_worker_that_is_both_receives_while_its_own_writes_wait(make: Make) ->
             taken.enter_context(turns.take(lambda: None))
         session.move("write", token, range(40), range(40))
     assert place.moved(range(40))
-    session.close()
 
 
 # ---------------------------------------------------------------------- who can reach whom
@@ -179,7 +175,6 @@ def test_a_revoke_ends_a_transfer_that_hangs_and_nothing_lands_afterwards(
     fresh = place.token()
     session.move("write", fresh, range(40), range(40))
     assert place.moved(range(40))
-    session.close()
 
 
 def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> None:
@@ -196,7 +191,6 @@ def test_no_proof_while_cuda_does_not_say_that_the_gpu_is_quiet(make: Make) -> N
     place.world.set(dumb_streams=0)
     eventually(lambda: fences.try_revoke(token), "never proved")
     assert isinstance(call.end(), Fenced)
-    session.close()
 
 
 def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) -> None:
@@ -212,7 +206,6 @@ def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) 
     place.world.set(hang_init=False)
     session.move("write", place.token(), range(40), range(40))
     assert place.moved(range(40))
-    session.close()
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -231,7 +224,6 @@ def test_no_kernel_waits_while_the_sender_still_gathers(make: Make, verb: Direct
         sender.hold.set()
         moving.result(20)
     assert waiting == [0, 0]
-    session.close()
 
 
 def test_a_gpu_without_room_for_turns_offers_no_nccl(

@@ -136,7 +136,6 @@ def test_a_revoke_does_not_wait_for_a_peer_that_says_or_takes_nothing(
     assert (region.data == 7).all()
     session.move(verb, reused, range(64), range(64))
     assert_same(region.pages, mine.pages)
-    session.close()
 
 
 def test_a_writer_between_batches_is_refused_early(make: Make) -> None:
@@ -160,7 +159,6 @@ def test_a_writer_between_batches_is_refused_early(make: Make) -> None:
     fresh = region.owner.fences.open(range(64))
     session.move("write", fresh, [1], [2])
     assert (region.pages[:, 2] == mine.pages[:, 1]).all()
-    session.close()
 
 
 def test_a_batch_that_is_under_way_is_let_to_its_end(
@@ -176,7 +174,6 @@ def test_a_batch_that_is_under_way_is_let_to_its_end(
     assert not region.owner.fences.try_revoke(token)
     assert isinstance(held.finish(), Fenced)
     assert region.owner.fences.try_revoke(token)
-    session.close()
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -189,7 +186,6 @@ def test_a_block_outside_the_grant_is_refused(make: Make, verb: Direction) -> No
     assert_same(region.data, theirs)
     assert_same(mine.data, ours)
     session.move(verb, token, [1, 2], [1, 2])
-    session.close()
 
 
 @pytest.mark.parametrize("blocks", [[2, 1], [1, 1], [64]], ids=["unordered", "twice", "outside"])
@@ -201,7 +197,6 @@ def test_block_ids_that_only_a_faulty_peer_sends_are_refused(make: Make, blocks:
     connection = session._connection
     connection.send(encode(Operation(verb="write", fence=token, blocks=ids)))
     assert decode(connection.receive(), Answer).status is Status.REFUSED
-    session.close()
 
 
 @pytest.mark.essential
@@ -216,7 +211,6 @@ def test_a_prefix_hit_is_read_and_never_written(make: Make) -> None:
     session.move("write", token, [1, 2], [1, 2])
     for ours, theirs in ((7, 5), (1, 1), (2, 2)):
         assert_same(mine.pages[:, ours], region.pages[:, theirs])
-    session.close()
 
 
 # --------------------------------------------------------------------------- who is let in
@@ -293,7 +287,6 @@ def test_after_the_opening_its_limit_is_lifted(make: Make, monkeypatch: pytest.M
     session.move("write", token, range(64), range(64))
     assert connections() == before
     assert_same(region.pages, mine.pages)
-    session.close()
 
 
 def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
@@ -314,7 +307,6 @@ def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
         peer.hurry(token, 0.0, 0.0)
     assert free == [False]
     peer.inside = None
-    session.close()
 
 
 # --------------------------------------------------------------------------- broken connections
@@ -337,7 +329,6 @@ def test_a_connection_that_broke_while_idle_is_made_anew(make: Make) -> None:
         proxy.target = split_address(restarted.descriptor.endpoints["tcp"])
         with pytest.raises(Fenced, match="incarnation"):
             session.move("write", token, [1], [1])
-        session.close()
     assert_same(region.pages[:, 1], mine.pages[:, 1])
 
 
@@ -348,7 +339,6 @@ def test_a_peer_that_stalls_in_an_operation_is_given_up(make: Make) -> None:
     eventually(lambda: not served(region))
     assert isinstance(held.finish(), TransferFailed), "the grant itself is still good"
     session.move("write", token, [1], [1])
-    session.close()
 
 
 def test_closing_the_owner_ends_a_receive_under_way(make: Make) -> None:
@@ -359,7 +349,6 @@ def test_closing_the_owner_ends_a_receive_under_way(make: Make) -> None:
     error = held.finish()
     assert isinstance(error, Fenced | TransferFailed)
     assert (region.data == 3).all()
-    session.close()
 
 
 # --------------------------------------------------------------------------- room for connections
@@ -511,7 +500,6 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
         eventually(lambda: proxy.accepted == 2, "it does not connect again")
         session.interrupt()
         assert isinstance(moving.exception(20), TransferFailed)
-        session.close()
 
 
 def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(

@@ -143,6 +143,7 @@ class Rig:
     make_owner: Callable[..., tuple[Owner, Bytes]]
     """Of a layout, an instance id, and options of `Owner`."""
     regions: list[Region] = field(default_factory=list)
+    sessions: list[PeerSession] = field(default_factory=list)
 
     def region(
         self,
@@ -162,6 +163,8 @@ class Rig:
         return self.regions[-1]
 
     def close(self) -> None:
+        for session in self.sessions:
+            session.close()
         for region in self.regions:
             region.owner.close()
 
@@ -170,9 +173,10 @@ class Rig:
         return Local(data, memory_over(data, layout))
 
     def connect(self, local: Local, region: Region, **changes: object) -> PeerSession:
-        """`changes` replace fields of the descriptor."""
+        """A session that is closed with the rig. `changes` replace fields of the descriptor."""
         descriptor = msgspec.structs.replace(region.descriptor, **changes)
-        return self.transport.connect(local.memory, descriptor)
+        self.sessions.append(self.transport.connect(local.memory, descriptor))
+        return self.sessions[-1]
 
 
 def shm_rig(directory: Path, transport: PeerTransport | None = None) -> Rig:

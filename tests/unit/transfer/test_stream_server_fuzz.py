@@ -93,7 +93,6 @@ def test_any_bytes_at_the_kv_port(examples: int, tmp_path: Path) -> None:
         check_alive(region, before, threads)
         session = rig.connect(mine, region)
         session.move("write", token, GRANTED, GRANTED)
-        session.close()
         assert (region.pages[:, GRANTED] == mine.pages[:, GRANTED]).all()
     finally:
-        region.owner.close()
+        rig.close()
