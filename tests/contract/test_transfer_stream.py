@@ -293,7 +293,7 @@ def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on. The connection's thread cannot begin another operation in between."""
-    _, region, _, session, token = start(make)
+    _, region, _, _, token = start(make)
     (peer,) = served(region)
     free: list[bool] = []
 

@@ -105,12 +105,15 @@ def test_a_hit_is_published_only_after_the_step_that_may_compute_it() -> None:
     assert len(rig.published) == 2
 
 
-def test_a_hit_waits_for_every_step_before_its_own() -> None:
+@pytest.mark.parametrize("hit", [BLOCK, 0], ids=["hit", "cold"])
+def test_a_job_waits_for_every_step_that_runs_before_its_own(hit: int) -> None:
     """With pipeline parallelism the step that computes the hit may still run when later ones are
-    scheduled."""
+    scheduled. With asynchronous scheduling the step under way may write one more token of the
+    request that had the job's blocks until now."""
     rig = Rig()
+    rig.side.collect()
     for name in ("first", "second"):
-        rig.send(3 * BLOCK, hit=BLOCK, name=name)
+        rig.send(3 * BLOCK, hit=hit, name=name)
         rig.side.collect()
     rig.side.step_done(2)
     assert rig.published == []
@@ -118,20 +121,6 @@ def test_a_hit_waits_for_every_step_before_its_own() -> None:
     assert [job.entry.request_id for job in rig.published] == ["first"]
     rig.side.step_done()
     assert [job.entry.request_id for job in rig.published] == ["first", "second"]
-
-
-def test_blocks_freed_while_a_step_runs_are_offered_only_after_it() -> None:
-    """With asynchronous scheduling the step under way may write one more token of the request that
-    had these blocks until now."""
-    rig = Rig()
-    rig.side.collect()
-    rig.send(3 * BLOCK, name="cold")
-    assert rig.published == []
-    rig.side.collect()
-    rig.side.step_done(1)
-    assert rig.published == []
-    rig.side.step_done()
-    assert [job.entry.request_id for job in rig.published] == ["cold"]
 
 
 def test_vllm_may_overrule() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -76,80 +75,77 @@ class Rig:
         return [check["result"] for check in cast(Any, self.checks.told()["self_checks"])]
 
 
-@asynccontextmanager
-async def a_rig(ours: Ours = OURS) -> AsyncIterator[Rig]:
-    rig = Rig(ours)
-    try:
-        yield rig
-    finally:
-        await rig.checks.close()
+@pytest.fixture
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    made = Rig(getattr(request, "param", OURS))
+    yield made
+    await made.checks.close()
 
 
-async def test_each_kind_is_compared_once() -> None:
-    async with a_rig() as rig:
-        rig.meet()
-        assert rig.checks.reason == "self_check_pending"
-        await soon(lambda: rig.results() == ["passed"])
-        # Prefilled here; then half of it, and all of it, by the prefill worker.
-        assert rig.engine.asked == [(16, ""), (9, "prefill-1#1"), (16, "prefill-1#1")]
-        rig.meet("prefill-2#2")
-        rig.meet("prefill-3#3", "otherwise")
-        assert rig.checks.reason == "", "another kind has passed"
-        await soon(lambda: rig.results() == ["passed"] * 3)
-        assert len(rig.engine.asked) == 6
-        assert len(rig.kept.current) == 2
+async def test_each_kind_is_compared_once(rig: Rig) -> None:
+    rig.meet()
+    assert rig.checks.reason == "self_check_pending"
+    await soon(lambda: rig.results() == ["passed"])
+    # Prefilled here; then half of it, and all of it, by the prefill worker.
+    assert rig.engine.asked == [(16, ""), (9, "prefill-1#1"), (16, "prefill-1#1")]
+    rig.meet("prefill-2#2")
+    rig.meet("prefill-3#3", "otherwise")
+    assert rig.checks.reason == "", "another kind has passed"
+    await soon(lambda: rig.results() == ["passed"] * 3)
+    assert len(rig.engine.asked) == 6
+    assert len(rig.kept.current) == 2
 
 
-async def test_a_prefill_worker_that_takes_short_prompts_is_compared_with_one() -> None:
-    async with a_rig() as rig:
-        rig.meet(longest=11)
-        await soon(lambda: rig.results() == ["passed"])
-        assert rig.engine.asked == [(8, ""), (5, "prefill-1#1"), (8, "prefill-1#1")]
+async def test_a_prefill_worker_that_takes_short_prompts_is_compared_with_one(rig: Rig) -> None:
+    rig.meet(longest=11)
+    await soon(lambda: rig.results() == ["passed"])
+    assert rig.engine.asked == [(8, ""), (5, "prefill-1#1"), (8, "prefill-1#1")]
 
 
-async def test_a_failure_says_by_how_much_and_is_compared_again_once_it_is_cleared() -> None:
-    async with a_rig() as rig:
-        rig.engine.wrong = 1.0
-        peer = rig.meet()
-        await soon(lambda: rig.checks.reason == "self_check_failed")
-        (check,) = cast(Any, rig.checks.told()["self_checks"])
-        assert "KV differs by 0.354 (rounding explains 0.001)" in check["advice"]
-        assert "prefill-1" in check["advice"]
-        assert "pullfill recheck" in check["advice"]
-        rig.engine.wrong = 0.0
-        rig.kept.current.clear()
-        rig.kept._tell()
-        await soon(lambda: rig.results() == ["passed"])
-        assert rig.checks.reason == ""
-        rig.checks.lost(peer)
-        assert rig.results() == []
+async def test_a_failure_says_by_how_much_and_is_compared_again_once_it_is_cleared(
+    rig: Rig,
+) -> None:
+    rig.engine.wrong = 1.0
+    peer = rig.meet()
+    await soon(lambda: rig.checks.reason == "self_check_failed")
+    (check,) = cast(Any, rig.checks.told()["self_checks"])
+    assert "KV differs by 0.354 (rounding explains 0.001)" in check["advice"]
+    assert "prefill-1" in check["advice"]
+    assert "pullfill recheck" in check["advice"]
+    rig.engine.wrong = 0.0
+    rig.kept.current.clear()
+    rig.kept._tell()
+    await soon(lambda: rig.results() == ["passed"])
+    assert rig.checks.reason == ""
+    rig.checks.lost(peer)
+    assert rig.results() == []
 
 
 async def test_what_could_not_be_compared_is_no_failure_and_another_of_the_kind_is_tried(
+    rig: Rig,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with a_rig() as rig:
-        bad = {"prefill-1#1": ValueError("a bug"), "prefill-2#2": Incomplete("no answer")}
-        rig.engine.fails = bad.get
-        rig.meet("prefill-1#1")
-        await soon(lambda: "ValueError: a bug" in caplog.text)
-        rig.meet("prefill-2#2")  # in the pause, which it does not wait for
-        await soon(lambda: "prefill-2#2" in {writer for _, writer in rig.engine.asked})
-        rig.meet("prefill-3#3")
-        await soon(lambda: rig.results() == ["passed"] * 3)
+    bad = {"prefill-1#1": ValueError("a bug"), "prefill-2#2": Incomplete("no answer")}
+    rig.engine.fails = bad.get
+    rig.meet("prefill-1#1")
+    await soon(lambda: "ValueError: a bug" in caplog.text)
+    rig.meet("prefill-2#2")  # in the pause, which it does not wait for
+    await soon(lambda: "prefill-2#2" in {writer for _, writer in rig.engine.asked})
+    rig.meet("prefill-3#3")
+    await soon(lambda: rig.results() == ["passed"] * 3)
 
 
-async def test_nobody_passes_of_whom_nothing_was_compared() -> None:
+@pytest.mark.parametrize("rig", [replace(OURS, kv_dtype="fp8_ds_mla")], indirect=True)
+async def test_nobody_passes_of_whom_nothing_was_compared(rig: Rig) -> None:
     """KV of that type is no numbers, and at first there are no log probabilities either."""
-    async with a_rig(replace(OURS, kv_dtype="fp8_ds_mla")) as rig:
-        rig.meet()
-        await soon(lambda: len(rig.engine.asked) == 3)
-        rig.engine.logprobs = {1: -0.5}
-        assert rig.checks.reason == "self_check_pending"
-        rig.meet("prefill-2#2")
-        await soon(lambda: rig.results() == ["passed"] * 2)
-        (result,) = rig.kept.current.values()
-        assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
+    rig.meet()
+    await soon(lambda: len(rig.engine.asked) == 3)
+    rig.engine.logprobs = {1: -0.5}
+    assert rig.checks.reason == "self_check_pending"
+    rig.meet("prefill-2#2")
+    await soon(lambda: rig.results() == ["passed"] * 2)
+    (result,) = rig.kept.current.values()
+    assert (result.kv_difference, result.logprob_difference) == (None, 0.0)
 
 
 async def test_kv_that_cannot_be_read_harms_no_step(
