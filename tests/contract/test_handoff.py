@@ -719,12 +719,12 @@ def nowhere() -> Iterator[str]:
         yield f"tcp://127.0.0.1:{sock.getsockname()[1]}"
 
 
-def unreachable(cluster: Cluster, nowhere: str, name: str = "decode-1") -> FakeDirectory:
-    """The directory of a prefill worker that cannot reach this decode worker."""
+def unreachable(cluster: Cluster, nowhere: str) -> FakeDirectory:
+    """The directory of a prefill worker that cannot reach decode-1."""
     cluster.links["appear_s"] = 0.01
     directory = FakeDirectory()
     for known in cluster.directory.members.values():
-        cut = known.instance_id == name
+        cut = known.instance_id == "decode-1"
         directory.put(replace(known, control=nowhere) if cut else known)
     return directory
 

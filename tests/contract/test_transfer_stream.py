@@ -66,9 +66,9 @@ def revoke(region: Region, token: FenceToken) -> None:
 
 
 class Held(Call):
-    """Runs a move on a thread; the session's backend stops before its `nth` batch until `go_on`."""
+    """Runs a move on a thread; the session's backend stops before its 2nd batch until `go_on`."""
 
-    def __init__(self, session: Any, verb: str, token: FenceToken, nth: int = 2) -> None:
+    def __init__(self, session: Any, verb: str, token: FenceToken) -> None:
         self.stopped, self.go_on = threading.Event(), threading.Event()
         backend, calls = session._backend, [0]
         name = "send" if verb == "write" else "receive"
@@ -76,7 +76,7 @@ class Held(Call):
 
         def stop(runs: Runs) -> None:
             calls[0] += 1
-            if calls[0] == nth:
+            if calls[0] == 2:
                 self.stopped.set()
                 assert self.go_on.wait(20)
             real(runs)

@@ -451,9 +451,9 @@ def check_drained(model: HandoffModel) -> None:
     assert ended == sorted(j.request.request_id for j in model.jobs.values()), "one for each job"
 
 
-def granted(model: HandoffModel, *, targets: int = 2, hits: int = 1) -> tuple[Job, Grant]:
+def granted(model: HandoffModel) -> tuple[Job, Grant]:
     """Open and publish a job; writer `a` claims it."""
-    job = model.open(targets, hits)
+    job = model.open(2, 1)
     assert job is not None
     model.publish(job)
     assert model.claim(job, "a").grant is not None

@@ -152,11 +152,10 @@ class Rig:
         incarnation: str = "i1",
         instance_id: str = "decode-1",
         slots: int = 64,
-        seed: int = 1,
     ) -> Region:
         """A region full of random bytes."""
         owner, data = self.make_owner(layout, instance_id, incarnation=incarnation, slots=slots)
-        data[:] = random_bytes(data.nbytes, seed)
+        data[:] = random_bytes(data.nbytes, seed=1)
         memory = memory_over(data, layout)
         (descriptor, *_) = owner.describe()
         self.regions.append(Region(data, memory, owner, descriptor))

@@ -137,9 +137,9 @@ def ledger(clock: FakeClock, woken: list[str]) -> Ledger:
     )
 
 
-def fill(ledger: Ledger, count: int, start: int = 0, **more: Any) -> None:
+def fill(ledger: Ledger, count: int, **more: Any) -> None:
     """Open jobs `j0`, `j1` … with two blocks to write."""
-    for number in range(start, start + count):
+    for number in range(count):
         more = {"timeout_s": 60.0, "claim_timeout_s": 30.0, **more}
         ledger.open(Entry(f"j{number}", f"r{number}", (1, 2, 3), 1, **more))
         ledger.set_digest(f"j{number}", b"d")

@@ -126,14 +126,6 @@ def test_a_greeting_that_does_not_fit_is_refused_with_the_reason(
     assert front_wire.text_of(b"no\x1b[31m \xff" + b"x" * 9999).isprintable()
 
 
-def test_draining_hands_requests_back(rig: Rig) -> None:
-    rig.request_server.start_drain()
-    assert rig.peer.poll(5000)
-    assert rig.peer.recv_multipart() == [front_wire.DRAIN]
-    kind, ids = rig.ask(front_wire.ADD, b"late", b"", b"")
-    assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["late"])
-
-
 def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pullfill.decode_worker.request_server.MAX_BYTES", 100)
     go = rig.hold_intake()
@@ -146,12 +138,15 @@ def test_a_full_intake_hands_a_request_back(rig: Rig, monkeypatch: pytest.Monkey
     assert rig.core.added == ["a"]
 
 
-def test_a_forced_drain_gives_up_every_request_and_says_so(rig: Rig) -> None:
+def test_draining_hands_new_requests_back_and_a_forced_drain_all(rig: Rig) -> None:
     rig.add("a", 10)
     rig.add("b", 10)
     rig.request_server.start_drain()
-    rig.request_server.migrate()
+    assert rig.peer.poll(5000)
     assert rig.peer.recv_multipart() == [front_wire.DRAIN]
+    kind, ids = rig.ask(front_wire.ADD, b"late", b"", b"")
+    assert (kind, front_wire.decode_ids(ids)) == (front_wire.BACK, ["late"])
+    rig.request_server.migrate()
     kind, ids = rig.peer.recv_multipart()
     assert (kind, sorted(front_wire.decode_ids(ids))) == (front_wire.BACK, ["a", "b"])
     assert sorted(rig.core.aborted) == ["a", "b"]

@@ -38,10 +38,10 @@ class Core:
     loads: the adapters that were loaded by `add_lora`.
     broken: whether a rank has raised. Then vLLM mixes up the answers of the ranks."""
 
-    def __init__(self, enabled: bool = True, most: int = 8) -> None:
+    def __init__(self, most: int = 8) -> None:
         self.broken = False
         config = SimpleNamespace(max_cpu_loras=most)
-        self.vllm_config = SimpleNamespace(lora_config=config if enabled else None)
+        self.vllm_config = SimpleNamespace(lora_config=config)
         self.loads: list[Any] = []
         self.held: dict[int, bytes] = {}
         self.scheduler = SimpleNamespace(requests={})

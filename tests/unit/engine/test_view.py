@@ -37,7 +37,7 @@ class Scheduler:
 
     kv_cache_config = connector = vllm_config = None
 
-    def __init__(self, threshold: int = 0, able: bool = True) -> None:
+    def __init__(self, threshold: int = 0) -> None:
         self.scheduler = self
         self.pool = Pool(2, hash_block_size=HASH_BLOCK)
         self.kv_cache_manager = SimpleNamespace(block_pool=self.pool)
@@ -45,7 +45,7 @@ class Scheduler:
         self.counts = (0, 0)
         self._inflight_prefills = set[Any]()
         self.scheduler_config = SimpleNamespace(
-            long_prefill_token_threshold=threshold, enable_chunked_prefill=able, policy="fcfs"
+            long_prefill_token_threshold=threshold, enable_chunked_prefill=True, policy="fcfs"
         )
         self.max_num_scheduled_tokens = STEP
         self.num_spec_tokens = 0

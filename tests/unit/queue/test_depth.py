@@ -9,15 +9,9 @@ from tests.support.fakes import FakeClock
 
 
 def snapshot(
-    jobs: int,
-    tokens: int,
-    last_seq: int,
-    stream_id: str = "s",
-    *,
-    in_flight: int = 0,
-    first: int = 0,
+    jobs: int, tokens: int, last_seq: int, *, in_flight: int = 0, first: int = 0
 ) -> Snapshot:
-    return Snapshot(jobs, tokens, in_flight, 1.0, first, last_seq, stream_id)
+    return Snapshot(jobs, tokens, in_flight, 1.0, first, last_seq, "s")
 
 
 def depth(cache: DepthCache) -> tuple[int, int]:

@@ -31,13 +31,13 @@ REPO = Path(__file__).resolve().parents[3]
 # --------------------------------------------------------------------------- the pool
 
 
-def views(buffer: torch.Tensor, layers: int = LAYERS) -> dict[str, torch.Tensor]:
+def views(buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """float32 [B, H, N, C] views of one flat int8 buffer, as vLLM makes them for LBHNC."""
     page = ROWS * WIDTH
-    size = (layers, BLOCKS, HEADS, ROWS, WIDTH)
+    size = (LAYERS, BLOCKS, HEADS, ROWS, WIDTH)
     stride = (BLOCKS * HEADS * page, HEADS * page, page, WIDTH, 1)
     whole = torch.as_strided(buffer.view(torch.float32), size, stride)
-    return {f"layers.{i}": whole[i] for i in range(layers)}
+    return {f"layers.{i}": whole[i] for i in range(LAYERS)}
 
 
 NBYTES = LAYERS * BLOCKS * HEADS * ROWS * WIDTH * 4

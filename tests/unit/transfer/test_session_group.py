@@ -19,8 +19,8 @@ TOKEN = FenceToken(slot=0, epoch=1)
 class _Scripted:
     """A PeerSession that does what it is told when it writes and when it is closed."""
 
-    def __init__(self, act: Callable[[], None] = lambda: None, transport: str = "shm") -> None:
-        self.act, self.transport = act, transport
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        self.act, self.transport = act, "shm"
         self.moves: list[str] = []
         self.closed = False
 

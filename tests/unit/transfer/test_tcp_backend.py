@@ -34,13 +34,6 @@ def links() -> Iterator[Pair]:
         link.close()
 
 
-def backends(links: Pair) -> tuple[TcpBackend, TcpBackend]:
-    made = TcpBackend(), TcpBackend()
-    for backend, link in zip(made, links, strict=True):
-        backend.start(link, b"")
-    return made
-
-
 def runs_over(data: np.ndarray, sizes: list[int]) -> Runs:
     """`data` cut into these sizes, each piece followed by a byte that is no one's."""
     starts = np.cumsum([0, *(n + 1 for n in sizes)])[:-1] + data.ctypes.data
@@ -55,7 +48,9 @@ def gather(data: np.ndarray, sizes: list[int]) -> bytes:
 
 def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> None:
     """The kernel may move less than asked for: after a signal, or its timeout."""
-    here, there = backends(links)
+    here, there = TcpBackend(), TcpBackend()
+    for backend, link in zip((here, there), links, strict=True):
+        backend.start(link, b"")
     source, target = random_bytes(300, 7), np.zeros(300, np.uint8)
     sizes = [3, 70, 1, 100, 26]
     there.send(Runs(np.array([[source.ctypes.data, 200]], np.uint64), 200))

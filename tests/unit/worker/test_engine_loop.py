@@ -21,7 +21,6 @@ class Core:
 
     def __init__(self) -> None:
         self.refuses = False
-        self.aborted: list[str] = []
         self.batch_queue = self.vllm_config = None
         self.scheduler = SimpleNamespace(has_requests=lambda: False, requests={})
         self.preprocess_add_request = lambda request: (request, 0)
@@ -29,22 +28,6 @@ class Core:
     def add_request(self, request: Any, wave: int) -> None:
         if self.refuses:
             raise ValueError("too long")
-
-    def abort_requests(self, names: list[str]) -> None:
-        self.aborted += names
-
-
-def made(core: Any) -> tuple[HostOf, EngineLoop]:
-    host, life = HostOf(core), None
-    return host, EngineLoop(host, core, life, Adapters())  # type: ignore[arg-type]
-
-
-REQUEST = SimpleNamespace(request_id="r", lora_request=None)
-
-
-def output(reason: int) -> Any:
-    ours = SimpleNamespace(request_id="r", finish_reason=reason)
-    return {-1: SimpleNamespace(outputs=[ours], scheduler_stats=None)}
 
 
 def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> None:
@@ -69,13 +52,14 @@ def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> Non
 
 
 def test_what_the_engine_refuses_or_fails_has_an_error_as_its_outcome() -> None:
-    core = Core()
-    host, loop = made(core)
-    failed: Future[Any] = loop.add(REQUEST)
-    loop.on_outputs(output(front_wire.ERROR))
+    host, request = HostOf(core := Core()), SimpleNamespace(request_id="r", lora_request=None)
+    loop = EngineLoop(host, core, None, Adapters())  # type: ignore[arg-type]
+    failed: Future[Any] = loop.add(request)
+    ours = SimpleNamespace(request_id="r", finish_reason=front_wire.ERROR)
+    loop.on_outputs({-1: SimpleNamespace(outputs=[ours], scheduler_stats=None)})
     with pytest.raises(HandoffError, match="the engine failed"):
         failed.result()
     core.refuses = True
-    refused = loop.add(REQUEST)
+    refused = loop.add(request)
     with looping(host), pytest.raises(HandoffError, match="too long"):
         refused.result(5)

@@ -284,14 +284,12 @@ def ran(fit: StepModel, streams: int, kv: int, parts: list[tuple[int, int]], too
     fit.learn(Step(streams, kv, tuple(parts), {}), took_s)
 
 
-def run_steps(
-    fit: StepModel, rng: random.Random, true: StepCost, steps: int, kv: int = 500
-) -> None:
+def run_steps(fit: StepModel, rng: random.Random, true: StepCost, steps: int) -> None:
     for _ in range(steps):
         count = rng.randint(1, 30)
         parts = [(rng.randint(0, 3000), rng.randint(50, 600))] if rng.random() < 0.3 else []
-        seconds = true.base(count, kv * count) + sum(true.work(*part) for part in parts)
-        ran(fit, count, kv * count, parts, seconds * rng.lognormvariate(0, 0.05))
+        seconds = true.base(count, 500 * count) + sum(true.work(*part) for part in parts)
+        ran(fit, count, 500 * count, parts, seconds * rng.lognormvariate(0, 0.05))
 
 
 def test_costs_are_learned() -> None:
