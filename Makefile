@@ -68,6 +68,7 @@ flaky: install ## Repeat tests, count what failed: make flaky N=10 [ARGS="tests/
 chaos: install ## Fault tests and models, also with stock vLLM, and all long tests: LoRA, packaging, chart, more fuzzing
 	$(BIN)/pytest tests/chaos $(PYTEST_ARGS)
 	STOCK="decode prefill" $(BIN)/pytest tests/chaos/test_{handoff_faults,worker_faults,server_faults,migration,outages}.py $(PYTEST_ARGS)
+	STOCK=prefill $(BIN)/pytest tests/chaos/test_worker_faults.py $(PYTEST_ARGS)
 	STOCK="decode prefill" $(BIN)/pytest tests/integration/test_models.py $(PYTEST_ARGS) \
 	-k "(Llama and not fp8 or Qwen3-MoE or DeepSeek or Gemma) and not ranks"
 	$(BIN)/pytest -m long tests/integration tests/netns benchmarks/tests $(PYTEST_ARGS)

@@ -1,13 +1,13 @@
-"""A frontend of ours in front of workers that are stock `vllm serve` with one flag: all of them, or
-some beside workers of our own.
+"""A frontend of ours in front of workers that are all stock `vllm serve` with one flag.
 
-`make chaos` also runs the fault tests, and models of the zoo, with such workers."""
+`make chaos` also runs the fault tests, and models of the zoo, with such workers: with all of them,
+and with stock prefill workers beside decode workers of our own."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,7 @@ import openai
 import pytest
 
 from tests.support.answers import ask_for
-from tests.support.checked import LOST, MANY, checked
 from tests.support.cluster import Cluster, StockWorker, Worker, until
-from tests.support.load import Load
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, ask_all, assert_right, random_prompt, truth
 
@@ -108,57 +106,3 @@ def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     paths = [stock_cluster.explain(answer.request_id) for answer in answers]
     assert sorted(one["migrated_from"] for one in paths) == [[], [dying.instance_id]]
     assert {one["decode_instance"] for one in paths} == {survivor.instance_id}
-
-
-TWO_RANKS = ("--tensor-parallel-size=2",)
-
-
-def served(load: Load) -> set[str]:
-    """The workers that requests went to."""
-    return load.decode_instances() | load.prefill_instances()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("fleet", "dying"),
-    [
-        pytest.param(
-            [("stock", "decode"), ("own", "decode"), ("own", "prefill")], [0, 1, 2], id="1P2D"
-        ),
-        pytest.param(
-            [("own", "decode"), ("stock", "prefill"), ("own", "prefill")], [1, 2], id="2P1D"
-        ),
-        pytest.param(
-            [("stock", "decode", *TWO_RANKS), ("own", "decode"), ("stock", "prefill")],
-            [0, 1, 2],
-            id="1P2D, two ranks",
-        ),
-    ],
-)
-def test_no_worker_of_a_mixed_fleet_takes_requests_with_it(
-    fleet: list[Sequence[str]], dying: list[int], model_path: Path, tmp_path: Path, oracle: Oracle
-) -> None:
-    """Each is killed under load, and comes back. dying: who, of the fleet."""
-    bounds = {"fallbacks": {LOST: (0, MANY)}, "stale": {"claim": (0, MANY)}}
-    with Cluster(tmp_path, model_path, lease_ttl_s=10) as cluster:
-
-        def launch(kind: str, *process: str) -> Any:
-            cluster.stock = BOTH if kind == "stock" else frozenset()
-            return cluster.launch(*process)
-
-        cluster.start_servers()
-        running = [launch(*one) for one in [*fleet, ("own", "frontend")]]
-        cluster.wait_ready(*running)
-        cluster.set_router(policy="always_remote", max_queue_wait_s=3600)
-        with (
-            checked(cluster, oracle, **bounds) as check,
-            check.load(threads=4, max_tokens=40, seed=96_000) as load,
-        ):
-            for index in dying:
-                victim = running[index]
-                until(lambda name=victim.instance_id: name in served(load), 60, "it has its share")
-                victim.kill()
-                load.more(6)
-                running[index] = launch(*fleet[index])
-                cluster.wait_ready(running[index])
-            load.more(6)
