@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
 import openai
@@ -56,27 +57,18 @@ def same(one: Answer, other: Answer) -> bool:
 
 @pytest.mark.essential
 def test_a_remote_prefill_computes_with_the_adapter_of_the_request(cluster: Cluster) -> None:
-    cluster.set_router(policy="always_local")
     prompts = [random_prompt(length, seed=1) for length in LENGTHS]
-    models = ("tiny", *NAMES)
-    local = {(m, len(p)): ask(cluster, p, model=m) for m in models for p in prompts}
+    prompts.append(prompts[-1] + random_prompt(90, seed=2))  # a hit of each side's own adapter
     for prompt in prompts:
-        answers = [local[model, len(prompt)] for model in models]
-        assert not any(same(a, b) for i, a in enumerate(answers) for b in answers[:i])
-    cluster.set_router(policy="always_remote")
-    forget_decode_prefixes(cluster)
-    for (model, length), expected in local.items():
-        answer = ask(cluster, random_prompt(length, seed=1), model=model)
-        assert same(answer, expected), (model, length)
-        assert cluster.explain(answer.request_id)["path"] == "remote", (model, length)
-    for model in models:  # a hit of each side's own adapter
-        prompt = prompts[-1] + random_prompt(90, seed=2)
-        answer = ask(cluster, prompt, model=model)
-        assert cluster.explain(answer.request_id)["path"] == "remote"
+        cluster.set_router(policy="always_remote")
+        remote = {model: ask(cluster, prompt, model=model) for model in ("tiny", *NAMES)}
+        assert not any(same(a, b) for a, b in combinations(remote.values(), 2))
+        told = [cluster.explain(answer.request_id) for answer in remote.values()]
+        assert {t["path"] for t in told} == {"remote"}, len(prompt)
         cluster.set_router(policy="always_local")
         forget_decode_prefixes(cluster)
-        assert same(answer, ask(cluster, prompt, model=model)), model
-        cluster.set_router(policy="always_remote")
+        for model, answer in remote.items():
+            assert same(answer, ask(cluster, prompt, model=model)), (model, len(prompt))
     cluster.assert_clean()
 
 

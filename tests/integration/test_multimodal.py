@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 from PIL import Image
@@ -57,19 +58,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.essential
 def test_images_go_remote_and_change_the_answer(cluster: Cluster) -> None:
-    cluster.set_router(policy="always_local")
-    local = {colour: ask(cluster, colour) for colour in COLOURS}
-    answers = list(local.values())
-    assert not any(same(a, b) for i, a in enumerate(answers) for b in answers[:i])
     cluster.set_router(policy="always_remote")
-    forget_decode_prefixes(cluster)
-    for colour, expected in local.items():
-        answer = ask(cluster, colour)
-        assert same(answer, expected), colour
-        assert cluster.explain(answer.request_id)["path"] == "remote", colour
-    # A hit that ends after the image, and one that ends in it.
-    for text in (TEXT + "And what else? " * 9, "Or nothing? " * 30):
+    # Cold, a hit that ends after the image, and one that ends in it.
+    for text in (TEXT, TEXT + "And what else? " * 9, "Or nothing? " * 30):
         remote = {colour: ask(cluster, colour, text=text) for colour in COLOURS}
+        assert not any(same(a, b) for a, b in combinations(remote.values(), 2))
         told = [cluster.explain(answer.request_id) for answer in remote.values()]
         assert {t["path"] for t in told} == {"remote"}
         cluster.set_router(policy="always_local")
