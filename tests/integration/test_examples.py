@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of the frontend of a cluster that runs."""
     state = tmp_path_factory.mktemp("examples") / "state"
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--prefill=2", "--port=0")
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--port=0")
     with detached(state, *flags):
         yield cluster(state).frontend_url
 
@@ -64,16 +64,10 @@ def test_batch(url: str, tmp_path: Path) -> None:
     assert all(w["response"]["body"]["choices"] for w in written)
 
 
-def test_kill(url: str) -> None:
-    said = run("kill.py", url)
-    assert "killing prefill-" in said
-    told = re.search(r"32 answers: (\d+) prefilled remotely", said)
-    assert told
-    assert int(told[1]) > 8  # on a slow machine some wait too long, and stay local
-
-
 def test_every_example_has_a_test() -> None:
-    text = Path(__file__).read_text()
+    """Here, or in test_tour.py, which runs the commands of the tour."""
+    text = Path(__file__).read_text() + (ROOT / "docs" / "tour.md").read_text()
     scripts = [path.name for path in (ROOT / "examples").glob("*.py")]
     assert len(scripts) > 3
-    assert [name for name in scripts if f'run("{name}"' not in text] == []
+    known = re.findall(r'(?:run\("|python examples/)(\w+\.py)', text)
+    assert set(scripts) <= set(known)
