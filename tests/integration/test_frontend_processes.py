@@ -10,7 +10,6 @@ import os
 import signal
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,32 +169,24 @@ async def shown(served: Served) -> bytes:
     return found
 
 
-@dataclass
-class Secure:
-    """A frontend that speaks HTTPS, with the files of its certificate in `live`."""
-
-    served: Served
-    log: Path
-    live: Path
-    old: Certificates
-    new: Certificates
+Secure = tuple[Served, Path, Certificates, Certificates]
 
 
 @pytest.fixture
 def secure(model_path: Path, tmp_path: Path) -> Iterator[Secure]:
+    """A frontend that speaks HTTPS, the directory of its certificate, that certificate, and a new
+    one."""
     old, new = (make_certificates(tmp_path / name) for name in ("old", "new"))
     put(old, live := tmp_path / "live")
     flags = (f"--ssl-certfile={live / 'cert.pem'}", f"--ssl-keyfile={live / 'key.pem'}")
     with serve(tmp_path / "cluster", model_path, *flags) as served:
-        yield Secure(served, served.log, live, old, new)
+        yield served, live, old, new
 
 
 @pytest.mark.essential
 async def test_a_new_certificate_is_shown_while_answers_stream(secure: Secure) -> None:
-    served = secure.served
-    trusts_old, trusts_new = (
-        ssl.create_default_context(cafile=str(each.ca)) for each in (secure.old, secure.new)
-    )
+    served, live, old, new = secure
+    trusts_old, trusts_new = (ssl.create_default_context(cafile=str(x.ca)) for x in (old, new))
     fake = FakeDecode("decode-1", model="m", max_model_len=512, step_s=0.01)
     body = {"model": "m", "prompt": "abc", "max_tokens": 400, "stream": True}
     async with (
@@ -209,11 +200,11 @@ async def test_a_new_certificate_is_shown_while_answers_stream(secure: Secure) -
             lines = answer.aiter_lines()
             assert (await anext(lines)).startswith("data: {")
             # A certificate without its key changes nothing.
-            (secure.live / "cert.pem").write_bytes(secure.new.cert.read_bytes())
-            await soon(lambda: "the last certificate stays" in secure.log.read_text())
+            (live / "cert.pem").write_bytes(new.cert.read_bytes())
+            await soon(lambda: "the last certificate stays" in served.log.read_text())
             assert await shown(served) == first
-            put(secure.new, secure.live)
-            await soon(lambda: "holds another certificate" in secure.log.read_text())
+            put(new, live)
+            await soon(lambda: "holds another certificate" in served.log.read_text())
             assert await shown(served) != first
             assert (await other.get("/ready")).status_code == 200
             heard = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
@@ -225,39 +216,30 @@ async def test_a_new_certificate_is_shown_while_answers_stream(secure: Secure) -
 # A real frontend process in front of scripted stock servers.
 
 
-BODY = {"model": "m", "prompt": "hello", "max_tokens": 3}
-
-
 async def test_stock_servers_behind_a_frontend(model_path: Path, tmp_path: Path) -> None:
     world = World()
     prefill, decode = (FakeStock(world, root=str(model_path)) for _ in range(2))
-    async with prefill.running(), decode.running():
+    async with prefill.running(), decode.running(), contextlib.AsyncExitStack() as ends:
         servers = f"prefill={prefill.url},decode={decode.url}"
-        process = contextlib.ExitStack()
-        served = await asyncio.to_thread(
-            process.enter_context, serve(tmp_path, model_path, "--servers", servers)
-        )
-        try:
-            async with httpx.AsyncClient(
-                base_url=served.url, timeout=PATIENCE_S, verify=False
-            ) as http:
+        process = serve(tmp_path, model_path, "--servers", servers)  # asks them as it starts
+        served = await asyncio.to_thread(process.__enter__)
+        ends.push_async_callback(asyncio.to_thread, process.__exit__, None, None, None)
+        http = await ends.enter_async_context(workers(served))
 
-                async def told(path: str) -> Any:
-                    return (await http.get(path)).json()
+        async def told(path: str) -> Any:
+            return (await http.get(path)).json()
 
-                both = {"prefill": 1, "decode": 1}
-                found = await soon(lambda: told("/ready"), good=lambda it: it["stock"] == both)
-                assert (found["ready"], found["degraded"], found["reasons"]) == (True, False, [])
-                body, headers = BODY | {"stream": True}, {"x-request-id": "r1"}
-                got = await http.post("/v1/completions", json=body, headers=headers)
-                assert got.content == b"".join(events("r1", BODY))
-                # The record is written when the stream has ended, which its client sees first.
-                path = "/pullfill/requests/cmpl-r1"
-                record = await soon(lambda: told(path), good=lambda it: "path" in it)
-                assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
-                assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
-                assert [model["id"] for model in (await told("/v1/models"))["data"]] == ["m"]
-                status = (await told("/pullfill/status"))["stock"]
-                assert [row["state"] for row in status] == ["ready", "ready"]
-        finally:
-            await asyncio.to_thread(process.close)
+        both = {"prefill": 1, "decode": 1}
+        found = await soon(lambda: told("/ready"), good=lambda it: it["stock"] == both)
+        assert (found["ready"], found["degraded"], found["reasons"]) == (True, False, [])
+        body, headers = PROMPT | {"stream": True}, {"x-request-id": "r1"}
+        got = await http.post("/v1/completions", json=body, headers=headers)
+        assert got.content == b"".join(events("r1", PROMPT))
+        # The record is written when the stream has ended, which its client sees first.
+        path = "/pullfill/requests/cmpl-r1"
+        record = await soon(lambda: told(path), good=lambda it: "path" in it)
+        assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
+        assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
+        assert [model["id"] for model in (await told("/v1/models"))["data"]] == ["m"]
+        status = (await told("/pullfill/status"))["stock"]
+        assert [row["state"] for row in status] == ["ready", "ready"]
