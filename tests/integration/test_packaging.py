@@ -14,7 +14,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -97,18 +96,15 @@ def files_of_git(folder: str) -> list[str]:
     return [name for name in listed.stdout.splitlines() if os.path.lexists(ROOT / name)]
 
 
-def files_of_rooms() -> Iterator[tuple[str, Path]]:
-    """(name in a wheel, file) of everything that git has of the package."""
-    for folder in ("pullfill", *ROOMS):
-        for name in files_of_git(folder):
-            if not (ROOT / name).is_symlink():
-                yield (name if folder == "pullfill" else f"pullfill/{name}"), ROOT / name
-
-
 def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {info.filename: info.file_size for info in archive.infolist()}
-    expected = {name: file.stat().st_size for name, file in files_of_rooms()}
+    expected = {
+        name if folder == "pullfill" else f"pullfill/{name}": (ROOT / name).stat().st_size
+        for folder in ("pullfill", *ROOMS)
+        for name in files_of_git(folder)
+        if not (ROOT / name).is_symlink()
+    }
     assert len(expected) > 200
     assert {k: v for k, v in inside.items() if ".dist-info/" not in k} == expected
     assert "pullfill/queue/__init__.py" not in inside

@@ -41,8 +41,6 @@ def test_flags_and_the_platform_are_looked_at_before_the_model(
 
     with pytest.raises(ConfigError, match="--enable-sleep-mode: its memory"):
         build("--enable-sleep-mode")
-    with pytest.raises(ConfigError, match="--enable-cumem-allocator: its memory"):
-        build("--enable-cumem-allocator")
     monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         build()
