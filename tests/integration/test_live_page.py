@@ -12,9 +12,8 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -50,37 +49,21 @@ def browser() -> Iterator[Browser]:
             chromium.close()
 
 
-@dataclass
-class Look:
-    """A page, and what went wrong on it. expected: parts of messages that are no error."""
-
-    page: Page
-    errors: list[str] = field(default_factory=list)
-    expected: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raises AssertionError if something went wrong."""
-        wrong = [e for e in self.errors if not any(part in e for part in self.expected)]
-        assert wrong == []
-
-
 @contextmanager
-def look(browser: Browser, url: str, **options: Any) -> Iterator[Look]:
+def look(browser: Browser, url: str) -> Iterator[tuple[Page, list[str]]]:
     """Open a page, and check at the end that nothing went wrong on it.
 
-    options: of playwright's `new_context`, e.g. `color_scheme`."""
-    options.setdefault("viewport", {"width": 1280, "height": 900})
-    context = browser.new_context(**options)
+    Yields also a list, for parts of messages that are no error."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(_PATIENCE_MS)
-    found = Look(context.new_page())
-    page = found.page
-    page.on("console", lambda m: found.errors.append(m.text) if m.type == "error" else None)
-    page.on("pageerror", lambda error: found.errors.append(str(error)))
-    page.on("requestfailed", lambda r: found.errors.append(f"{r.url} failed: {r.failure}"))
+    page, errors, expected = context.new_page(), list[str](), list[str]()
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("requestfailed", lambda r: errors.append(f"{r.url} failed: {r.failure}"))
     try:
         page.goto(url)
-        yield found
-        found.check()
+        yield page, expected
+        assert [e for e in errors if not any(part in e for part in expected)] == []
     finally:
         context.close()
 
@@ -108,10 +91,9 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(
     pair: Cluster, browser: Browser
 ) -> None:
     with (
-        look(browser, f"{pair.frontend_url}/pullfill/ui") as found,
+        look(browser, f"{pair.frontend_url}/pullfill/ui") as (page, expected),
         ThreadPoolExecutor(2) as pool,
     ):
-        page = found.page
         page.locator("#workers tbody tr").nth(1).wait_for()
         asked = [pool.submit(ask, pair, seed) for seed in (1, 2)]
         page.locator("[data-lane=prefill] .chip").first.wait_for()
@@ -133,7 +115,7 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(
         prefill = page.evaluate("window.pullfill.memory.ended.at(-1).stages.prefill")
         assert prefill > 0.5e3 * TOKENS / TOKENS_PER_S
 
-        found.expected = ("ERR_", "/ui/events failed")
+        expected += ["ERR_", "/ui/events failed"]
         (old,) = pair.of("frontend")
         url = pair.frontend_url
         assert old.stop(20.0) == 0, "its drain does not wait for a page"
@@ -162,8 +144,7 @@ def url() -> Iterator[str]:
 
 @pytest.mark.essential
 def test_the_page_shows_a_cluster_and_runs_no_text_of_requests(browser: Browser, url: str) -> None:
-    with look(browser, url) as found:
-        page = found.page
+    with look(browser, url) as (page, _):
         page.wait_for_selector("#workers tbody tr")
         assert page.locator("#link").inner_text() == "live"
         assert page.locator("#workers tbody tr").count() == 8
@@ -183,8 +164,7 @@ def test_the_page_shows_a_cluster_and_runs_no_text_of_requests(browser: Browser,
 
 
 def test_a_request_opens_its_waterfall_and_a_worker_its_load(browser: Browser, url: str) -> None:
-    with look(browser, url) as found:
-        page = found.page
+    with look(browser, url) as (page, _):
         page.locator("#ended button").first.click()
         fall = page.locator("dialog svg.fall")
         fall.wait_for()
