@@ -36,12 +36,6 @@ def wrong(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster.start(("decode", WRONG), ("prefill", WRONG), "frontend")
 
 
-def _results(cluster: Cluster) -> list[SelfCheck]:
-    prefix = keys.record(cluster.namespace, "self_checks")
-    lines = cluster.etcd.ctl("get", "--prefix", prefix, "--print-value-only").splitlines()
-    return [msgspec.json.decode(line, type=SelfCheck) for line in lines if line]
-
-
 @pytest.mark.engine
 @pytest.mark.essential
 def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
@@ -50,7 +44,9 @@ def test_row_29_workers_that_differ_hand_nothing_over(wrong: Cluster) -> None:
     assert wrong.counter("pullfill_self_check_total", result="failed") == 1
     assert wrong.counter("pullfill_decision_total") == 0
     # It is written after the counter has moved.
-    (result,) = until(lambda: _results(wrong), 20, "kept")
+    asked = ("get", "--prefix", keys.record(wrong.namespace, "self_checks"), "--print-value-only")
+    kept = until(lambda: wrong.etcd.ctl(*asked).strip().splitlines(), 20, "kept")
+    (result,) = (msgspec.json.decode(line, type=SelfCheck) for line in kept)
     assert not result.passed
     assert result.kv_difference > 10 * result.kv_tolerance
 

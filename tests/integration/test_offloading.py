@@ -27,10 +27,15 @@ from tests.support.zoo import ZOO
 
 pytestmark = pytest.mark.engine
 
+FLAGS = ("--max-model-len=2048", "--kv-offloading-size=0.0625")  # GiB
 MEMORY, RANKS, WINDOWS = "memory", "a decode worker of two ranks", "windows"
 STEPS = 6
 TOLERANCE = 1e-4
 TALKS = 6
+ROUTER: dict[str, object] = {
+    "policy": "conditional", "max_local_prefill_length": 256, "max_remote_kv_fraction": 1.0,
+    "max_queue_wait_s": 3600,
+}  # fmt: skip
 
 
 @dataclass
@@ -64,13 +69,11 @@ def served(
     kind, directory = request.param, tmp_path_factory.mktemp("offloading")
     model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
     own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
-    flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]  # GiB
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
-    decode = ("decode", *flags, *(ranks if kind == RANKS else ()))
+    decode = ("decode", *FLAGS, *(ranks if kind == RANKS else ()))
     with Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10) as cluster:
-        cluster.start(decode, ("prefill", *flags), ("frontend", *flags))
-        cluster.set_router(policy="conditional", max_local_prefill_length=256,
-                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600)  # fmt: skip
+        cluster.start(decode, ("prefill", *FLAGS), ("frontend", *FLAGS))
+        cluster.set_router(**ROUTER)
         yield Served(kind, cluster, own)
         assert not cluster.log_errors()
     if own is not oracle:
@@ -130,14 +133,11 @@ def test_workers_with_both_sides_offload(
     tmp_path_factory: pytest.TempPathFactory, model_path: Path, oracle: Oracle
 ) -> None:
     """Each of them prefills for the other. One engine has one tier for both of its sides."""
-    flags = ["--max-model-len=2048", "--kv-offloading-size=0.0625"]
     directory = tmp_path_factory.mktemp("both")
     with Cluster(directory, model_path, kv_mib=6, lease_ttl_s=10) as cluster:
-        cluster.start(("worker", *flags), ("worker", *flags), "frontend")
+        cluster.start(("worker", *FLAGS), ("worker", *FLAGS), "frontend")
         # If they hold all blocks of both workers, neither waits for the other one's blocks.
-        cluster.set_router(policy="conditional", max_local_prefill_length=256,
-                           max_remote_kv_fraction=1.0, max_queue_wait_s=3600,
-                           itl_ms=10_000)  # fmt: skip
+        cluster.set_router(**ROUTER, itl_ms=10_000)
         served = Served(MEMORY, cluster, oracle)
         talks = [random_prompt(500 + 7 * n, seed=30) for n in range(TALKS)]
         for turn, more in enumerate((60, 400, 60, 300)):
@@ -146,8 +146,7 @@ def test_workers_with_both_sides_offload(
             talks = [t + a.tokens + r for t, a, r in zip(talks, answers, rest, strict=True)]
         served.check(talks, at_once=6)
         # Two of these prompts fill a worker's blocks, so that it has none for the other's jobs.
-        cluster.set_router(policy="always_remote", max_remote_kv_fraction=1.0,
-                           max_queue_wait_s=3600, itl_ms=10_000)  # fmt: skip
+        cluster.set_router(policy="always_remote")
         served.check([random_prompt(1500, seed=70 + n) for n in range(12)], at_once=12)
         for cause in ("timeout", "claim_timeout"):
             assert not cluster.counter("pullfill_fallback_total", cause=cause)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as plain
 
+from tests.support import web
 from tests.support.cluster import Cluster
 from tests.support.metrics import labels_of_metrics
 from tests.support.prometheus import dashboard
@@ -20,21 +20,13 @@ IDS = {"instance_id", "le", "model_name", "engine", "pullfill_namespace"}
 QUERIES = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
 
 
-@pytest.fixture
-def used(cluster: Cluster) -> Cluster:
-    """It has served a prompt of each kind."""
-    for number in range(2):
-        ask(cluster, random_prompt(200, seed=70 + number), 4)
-    cluster.set_router(policy="always_local")
-    ask(cluster, random_prompt(40, seed=73), 4)
-    return cluster
-
-
 @pytest.mark.essential
-def test_labels_are_words_of_a_closed_set(used: Cluster) -> None:
+def test_labels_are_words_of_a_closed_set(cluster: Cluster) -> None:
     """No id of a request, job or peer, whatever came over a wire."""
-    url = f"{used.frontend_url}/metrics"
-    page = httpx.get(url, trust_env=False)
+    for policy, length in (("always_remote", 200), ("always_local", 40)):
+        cluster.set_router(policy=policy)
+        ask(cluster, random_prompt(length, seed=70), 4)
+    page = web.get(f"{cluster.frontend_url}/metrics")
     assert "_created" not in page.text
     families = [f for f in plain(page.text) if f.name.startswith("pullfill_")]
     samples = [sample for family in families for sample in family.samples]
@@ -42,11 +34,7 @@ def test_labels_are_words_of_a_closed_set(used: Cluster) -> None:
     for sample in samples:
         for name, value in sample.labels.items():
             assert name in IDS or WORDS.fullmatch(value), sample
-    known = {
-        record.instance_id
-        for role in ("decode", "prefill")
-        for record in used.records(role).values()
-    }
+    known = cluster.records("decode").keys() | cluster.records("prefill").keys()
     assert {s.labels["instance_id"] for s in samples if "instance_id" in s.labels} <= known
     needed = {s.labels["kind"]: s.value for s in samples if s.name == "pullfill_workers_needed"}
     workers = {name for name, labels in labels_of_metrics().items() if "instance_id" in labels}
