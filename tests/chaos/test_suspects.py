@@ -26,42 +26,16 @@ pytestmark = pytest.mark.engine
 STREAMS, TOKENS = 40, 150
 
 
-class Keeper:
-    """Starts another decode worker for each that has died, as a supervisor does."""
-
-    def __init__(self, cluster: Cluster, count: int) -> None:
-        self.cluster = cluster
-        self.count = count
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def launch(self) -> None:
-        self.cluster.launch("decode", *MOCK, *SLOW, failpoints=DIES)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.1):
-            for _ in range(self.count - len(self.cluster.of("decode"))):
-                self.launch()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    @property
-    def deaths(self) -> Counter[int]:
-        """How many workers each deadly prompt has killed, by its first token. A worker whose engine
-        has died may take a moment to exit."""
-        killers = Counter[int]()
-        for worker in [w for w in self.cluster.workers if w.role == "decode"]:
-            exited = not worker.alive
-            said = set(re.findall(r"FailpointError: killed by (\d+)", worker.log.read_text()))
-            assert len(said) == 1 or not (said or exited), f"{worker.log.name}: {worker.tail()}"
-            killers.update(map(int, said))
-        return killers
+def deaths(cluster: Cluster) -> Counter[int]:
+    """How many workers each deadly prompt has killed, by its first token. A worker whose engine has
+    died may take a moment to exit."""
+    killers = Counter[int]()
+    for worker in [w for w in cluster.workers if w.role == "decode"]:
+        exited = not worker.alive
+        said = set(re.findall(r"FailpointError: killed by (\d+)", worker.log.read_text()))
+        assert len(said) == 1 or not (said or exited), f"{worker.log.name}: {worker.tail()}"
+        killers.update(map(int, said))
+    return killers
 
 
 def running(url: str) -> int:
@@ -75,32 +49,41 @@ def prompt_of(token: int) -> list[int]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, model_path: Path) -> Iterator[tuple[Keeper, list[str]]]:
-    """Three workers that die of FATAL, and the addresses of two frontends."""
-    urls = []
-    with Cluster(tmp_path / "fleet", model_path) as cluster:
-        keeper = Keeper(cluster, 3)
+def fleet(tmp_path: Path, model_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
+    """Three workers that die of FATAL, and the addresses of two frontends. For each worker that has
+    died another is started, as a supervisor does."""
+    urls, over = [], threading.Event()
+    with Cluster(tmp_path / "fleet", model_path) as cluster, ThreadPoolExecutor(1) as keeper:
+
+        def fill() -> None:
+            for _ in range(3 - len(cluster.of("decode"))):
+                cluster.launch("decode", *MOCK, *SLOW, failpoints=DIES)
+
+        def keep() -> None:
+            while not over.wait(0.1):
+                fill()
+
         cluster.start_servers()
-        for _ in range(3):
-            keeper.launch()
+        fill()
         for _ in range(2):
             cluster.launch("frontend", "--restart-wait", "300")
             urls.append(cluster.frontend_url)
         cluster.wait_ready(*cluster.workers)
         for url in urls:
             until(lambda url=url: web.ready(url).get("decode") == 3, 60, f"{url} sees all")
-        keeper.start()
+        kept = keeper.submit(keep)
         try:
-            yield keeper, urls
+            yield cluster, urls
         finally:
-            keeper.stop()
+            over.set()
+            kept.result()
 
 
 @pytest.mark.essential
-def test_three_deadly_prompts_at_two_frontends(fleet: tuple[Keeper, list[str]]) -> None:
+def test_three_deadly_prompts_at_two_frontends(fleet: tuple[Cluster, list[str]]) -> None:
     """Each frontend counts its own requests. The streams fill all slots of the surviving workers.
     Each lives for 6 s, so all are seen to run at once."""
-    keeper, urls = fleet
+    cluster, urls = fleet
     with ThreadPoolExecutor(STREAMS + 3) as pool:
         calls = [pool.submit(ask, urls[i % 2], [30 + i, i + 11], TOKENS) for i in range(STREAMS)]
         until(lambda: running(urls[0]) == STREAMS, 30, "all streams run")
@@ -118,4 +101,4 @@ def test_three_deadly_prompts_at_two_frontends(fleet: tuple[Keeper, list[str]]) 
         message = body["error"]["message"]
         # Who was in flight at another one's death as well says so.
         assert re.match(r"[2-9] decode workers died while", message), message
-    assert 0 < max(keeper.deaths.values()) <= 2, keeper.deaths
+    assert 0 < max(deaths(cluster).values()) <= 2, deaths(cluster)
