@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,18 +37,11 @@ def states(cluster: Cluster, worker: Worker) -> set[tuple[str, str]]:
     return {(row["role"], row["state"]) for row in rows if row["pid"] == worker.pid}
 
 
-def prefilled_by(load: Load, worker: Worker) -> int:
-    """How many prompts of others the worker has prefilled."""
-    return sum(told.get("prefill_instance") == worker.instance_id for told in load.told())
-
-
-def decoded_by(load: Load, worker: Worker) -> int:
-    """How many requests the worker has answered."""
-    return sum(told["decode_instance"] == worker.instance_id for told in load.told())
-
-
 def each_does_both(load: Load, *workers: Worker) -> bool:
-    return all(prefilled_by(load, one) > 2 and decoded_by(load, one) > 2 for one in workers)
+    """Whether each has answered some requests, and prefilled some prompts of others."""
+    roles = ("decode_instance", "prefill_instance")
+    done = Counter((role, told.get(role)) for told in load.told() for role in roles)
+    return all(done[role, one.instance_id] > 2 for one in workers for role in roles)
 
 
 @pytest.mark.essential

@@ -190,18 +190,17 @@ ROWS: dict[str, Row] = {
     "batch": (
         BATCH, {"messages": [[{"role": "user", "content": f"{i}{TEXT}"}] for i in range(3)]}, THREE
     ),
-}  # fmt: skip
-"""A request by its name, and what its answer has, as a regex. What one engine answers must have it,
-and pullfill's answer must be the same."""
-SECOND = ("reasoning", "responses", "responses next")
-"""Rows for a frontend that has a reasoning parser and stores responses."""
-LOCAL: dict[str, Row] = {
     "echo logprobs": (COMPLETIONS, ECHO, QUICK),
     "echo logprobs stream": (
         COMPLETIONS, {"n": 3, "allowed_token_ids": PLAIN, **ECHO, **OFTEN, **STREAM}, THREE
     ),
 }  # fmt: skip
-"""The same for requests whose decode worker must compute all of the prompt."""
+"""A request by its name, and what its answer has, as a regex. What one engine answers must have it,
+and pullfill's answer must be the same."""
+SECOND = ("reasoning", "responses", "responses next")
+"""Rows for a frontend that has a reasoning parser and stores responses."""
+LOCAL = ("echo logprobs", "echo logprobs stream")
+"""Rows whose decode worker must compute all of the prompt."""
 
 
 def body_of(name: str, path: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -274,10 +273,10 @@ def both(
     cluster.assert_clean()
 
 
-@pytest.mark.parametrize("name", [*ROWS, *LOCAL])
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.essential
 def test_the_answer_is_that_of_one_engine(both: Both, name: str) -> None:
-    row = ROWS.get(name) or LOCAL[name]
+    row = ROWS[name]
     ours, theirs = both.ask(name, row)
     for _ in range(4 if name == "tools truncated stream" else 0):
         # What vLLM's parser tells of an unfinished call depends on how many tokens come at once,
@@ -351,14 +350,9 @@ def test_live_ready_status(cluster: Cluster) -> None:
     assert web.get(f"{cluster.frontend_url}/is_paused").status_code == 404, "vLLM's, of one engine"
     aborted = web.post(f"{cluster.frontend_url}/abort_requests", json={"request_ids": ["none"]})
     assert aborted.json() == {"status": "aborted", "aborted": 1}
-    ready = web.get(f"{cluster.frontend_url}/ready").json()
-    assert ready["ready"] is True
-
-    def well() -> bool:  # a server without a core for a second counts as away for as long
-        found = web.get(f"{cluster.frontend_url}/ready").json()
-        return found["degraded"] is False
-
-    until(well, 10, "not degraded")
+    assert web.ready(cluster.frontend_url)["ready"] is True
+    # A server without a core for a second counts as away for as long.
+    until(lambda: web.ready(cluster.frontend_url).get("degraded") is False, 10, "not degraded")
     status = cluster.full_status()
     assert {w["role"] for w in status["workers"]} == {"decode", "prefill"}
     assert all(w["state"] == "ready" for w in status["workers"])

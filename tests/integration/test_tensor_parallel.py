@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pullfill.transfer.shm.files import PREFIX, shm_dir
@@ -100,12 +101,10 @@ def check(answers: list[Answer], prompts: list[list[int]], oracle: Oracle) -> No
 def ranks_of(worker: Worker) -> list[int]:
     """Processes of its ranks."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            command = (stat.parent / "cmdline").read_bytes()
-            if int(parent) == worker.pid and state != "Z" and b"resource_tracker" not in command:
-                found.append(int(stat.parent.name))
+    for one in psutil.Process(worker.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            if not any("resource_tracker" in word for word in one.cmdline()):
+                found.append(one.pid)
     return found
 
 
