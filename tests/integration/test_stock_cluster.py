@@ -60,8 +60,9 @@ def test_a_prefill_worker_that_is_told_to_end_finishes_its_job(
     # Either may take the job: both wait at the queue.
     workers = stock_cluster.of("prefill")
     for one in workers:
-        # Longer than vLLM's end waits for a worker that has nothing to finish.
-        one.arm("prefill.before_commit=sleep:5@1")
+        # Longer than vLLM's end waits for a worker that has nothing to finish: 3 s. Shorter than
+        # the silence after which a decode worker goes on without it: 5 s.
+        one.arm("prefill.before_commit=sleep:4@1")
     prompt = random_prompt(900, seed=93)
     answer = ask_for(stock_cluster, prompt, STEPS)
 
