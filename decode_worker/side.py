@@ -399,7 +399,7 @@ class DecodeRole(Role):
 
 
 def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
-    """Return the open jobs, for the live page. Only when somebody looks. Any thread."""
+    """Return the open jobs, for the live page. Called only while somebody looks. Any thread."""
     now, entries = ledger.oldest(limit)
     return [
         OpenJob(

@@ -45,7 +45,7 @@ _FREE = 0.05
 def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     """Return how many of these workers get streams. There is one worker at least.
 
-    workers: what each has told, and for how many seconds nothing new."""
+    workers: the last load that each has told, and its age in seconds."""
     loads, count = [load for load, _ in workers], len(workers)
     # Each request becomes a stream. After a pause of all, or in a burst, none of them is one yet. A
     # worker of an older build tells only its streams.
