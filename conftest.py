@@ -56,8 +56,9 @@ _LONGEST = (
     "test_failed_step test_lora test_two_decode_workers test_models test_live_page test_outages "
     "test_security test_modes test_multimodal test_cut_off test_frontend_http"
 ).split()
-"""What takes longest of the engine tests: files, and clusters for the files that share them. With
-`--forks` they run first, so that no process is left alone with a long file at the end."""
+"""The engine tests that take longest. A name is a file, or a cluster: then it stands for all files
+that share it. With `--forks` they run first. Else one process would end with a long file, and the
+others would have nothing left to do."""
 _shared_by: dict[Path, str] = {}
 """Which of `_SHARED` a file uses."""
 

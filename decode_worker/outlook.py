@@ -117,8 +117,8 @@ class Outlook:
         """Whether this worker, which has streams, is to pull from the queue.
 
         late_s: seconds after which an own job is late. Any thread."""
-        # Those without streams compute the jobs at less cost, also late ones: computed beside
-        # streams, these would be streams that are lost, and would make the steps of others longer.
+        # Those without streams compute the jobs at less cost. That holds for late jobs, too. Here
+        # they would make the steps of streams longer, and then be streams that meet no target.
         if any(not peer.load.harm for peer in self.peers.pulling):
             return False
         ledger = self.context.ledger

@@ -399,7 +399,9 @@ class DecodeRole(Role):
 
 
 def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
-    """Return the open jobs, for the live page. Called only while somebody looks. Any thread."""
+    """Return the oldest open jobs, for the live page. Any thread.
+
+    It is called only while somebody looks at the page."""
     now, entries = ledger.oldest(limit)
     return [
         OpenJob(

@@ -181,9 +181,11 @@ class PrefillTask:
         )
 
     def done(self, timings: StageTimings, reads: FenceToken | None) -> Commit | Ready:
-        """Return the message that all blocks are written, or kept. The link fills in `rid`.
+        """Return the message that the KV is complete: written, or in pull mode kept to be read.
 
-        reads: of pull mode, the fence over the blocks that are kept."""
+        The link fills in `rid`.
+
+        reads: the fence under which the decode worker reads kept blocks. None: not pull mode."""
         about: dict[str, Any] = {
             "rid": 0, "job_id": self.job_id, "attempt": self.attempt,
             "incarnation": self.grant.incarnation, "timings": timings,

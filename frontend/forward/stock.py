@@ -434,12 +434,12 @@ class Stock:
         body: bytes,
         source: Server | None = None,
     ) -> AsyncIterator[Answer]:
-        """Send a request. Gives the answer, or its first bytes if it is a stream.
+        """Send a request to a server. Yields its answer: of a stream, as far as its first bytes.
 
-        Its connection is closed at the end, unless the answer has been read to its end: then it
-        stays open for the next request. Raises StageFailed.
+        The connection stays open for the next request if the answer was read to its end. Else it
+        is closed. Raises StageFailed.
 
-        source: a prefill server whose KV is read before the answer begins."""
+        source: the prefill server whose KV the server reads before it answers."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in call.scope["headers"]
@@ -542,9 +542,9 @@ async def _disconnected(receive: Receive) -> None:
 def failure(
     server: Server, exc: Exception, silence_s: float, source: Server | None = None
 ) -> StageFailed:
-    """Return what an exception of aiohttp or of `Server.watched` says of a server.
+    """Say in words why a server did not answer. exc: of aiohttp, or of `Server.watched`.
 
-    source: the prefill server whose KV was to be read, if there is one."""
+    source: the prefill server whose KV the server was to read, if any."""
     who = f"{server.role} server {server.url}"
     if isinstance(exc, aiohttp.ServerTimeoutError) and not isinstance(
         exc, aiohttp.ConnectionTimeoutError

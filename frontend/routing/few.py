@@ -10,9 +10,9 @@ workers with which at most GAIN times as many requests are open as with the best
     time of a token = step with an equal part of the streams / (1 - share of prompts)
     share of prompts there = what workers without streams cannot do, in equal parts
 
-Fewer workers have to make as many tokens per second. Their steps are longer, so there are more
-streams, and these make steps longer still. By Little's law fewer open requests are a higher
-throughput, and less waiting.
+If fewer workers have the streams, they must make the same tokens per second. Each has more streams,
+so its steps are longer. Longer steps make answers last longer, so there are more streams still. By
+Little's law fewer open requests mean a higher throughput, or less waiting.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     stream_s += token_s * tokens / streams  # with its KV
 
     def prompts_at(k: int) -> tuple[float, float]:
-        """If k workers have streams: the prompts under way on all workers, and what share of the
-        time of these k is left for streams."""
+        """Return two figures for the case that k workers have streams: how many prompts are under
+        way on all workers, and which share of their time these k have left for streams."""
         apart = min(prompts, _IDLE * (count - k))
         return apart + _BESIDE * (prompts - apart), max(0.02, 1.0 - (prompts - apart) / k)
 

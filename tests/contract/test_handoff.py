@@ -720,7 +720,7 @@ def nowhere() -> Iterator[str]:
 
 
 def unreachable(cluster: Cluster, nowhere: str) -> FakeDirectory:
-    """The directory of a prefill worker that cannot reach decode-1."""
+    """What a prefill worker finds in etcd if nobody answers at the address of decode-1."""
     cluster.links["appear_s"] = 0.01
     directory = FakeDirectory()
     for known in cluster.directory.members.values():
