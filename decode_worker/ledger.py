@@ -272,7 +272,7 @@ class ClaimBreaker:
     A claim timeout counts as a stall if no job of this decode worker was claimed while the job
     waited, even while prefill workers compute other jobs: the next prompts would wait as long.
     Each trial that nobody claims doubles the pause.
-    Call it under the ledger's lock. Any thread may read `stalled`."""
+    Call it under the ledger's lock. Any thread may read `closed` and `stalled`."""
 
     #   CLOSED ──stalls──▶ OPEN ──pause──▶ HALF-OPEN ──next prompt is queued──▶ TRIAL
     #      ▲                ▲                  ▲                                  │
@@ -297,6 +297,11 @@ class ClaimBreaker:
         self._trial = ""
 
     @property
+    def closed(self) -> bool:
+        """Whether jobs are claimed, as far as known. It stays False between two trials."""
+        return self._open_until is None
+
+    @property
     def stalled(self) -> bool:
         """Whether prompts are prefilled here: the breaker is open, or a trial is under way."""
         until = self._open_until
@@ -304,7 +309,7 @@ class ClaimBreaker:
 
     def queued(self, job_id: str) -> bool:
         """Note that a job is queued. Returns True if it is the trial."""
-        if self._open_until is None or self.stalled:
+        if self.closed or self.stalled:
             return False
         self._trial = job_id
         return True
@@ -313,7 +318,7 @@ class ClaimBreaker:
         """Note that nobody claimed the job in time.
 
         Returns True if this opens the breaker. Then the caller serves all queued jobs locally."""
-        if self._open_until is not None:
+        if not self.closed:
             if job_id == self._trial:
                 self._open()
             return False

@@ -177,6 +177,6 @@ class Outlook:
 
 def outages(nats: ServerHealth, etcd: ServerHealth, peers: Peers, ledger: Ledger) -> list[str]:
     """Why prompts cannot be prefilled remotely now, for people. Empty: no reason is known."""
-    claims = NOT_CLAIMED if ledger.claims.stalled else ""
+    claims = "" if ledger.claims.closed else NOT_CLAIMED
     # Prefill workers learn from etcd that a decode worker is new, and where it is.
     return [why for why in (nats.outage(), *peers.not_pulling, claims, etcd.outage()) if why]

@@ -137,6 +137,13 @@ def test_a_trial_that_is_not_published_in_time_leaves_its_place_to_the_next_prom
     half_open.prompt()
 
 
+def test_it_is_told_until_a_job_is_claimed(half_open: Decode) -> None:
+    """A decision and what is told of it are made one after another. The pause may end between."""
+    assert not half_open.ledger.claims.closed
+    assert half_open.claims(half_open.prompt())
+    assert half_open.ledger.claims.closed
+
+
 def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> None:
     for _ in range(STALLS):
         decode.prompt()
