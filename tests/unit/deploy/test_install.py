@@ -20,7 +20,8 @@ TORCH = releases.TORCH[releases.VLLM]
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("PULLFILL_TORCH_INDEX", raising=False)
+    for name in ("PULLFILL_TORCH_INDEX", "PULLFILL_VLLM"):  # `make test-vllm` sets the second
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PULLFILL_DEVICE", "cpu")
     # Relative to the repository, as in the Makefile.
     monkeypatch.setenv("PULLFILL_VENV", os.path.relpath(tmp_path, install.ROOT))
