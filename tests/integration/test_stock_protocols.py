@@ -78,6 +78,8 @@ def test_mooncake_takes_the_parameters() -> None:
 async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
     """vLLM's own sender, a process of its own."""
     sender = Path(moriio.__file__).parent / "moriio_heartbeat.py"
+    if not sender.exists():
+        pytest.skip("before 0.32, vLLM sends them from a thread of its connector")
     # Its package for CPUs lacks msgpack.
     (tmp_path / "msgpack.py").write_text("from msgspec.msgpack import encode as dumps\n")
     known: list[Any] = []
