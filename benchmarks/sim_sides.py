@@ -26,6 +26,7 @@ from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import few
+from pullfill.prefill_worker.puller import MAX_JOBS, budget_of
 from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
@@ -34,8 +35,6 @@ from pullfill.worker.step_meter import Step
 from pullfill.worker.step_rule import Prompt
 
 BLOCK = 16
-PULL_TOKENS = 4096
-"""Tokens that a prefill side claims ahead, as `prefill_worker.puller.budget_of` says."""
 WAY_S = 0.003
 """Seconds from the decision until an idle prefill side claims the job. It takes as long again from
 the last KV write to the commit."""
@@ -310,8 +309,10 @@ class Product(Rule):
                 return None
         if engine.sides == "decode":
             return None
-        now = engine.world.now
-        return PULL_TOKENS - sum(r.left for r in engine.undone.values() if r.due > now)
+        if engine.jobs >= MAX_JOBS:
+            return 0
+        now, most = engine.world.now, budget_of(engine.options.step_tokens)
+        return most - sum(r.left for r in engine.undone.values() if r.due > now)
 
 
 class Engine:
