@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = log.get("prefill_worker.puller")
 
 MAX_JOBS = 32
-"""Stop pulling at this many jobs with a grant."""
+"""Stop pulling at this many jobs with a grant, unless told another number."""
 MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
 WAIT_S = 2.0
@@ -154,6 +154,7 @@ class Puller:
     fences: over our own memory. Decode workers read it in pull mode, under one of these only. They
     say their mode with a grant, so the memory is always open.
     max_prompt_tokens: length of the longest prompt that the engine takes.
+    max_jobs: jobs with a grant, at most.
     patience_s: how long a decode worker without KV credit keeps all jobs waiting.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
     other. Raises ClaimRefused if another prefill worker has the job."""
@@ -168,6 +169,7 @@ class Puller:
         fences: ShmFences,
         *,
         max_prompt_tokens: int,
+        max_jobs: int = MAX_JOBS,
         patience_s: float = SILENT_S,
         take_back: Callable[[Delivery], bool] = lambda _: False,
     ) -> None:
@@ -179,6 +181,7 @@ class Puller:
         self.fences = fences
         self._nats = consumer.health
         self.max_prompt_tokens = max_prompt_tokens
+        self._max_jobs = max_jobs
         self._patience_s = patience_s
         self._take_back = take_back
         self._jobs: dict[str, Handoff] = {}
@@ -340,7 +343,7 @@ class Puller:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
         waiting, free = self.budget.waiting, self.budget.free
-        full = len(self._jobs) - waiting >= MAX_JOBS or waiting >= MAX_WAITING
+        full = len(self._jobs) - waiting >= self._max_jobs or waiting >= MAX_WAITING
         if self.paused or full or free <= 0:
             await self._wait_for_room(WAIT_S)
             return
