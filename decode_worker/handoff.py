@@ -45,8 +45,6 @@ from pullfill.queue.jetstream import JetStreamProducer
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.lifecycle import Tasks, end
 from pullfill.wire import (
-    MAX_TEXT,
-    Adapter,
     Claim,
     Commit,
     CommitReply,
@@ -71,19 +69,15 @@ _GRANTED = metrics.CLAIM.labels("granted")
 
 @dataclass(slots=True)
 class OpenedJob:
-    """A job that was just opened in the ledger, to be encoded and published."""
+    """A job that was just opened in the ledger, to be published.
+
+    job: lacks what the engine thread does not encode: tokens, and vLLM's multimodal inputs."""
 
     entry: Entry
+    job: PrefillJob
     token_ids: list[int]
-    hit_tokens: int
-    read_from: tuple[int, ...]
-    kept_from: tuple[int, ...]
-    cache_salt: str | None
-    adapter: Adapter | None
-    priority: int
     urgency: Urgency = Urgency.NORMAL
-    features: Sequence[Any] = ()  # vLLM's multimodal inputs of the prompt
-    trace: str = ""  # as in `PrefillJob`
+    features: Sequence[Any] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -99,8 +93,6 @@ class Handoff:
     peers: Peers
     links: Links  # is told how long writing has taken
     wake: asyncio.Event  # set when the ledger has actions, or another deadline
-    instance_id: str
-    compat_hash: str
     _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
     _tasks: Tasks = field(init=False, default_factory=Tasks)
     _watching: asyncio.Task[None] | None = field(init=False, default=None)
@@ -114,30 +106,32 @@ class Handoff:
 
     # ------------------------------------------------------------------ publish, part of step 4
 
-    def publish(self, job: OpenedJob) -> None:
+    def publish(self, opened: OpenedJob) -> None:
         """Have the asyncio thread publish a job that the ledger has opened. Any thread.
 
         vLLM's scheduler never waits for the network. After any failure the ledger serves the
         request locally."""
-        self._loop.call_soon_threadsafe(self._begin, job)
+        self._loop.call_soon_threadsafe(self._begin, opened)
 
-    def _begin(self, job: OpenedJob) -> None:
+    def _begin(self, opened: OpenedJob) -> None:
         self.pulling_changed()  # the engine thread may have seen a worker that is gone now
-        self._tasks.begin(self._publish(job), "publish")
+        self._tasks.begin(self._publish(opened), "publish")
         if self._watching is None or self._watching.done():
             self._watching = self._loop.create_task(self._watch_queue(), name="queue-gone")
 
-    async def _publish(self, job: OpenedJob) -> None:
-        ledger, entry = self.ledger, job.entry
+    async def _publish(self, opened: OpenedJob) -> None:
+        ledger, entry = self.ledger, opened.entry
         job_id, request_id = entry.job_id, entry.request_id
         log.about(job_id=job_id, request_id=request_id)
         try:
             brought, brings = b"", ""
-            if job.features:  # on a thread: 8 MiB take 10 ms
-                brought, brings = await asyncio.to_thread(features.encode, job.features)
+            if opened.features:  # on a thread: 8 MiB take 10 ms
+                brought, brings = await asyncio.to_thread(features.encode, opened.features)
             if entry.settled:
                 return  # the job ended before it was published
-            body = self._encode(job, brings)
+            tokens = u32.pack(opened.token_ids)
+            job = msgspec.structs.replace(opened.job, token_ids=tokens, features=brings)
+            body = encode(job)
             ledger.set_digest(job_id, job_digest(body), brought)
             failpoints.hit("decode.publish")
             if entry.to:  # past the queue
@@ -145,8 +139,7 @@ class Handoff:
                     raise PeerUnavailable(f"{entry.to} is not connected any more")
                 peer.channel.write(Trial(job=body))
                 return
-            tokens = len(job.token_ids) - job.hit_tokens
-            receipt = await self.queue.publish(job_id, body, tokens, job.urgency)
+            receipt = await self.queue.publish(job_id, body, entry.tokens, opened.urgency)
         except PullfillError as exc:
             full = isinstance(exc, QueueFull) and exc.retryable  # else the job is too large
             if not full:
@@ -161,34 +154,6 @@ class Handoff:
                 self.queue.claimed(receipt)  # the claim came before the answer of the queue
             if entry.state is JobState.COMMITTED:
                 self.queue.committed(receipt)
-
-    def _encode(self, job: OpenedJob, brings: str) -> bytes:
-        """Encode a job for the stream.
-
-        brings: digest of the multimodal inputs, which the grant will bring."""
-        entry = job.entry
-        return encode(
-            PrefillJob(
-                job_id=entry.job_id,
-                incarnation=self.ledger.incarnation,
-                decode_instance=self.instance_id,
-                # For people who read a dead letter. A client can make it as long as it likes.
-                request_id=entry.request_id[:MAX_TEXT],
-                compat=self.compat_hash,
-                token_ids=u32.pack(job.token_ids),
-                hit_tokens=job.hit_tokens,
-                block_ids=u32.pack(entry.blocks),
-                read_from=job.read_from,
-                kept_from=job.kept_from,
-                cache_salt=job.cache_salt,
-                adapter=job.adapter,
-                features=brings,
-                priority=job.priority,
-                timeout_s=entry.timeout_s,
-                due_s=entry.due_s,
-                trace=job.trace,
-            )
-        )
 
     async def _watch_queue(self) -> None:
         """Serve locally what waits for a message that the queue has no more, as long as any job is

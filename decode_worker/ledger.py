@@ -625,9 +625,9 @@ class Ledger:
 
     def new_incarnation(self, incarnation: str) -> None:
         """Refuse every claim and commit of the old incarnation. Open jobs are served locally."""
-        self.give_up_all(Outcome.PREFILL_LOST)
-        with self._lock:
+        with self._lock:  # first: what is opened later says the new one in its job
             self.incarnation = incarnation
+        self.give_up_all(Outcome.PREFILL_LOST)
 
     @locked
     def gave_up(self, said: GiveUp, writer: str) -> None:

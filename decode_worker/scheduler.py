@@ -39,6 +39,7 @@ from pullfill.errors import Outcome
 from pullfill.ids import new_job_id
 from pullfill.queue.contract import urgency_of
 from pullfill.runtime import failpoints
+from pullfill.wire import MAX_TEXT, PrefillJob, u32
 from pullfill.worker.context import (
     LATER,
     ByPosition,
@@ -160,6 +161,9 @@ class DecodeScheduler:
     publish: Callable[[OpenedJob], None]  # `Handoff.publish`
     traces: RequestTraces
     meter: DecodeMeter  # measures steps, and predicts what they cost
+    # What each job tells of this worker.
+    instance_id: str
+    compat_hash: str
     # Called when a prompt stays local because of the queue's depth. Must not block.
     queue_full: Callable[[], None] = lambda: None
     # Fetches prefixes from other decode workers. None: nothing can be fetched.
@@ -324,19 +328,28 @@ class DecodeScheduler:
         )
         self._waiting[entry.request_id] = entry.job_id
         self.ledger.open(entry)
-        return OpenedJob(
-            entry,
-            token_ids=request.prompt_token_ids[:tokens],
+        job = PrefillJob(
+            job_id=entry.job_id,
+            incarnation=self.ledger.incarnation,
+            decode_instance=self.instance_id,
+            # For people who read a dead letter. A client can make it as long as it likes.
+            request_id=entry.request_id[:MAX_TEXT],
+            compat=self.compat_hash,
+            token_ids=b"",
             hit_tokens=hit_tokens,
+            block_ids=u32.pack(entry.blocks),
             read_from=read_from,
             kept_from=kept_from,
             cache_salt=request.cache_salt,
             adapter=situation.adapter,
-            features=request.mm_features,
             priority=request.priority,
+            timeout_s=timeout_s,
+            due_s=entry.due_s,
             trace=self.traces.header(request.request_id),
-            urgency=urgency_of(ttft_ms, config.tight_ttft_ms, config.loose_ttft_ms),
         )
+        urgency = urgency_of(ttft_ms, config.tight_ttft_ms, config.loose_ttft_ms)
+        token_ids = request.prompt_token_ids[:tokens]
+        return OpenedJob(entry, job, token_ids, urgency, request.mm_features)
 
     def tier_loaded(self, output: Any) -> None:
         """Publish the jobs whose hit has now been loaded from the tier.

@@ -279,8 +279,6 @@ class DecodeRole(Role):
             peers=peers,
             links=links,
             wake=wake,
-            instance_id=told.instance_id,
-            compat_hash=engine.compat.hash(),
         )
         hello = LeaseHello(
             decode_instance=told.instance_id,
@@ -340,6 +338,8 @@ class DecodeRole(Role):
             traces=traces,
             queue_full=producer.look_again,
             meter=meter,
+            instance_id=told.instance_id,
+            compat_hash=engine.compat.hash(),
             fetching=fetches,
             tier=view.tier,
             seats=view.seats(options.reserve_seats),

@@ -20,7 +20,6 @@ from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
 from pullfill.wire import (
     SILENT_S,
     Commit,
-    Compat,
     Grant,
     Hello,
     Revoke,
@@ -44,7 +43,6 @@ def handoff_of(
     *,
     traces: RequestTraces | None = None,
     links: Links | None = None,
-    compat: Compat = COMPAT,
     **more: Any,
 ) -> Handoff:
     """A decode worker's handoff, with a ledger that wakes it. more: arguments of `Ledger`."""
@@ -57,7 +55,7 @@ def handoff_of(
     )
     return Handoff(
         ledger, queue, traces or RequestTraces(name), peers=Peers(), links=links or Links(),
-        wake=wake, instance_id=name, compat_hash=compat.hash(),
+        wake=wake,
     )  # fmt: skip
 
 

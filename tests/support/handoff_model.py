@@ -131,6 +131,8 @@ class HandoffModel:
             publish=self._opened.append,
             traces=traces,
             meter=unmeasured(),
+            instance_id="decode-1",
+            compat_hash="c",
         )
 
     # ------------------------------------------------------------------ vLLM and its connector

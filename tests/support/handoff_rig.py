@@ -99,7 +99,7 @@ class DecodeHalf:
         loop = asyncio.get_running_loop()
         self.handoff = handoff_of(
             name, self.region.owner.fences, producer, traces=self.traces, links=self.links,
-            compat=COMPATIBLE, kv_mode=kv_mode, clock=clock,
+            kv_mode=kv_mode, clock=clock,
             on_event=lambda: loop.call_soon_threadsafe(self.step),
         )  # fmt: skip
         self.ledger = self.handoff.ledger
@@ -131,6 +131,8 @@ class DecodeHalf:
             publish=self.handoff.publish,
             traces=self.traces,
             meter=unmeasured(),
+            instance_id=self.name,
+            compat_hash=COMPATIBLE.hash(),
             **parts,
         )
 

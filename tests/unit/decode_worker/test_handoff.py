@@ -22,7 +22,6 @@ from pullfill.wire import (
     Progress,
     Ready,
     StageTimings,
-    decode,
 )
 from tests.support import said
 from tests.support.control_rig import handoff_of, hello
@@ -34,7 +33,7 @@ class Rig:
     """A handoff, and a queue that stores what is published. refuses: what it raises instead."""
 
     def __init__(self) -> None:
-        self.stored: list[tuple[str, Urgency, float | None]] = []
+        self.stored: list[tuple[str, Urgency]] = []
         self.claims: list[str] = []
         self.commits: list[str] = []
         self.refuses: QueueFull | None = None
@@ -61,28 +60,24 @@ class Rig:
     async def publish(self, job_id: str, body: bytes, tokens: int, urgency: Urgency) -> Receipt:
         if self.refuses is not None:
             raise self.refuses
-        self.stored.append((job_id, urgency, decode(body, PrefillJob).due_s))
+        self.stored.append((job_id, urgency))
         return Receipt(job_id, len(self.stored), False, "s")
 
-    def send(self, job_id: str, urgency: Urgency = Urgency.NORMAL, due_s: float = 0.0) -> None:
+    def send(self, job_id: str, urgency: Urgency = Urgency.NORMAL) -> None:
         """Open a job, and have it published. The engine thread's part."""
-        entry = Entry(job_id, f"r-{job_id}", (1,), 0, timeout_s=60.0, due_s=due_s)
-        job = OpenedJob(
-            entry, token_ids=[1, 2, 3], hit_tokens=0, read_from=(0,), kept_from=(0,),
-            cache_salt=None, priority=0, adapter=None, urgency=urgency,
-        )  # fmt: skip
+        entry = Entry(job_id, f"r-{job_id}", (1,), 0, timeout_s=60.0)
         self.ledger.open(entry)
-        self.handoff.publish(job)
+        self.handoff.publish(OpenedJob(entry, said.blank(PrefillJob), [1, 2, 3], urgency))
 
 
 async def test_a_job_is_published_with_its_urgency_and_claimed_if_the_claim_came_first() -> None:
     """Otherwise the queue would believe that the job waits."""
     rig = Rig()
-    rig.send("waits", urgency=Urgency.LOOSE, due_s=0.75)
-    rig.send("taken", urgency=Urgency.TIGHT, due_s=-1.0)
+    rig.send("waits", Urgency.LOOSE)
+    rig.send("taken", Urgency.TIGHT)
     said.grant(rig.ledger, "taken", "i0", "writer")
     await soon(lambda: rig.claims)
-    assert rig.stored == [("waits", Urgency.LOOSE, 0.75), ("taken", Urgency.TIGHT, -1.0)]
+    assert rig.stored == [("waits", Urgency.LOOSE), ("taken", Urgency.TIGHT)]
     assert rig.claims == ["taken"]
     rig.handoff.grant(rig.peers["p"], Claim(rid=1, job_id="waits", incarnation="i0"))
     assert rig.claims == ["taken", "waits"]

@@ -38,6 +38,8 @@ class Rig:
             publish=self.published.append,
             traces=self.traces,
             meter=unmeasured(),
+            instance_id="decode-1",
+            compat_hash="c",
             **parts,
         )
 
@@ -167,7 +169,8 @@ def test_a_job_has_the_urgency_salt_and_priority_of_its_request() -> None:
             priority=-3,
         )  # fmt: skip
     assert [job.urgency for job in rig.published] == list(Urgency)
-    assert {(job.cache_salt, job.priority) for job in rig.published} == {("s" * MAX_TEXT, -3)}
+    jobs = {(each.job.cache_salt, each.job.priority) for each in rig.published}
+    assert jobs == {("s" * MAX_TEXT, -3)}
 
 
 def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
@@ -180,7 +183,7 @@ def test_a_job_is_due_when_its_request_is_whatever_that_has_waited(
         params = SimpleNamespace(extra_args={"ttft_ms": ttft_ms} if ttft_ms else None)
         rig.send(2 * BLOCK, name=f"r{ttft_ms}", sampling_params=params, arrival_time=980.0)
     usual_s = rig.config.ttft_ms / 1e3
-    assert [job.entry.due_s for job in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
+    assert [each.job.due_s for each in rig.published] == pytest.approx([0.1 - 20.0, usual_s - 20.0])
 
 
 # ------------------------------------------------------------------ two KV cache groups
@@ -206,9 +209,9 @@ def test_what_a_window_sees_at_the_end_of_the_hit_is_held_for_the_job(
     external, _ = rig.side.decide(request, 3 * BLOCK)
     rig.side.enqueue(request, [list(range(11, 18)), [0, 0, 0, 0, 25, 26, 27]], external)
     rig.side.step_done()
-    (job,) = rig.published
+    (opened,) = rig.published
     targets = (14, 15, 25, 16, 26, 17, 27)
-    entry = job.entry
+    entry, job = opened.entry, opened.job
     assert job.kept_from == (0, 4)
     assert rig.blocks.targets(request.num_prompt_tokens, 3 * BLOCK) == len(targets)
     assert rig.blocks.longest_kept(8 * BLOCK) == 2 * BLOCK
@@ -295,9 +298,9 @@ def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
     output = received("r", "other")
     rig.side.tier_loaded(output)
     assert output.finished_recving == {"other"}, "vLLM would run it without the rest"
-    (job,) = rig.published
-    assert (job.hit_tokens, len(job.token_ids)) == (4 * BLOCK, PROMPT - 1)
-    entry = job.entry
+    (opened,) = rig.published
+    entry, job = opened.entry, opened.job
+    assert (job.hit_tokens, len(opened.token_ids)) == (4 * BLOCK, PROMPT - 1)
     assert entry.blocks == tuple(blocks)
     assert (entry.first_target, entry.tokens) == (4, PROMPT - 1 - 4 * BLOCK)
     rig.side.tier_loaded(received("r"))
