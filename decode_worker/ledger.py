@@ -147,14 +147,9 @@ class Entry:
     written: int = field(init=False, default=0)
     # Whether our own reader copies into the blocks, or will.
     reading: bool = field(init=False, default=False)
-    # Whether the request was told how its remote prefill ended.
+    # Whether the request was told how its remote prefill ended. An open job is settled only in
+    # quarantine. Then the engine was told to hold its blocks.
     settled: bool = field(init=False, default=False)
-    # Whether the engine was told to hold the blocks.
-    held: bool = field(init=False, default=False)
-
-    @property
-    def in_queue(self) -> bool:
-        return not self.to
 
     @property
     def published(self) -> bool:
@@ -418,7 +413,7 @@ class Ledger:
         """Register a job before it is published. Its request waits until the job is settled."""
         entry.opened_at = self._clock.monotonic()
         entry.deadline = entry.opened_at + entry.timeout_s
-        if entry.in_queue and self.claims.queued(entry.job_id):
+        if not entry.to and self.claims.queued(entry.job_id):
             entry.claim_timeout_s *= self.claims.TRIAL_SHARE
         self._jobs[entry.job_id] = entry
         self._count(entry, 1)
@@ -459,7 +454,7 @@ class Ledger:
             fence = self._fences.open(entry.blocks, entry.first_target)
         except OverloadedError:  # another job must end first
             return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=1.0)
-        if entry.in_queue:
+        if not entry.to:
             self.claims.claimed()
         entry.attempt += 1
         entry.written = 0
@@ -619,7 +614,7 @@ class Ledger:
         but_granted: let those end that a prefill worker computes or has computed, or that were not
         published but sent to one."""
         for entry in list(self._jobs.values()):
-            under_way = entry.state in UNDER_WAY or not entry.in_queue
+            under_way = entry.state in UNDER_WAY or entry.to
             if not (entry.settled or (but_granted and under_way)):
                 self._give_up(entry, outcome)
 
@@ -665,7 +660,6 @@ class Ledger:
             self._revoke(entry, outcome, requeue=False)
         if not entry.settled:
             if entry.state is JobState.QUARANTINED:
-                entry.held = True
                 self._events.append(Hold(entry.job_id, entry.blocks))
             self._settle(entry, outcome)
         self._forget_message(entry)
@@ -692,7 +686,7 @@ class Ledger:
         revoke = Revoke(job_id=entry.job_id, attempt=entry.attempt, reason=str(reason))
         self._actions.append(SendRevoke(entry.writer, revoke))
         self._ask_proof(entry)
-        last = entry.attempt >= MAX_ATTEMPTS or entry.losses > 1 or not entry.in_queue
+        last = entry.attempt >= MAX_ATTEMPTS or entry.losses > 1 or entry.to
         if requeue and last and not entry.settled:
             lost = reason == Outcome.PREFILL_LOST
             self._give_up(entry, Outcome.PREFILL_LOST if lost else Outcome.PREFILL_FAILED)
@@ -709,10 +703,8 @@ class Ledger:
         entry.queued_at = self._clock.monotonic()
         self._enter(entry, JobState.QUEUED)
         self._quarantined.pop(entry.job_id, None)
-        if entry.held:
-            entry.held = False
-            self._events.append(Release(entry.job_id))
         if entry.settled:
+            self._events.append(Release(entry.job_id))
             self._close(entry, JobState.CLOSED)
         else:
             self._look_by(entry.due)
@@ -801,7 +793,7 @@ class Ledger:
         A job that was published late does not count: it had less time to be claimed."""
         # Nearly all of that time: the deadline counts from `open`, and may be the nearer bound.
         most = 0.8 * min(entry.claim_timeout_s, entry.timeout_s)
-        counts = entry.in_queue and self._clock.monotonic() - entry.queued_at >= most
+        counts = not entry.to and self._clock.monotonic() - entry.queued_at >= most
         opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
@@ -816,21 +808,19 @@ class Ledger:
 
     def take_events(self) -> list[EngineEvent]:
         """What the engine thread must do now, in this order. Empties the queue."""
-        if not self._events:
-            return []
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-        return events
+        return self._taken(self._events)
 
     def take_actions(self) -> list[Action]:
         """What the asyncio thread must send. Empties the queue."""
-        if not self._actions:
+        return self._taken(self._actions)
+
+    def _taken(self, queue: deque[T]) -> list[T]:
+        if not queue:
             return []
         with self._lock:
-            actions = list(self._actions)
-            self._actions.clear()
-        return actions
+            taken = list(queue)
+            queue.clear()
+        return taken
 
     def _wake(self) -> None:
         """Wake the threads for which something is queued. Called without the lock."""
