@@ -57,9 +57,11 @@ LONGEST_S = 30.0
 be compared: then it serves, and prefills every prompt itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ours:
-    """What the comparison needs to know about this worker."""
+@dataclass(eq=False, repr=False)
+class Checks:
+    """The self-checks of this decode worker with all kinds of prefill workers.
+
+    joining: whether this worker is `checking`."""
 
     instance_id: str
     compat: Compat
@@ -67,24 +69,14 @@ class Ours:
     blocks: int  # length of the compared prompt
     vocabulary: int
     kv_dtype: str
-    groups: Groups
+    trials: Trials  # the requests of the comparisons
+    kept: SelfChecks  # all results
+    joining: bool = field(init=False, default=True)
+    _peers: dict[str, tuple[Peer, str]] = field(init=False, default_factory=dict)
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _tasks: Tasks = field(init=False, default_factory=Tasks)
 
-
-class Checks:
-    """The self-checks of this decode worker with all kinds of prefill workers.
-
-    trials: the requests of the comparisons. kept: all results.
-    joining: whether this worker is `checking`."""
-
-    def __init__(self, ours: Ours, trials: Trials, kept: SelfChecks) -> None:
-        self.computes = ours.computes
-        self._ours = ours
-        self.trials = trials
-        self._kept = kept
-        self._peers: dict[str, tuple[Peer, str]] = {}
-        self._changed = asyncio.Event()
-        self.joining = True
-        self._tasks = Tasks()
+    def __post_init__(self) -> None:
         self._tasks.begin(self._run(), "self-checks")
 
     async def close(self) -> None:
@@ -102,7 +94,7 @@ class Checks:
         self._peers.pop(peer.name, None)
 
     def _pair(self, prefill_computes: str) -> str:
-        return pair_of(self._ours.compat.hash(), self._ours.computes, prefill_computes)
+        return pair_of(self.compat.hash(), self.computes, prefill_computes)
 
     # ------------------------------------------------------------------ while this worker joins
 
@@ -119,7 +111,7 @@ class Checks:
     async def _join(self, etcd: EtcdClient, namespace: str, note: Callable[[], None]) -> None:
         directory, changed = Directory(etcd, namespace, ["prefill"]), asyncio.Event()
         directory.subscribe(lambda _old, _new: changed.set())
-        unsubscribe = self._kept.subscribe(changed.set)
+        unsubscribe = self.kept.subscribe(changed.set)
         try:
             async with asyncio.timeout(LONGEST_S):
                 await directory.start(LONGEST_S)
@@ -140,10 +132,10 @@ class Checks:
         """Whether a prefill worker will meet this one, and its kind has no result."""
         return (
             record.state is not WorkerState.DRAINING
-            and record.instance_id != self._ours.instance_id
-            and record.compat == self._ours.compat
+            and record.instance_id != self.instance_id
+            and record.compat == self.compat
             and bool(pair := self._pair(record.computes))
-            and pair not in self._kept.current
+            and pair not in self.kept.current
         )
 
     # ------------------------------------------------------------------ what is told
@@ -153,7 +145,7 @@ class Checks:
         """Why no connected prefill worker brings KV. Empty: the self-check is not why.
 
         Any thread."""
-        results = [self._kept.current.get(pair) for _, pair in list(self._peers.values())]
+        results = [self.kept.current.get(pair) for _, pair in list(self._peers.values())]
         if not results or any(result is not None and result.passed for result in results):
             return ""
         return PENDING if None in results else FAILED
@@ -169,10 +161,10 @@ class Checks:
                     "result": "pending" if result is None else result.word,
                     "advice": None
                     if result is None or result.passed
-                    else result.advice(peer.instance_id, self._ours.instance_id),
+                    else result.advice(peer.instance_id, self.instance_id),
                 }
                 for peer, pair in self._peers.values()
-                for result in [self._kept.current.get(pair)]
+                for result in [self.kept.current.get(pair)]
             ],
         }
 
@@ -184,7 +176,7 @@ class Checks:
         Each try is with another worker of the kind: one may be out of reach, or stand still."""
         tries = Counter[str]()
         pauses = Backoff(0.5, LONGEST_S)
-        unsubscribe = self._kept.subscribe(self._changed.set)
+        unsubscribe = self.kept.subscribe(self._changed.set)
         try:
             while True:
                 self._changed.clear()
@@ -192,7 +184,7 @@ class Checks:
                     peer
                     for peer, pair in self._peers.values()
                     # One that drains takes no job any more.
-                    if pair not in self._kept.current and not peer.leaving
+                    if pair not in self.kept.current and not peer.leaving
                 ]
                 if not peers:
                     await self._changed.wait()
@@ -230,15 +222,14 @@ class Checks:
             )  # fmt: skip
         else:
             logger.error("%s (found in %.0f ms)", result.advice(), took_ms)
-        self._kept.keep(self._pair(peer.hello.computes), result)
+        self.kept.keep(self._pair(peer.hello.computes), result)
         return True
 
     async def _compare(self, peer: Peer) -> tuple[SelfCheck, float]:
         """Return the result, and how long the local prefill took, in seconds."""
-        ours, run = self._ours, self.trials.run
+        run, blocks, size = self.trials.run, self.blocks, self.compat.block_size
         # Not the first and last tokens of the vocabulary: there are the special tokens.
-        ordinary = range(ours.vocabulary // 4, 3 * ours.vocabulary // 4)
-        blocks, size = ours.blocks, ours.compat.block_size
+        ordinary = range(self.vocabulary // 4, 3 * self.vocabulary // 4)
         if longest := peer.hello.max_prompt_tokens:
             blocks = max(1, min(blocks, longest // size))
         tokens = random.choices(ordinary, k=blocks * size)
@@ -257,9 +248,9 @@ class Checks:
         return result, local.took_s
 
     def _judged(self, local: Trial, remote: Trial, prefill_instance: str) -> SelfCheck:
-        ours = self._ours
+        kv_dtype, groups, layers = self.kv_dtype, self.trials.groups, self.compat.num_layers
         found = [
-            difference.of_groups(a, b, ours.kv_dtype, ours.compat.num_layers, ours.groups)
+            difference.of_groups(a, b, kv_dtype, layers, groups)
             for a, b in zip(local.pages, remote.pages, strict=True)
         ]
         kv = max((value for value in found if value is not None), default=None)
@@ -267,16 +258,16 @@ class Checks:
         if local.logprobs:
             logprob = difference.logprob_difference(local.logprobs, remote.logprobs)
         if kv is None and logprob is None:
-            raise Incomplete(f"neither {ours.kv_dtype} KV nor log probabilities could be compared")
-        kv_most = difference.kv_tolerance(ours.kv_dtype)
-        logprob_most = difference.logprob_tolerance(ours.compat.dtype)
+            raise Incomplete(f"neither {kv_dtype} KV nor log probabilities could be compared")
+        kv_most = difference.kv_tolerance(kv_dtype)
+        logprob_most = difference.logprob_tolerance(self.compat.dtype)
         return SelfCheck(
             passed=(kv or 0.0) <= kv_most and (logprob or 0.0) <= logprob_most,
             kv_difference=kv,
             kv_tolerance=kv_most,
             logprob_difference=logprob,
             logprob_tolerance=logprob_most,
-            decode_instance=ours.instance_id,
+            decode_instance=self.instance_id,
             prefill_instance=prefill_instance,
         )
 
@@ -403,13 +394,13 @@ def checks_for(
         # This worker samples in both prefills. So they say no more than the KV, if it can be read.
         logprobs=None if difference.readable(kv_dtype) else 5,
     )  # fmt: skip
-    ours = Ours(
+    return Checks(
         instance_id=context.worker.instance_id,
         compat=compat,
         computes=computes,
         blocks=blocks,
         vocabulary=config.model_config.get_vocab_size(),
         kv_dtype=kv_dtype,
-        groups=context.worker.groups,
+        trials=trials,
+        kept=kept,
     )
-    return Checks(ours, trials, kept)

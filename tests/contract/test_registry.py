@@ -12,8 +12,7 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from pullfill.decode_worker.self_check import Checks, Ours
-from pullfill.engine.groups import ONE_GROUP
+from pullfill.decode_worker.self_check import Checks
 from pullfill.errors import ConfigError, IncompatibleError, PeerUnavailable, RegistryUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.registry import keys
@@ -354,8 +353,8 @@ async def test_a_decode_worker_is_checking_until_each_kind_has_a_result(client: 
         )
         await client.put(keys.worker("joins", "prefill", known.instance_id), encode(known))
     results = await SelfChecks(client, "joins").start()
-    ours = Ours("d", COMPAT, "ours", 4, 100, "float32", ONE_GROUP)
-    checks, noted = Checks(ours, cast(Any, None), results), asyncio.Event()
+    checks = Checks("d", COMPAT, "ours", 4, 100, "float32", cast(Any, None), results)
+    noted = asyncio.Event()
     try:
         checks.join(client, "joins", noted.set)
         results.keep(pair_of(COMPAT.hash(), "ours", "a"), result(passed=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,13 +13,7 @@ import pytest
 
 from pullfill.decode_worker import self_check
 from pullfill.decode_worker.peers import Peer
-from pullfill.decode_worker.self_check import (
-    Checks,
-    Incomplete,
-    Ours,
-    Trial,
-    Trials,
-)
+from pullfill.decode_worker.self_check import Checks, Incomplete, Trial, Trials
 from pullfill.engine import requests
 from pullfill.engine.groups import ONE_GROUP
 from pullfill.errors import TransferFailed
@@ -30,12 +23,12 @@ from tests.support.transfer_rigs import COMPAT, DENSE, extent, memory_over, rand
 from tests.support.waiting import soon
 
 COMPAT_4 = msgspec.structs.replace(COMPAT, block_size=4, num_layers=1, dtype="float32")
-OURS = Ours("decode-1", COMPAT_4, "ours", 4, 100, "float32", ONE_GROUP)
 
 
 class Engine:
     """In place of `Trials`: a remote prefill is off by `wrong`, or raises what `fails` says."""
 
+    groups = ONE_GROUP
     wrong = 0.0
     logprobs: Mapping[int, float] = {}
 
@@ -56,11 +49,13 @@ class Engine:
 
 
 class Rig:
-    def __init__(self, ours: Ours = OURS) -> None:
+    def __init__(self, kv_dtype: str = "float32") -> None:
         self.engine = Engine()
         self.kept = SelfChecks(cast(Any, None), "n")
         self.kept._background = cast(Any, SimpleNamespace(run=lambda work, _: work.close()))
-        self.checks = Checks(ours, cast(Any, self.engine), self.kept)
+        self.checks = Checks(
+            "decode-1", COMPAT_4, "ours", 4, 100, kv_dtype, cast(Any, self.engine), self.kept
+        )
 
     def meet(self, name: str = "prefill-1#1", computes: str = "theirs", longest: int = 0) -> Peer:
         hello = Hello(
@@ -77,7 +72,7 @@ class Rig:
 
 @pytest.fixture
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    made = Rig(getattr(request, "param", OURS))
+    made = Rig(getattr(request, "param", "float32"))
     yield made
     await made.checks.close()
 
@@ -135,7 +130,7 @@ async def test_what_could_not_be_compared_is_no_failure_and_another_of_the_kind_
     await soon(lambda: rig.results() == ["passed"] * 3)
 
 
-@pytest.mark.parametrize("rig", [replace(OURS, kv_dtype="fp8_ds_mla")], indirect=True)
+@pytest.mark.parametrize("rig", ["fp8_ds_mla"], indirect=True)
 async def test_nobody_passes_of_whom_nothing_was_compared(rig: Rig) -> None:
     """KV of that type is no numbers, and at first there are no log probabilities either."""
     rig.meet()
