@@ -107,8 +107,7 @@ class KvReader:
 
         Nothing is read afterwards. Idempotent, also after `leave`."""
         self._closing = True
-        if (session := self._session) is not None:
-            session.interrupt()
+        self.interrupt()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._let_go()
 

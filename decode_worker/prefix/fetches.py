@@ -393,8 +393,8 @@ class PrefixFetches:
         fetch.outcome = FetchOutcome.LOST if fetch.leased else FetchOutcome.UNREACHABLE
         log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
-        if isinstance(exc, NotInTime) and not fetch.leased:
-            self._holders.slow(fetch.at.instance_id)
+        if isinstance(exc, NotInTime) and not fetch.leased:  # e.g. in a long step of its engine
+            self._holders.pause(fetch.at.instance_id, AGAIN_S)
         else:
             self._holders.failed(fetch.at.instance_id)
 

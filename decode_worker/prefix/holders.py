@@ -194,19 +194,14 @@ class Holders:
             raise PeerUnavailable(why) from exc
         return link
 
-    def slow(self, instance_id: str) -> None:
-        """Note that this holder has not answered in time, as in a long step of its engine.
-
-        It is not asked for AGAIN_S."""
-        self._pause(instance_id, AGAIN_S)
-
     def failed(self, instance_id: str) -> None:
         """Close the connection to this holder, and do not ask it for FAILED_S."""
-        self._pause(instance_id, FAILED_S)
+        self.pause(instance_id, FAILED_S)
         if (link := self._links.get(instance_id)) is not None:
             link.end()
 
-    def _pause(self, instance_id: str, pause_s: float) -> None:
+    def pause(self, instance_id: str, pause_s: float) -> None:
+        """Do not ask this holder for so long."""
         now = self._loop.time()
         paused = {name: until for name, until in self._not_before.items() if until > now}
         self._not_before = paused | {instance_id: now + pause_s}

@@ -168,13 +168,9 @@ class ReadLeases:
         if ask.start % size or len(ask.token_ids) % 4 or len(ask.token_ids) // 4 <= ask.start:
             raise BadMessage("a lease is asked for whole blocks after the start")
         if self._closed or self.open >= MOST:
-            self._refuse(asker, ask, BUSY)
+            asker.channel.write(NoLease(rid=ask.rid, reason=BUSY))
             return
         self._asked.begin(self._give(asker, ask), "give a lease")
-
-    def _refuse(self, asker: _Asker, ask: LeaseAsk, reason: str) -> None:
-        if not asker.gone:
-            asker.channel.write(NoLease(rid=ask.rid, reason=reason))
 
     async def _give(self, asker: _Asker, ask: LeaseAsk) -> None:
         found: _Lease | str = BUSY
@@ -186,7 +182,7 @@ class ReadLeases:
         except Exception:
             logger.exception("no lease for %s", asker.name)
         if isinstance(found, str):
-            self._refuse(asker, ask, found)
+            asker.channel.write(NoLease(rid=ask.rid, reason=found))
             return
         asker.leases[found.number] = found
         if asker.gone:
