@@ -34,7 +34,7 @@ from pullfill.decode_worker.rules import (
 from pullfill.engine import groups, request_limits, speculation
 from pullfill.engine.groups import BlockOrder, Tables, cached_block
 from pullfill.engine.requests import count_as_computed
-from pullfill.engine.view import Seats
+from pullfill.engine.view import Seats, View
 from pullfill.errors import Outcome
 from pullfill.ids import new_job_id
 from pullfill.queue.contract import urgency_of
@@ -456,7 +456,7 @@ class DecodeHalf(SchedulerHalf):
     The calls about requests go to `DecodeScheduler`, which is made once the engine is built
     (side.py). Before that, vLLM only tells what there is: memory of each rank, and blocks.
 
-    blocks: made when vLLM binds its KVCacheManager, once it has constructed the connector."""
+    blocks: made when the engine is built."""
 
     _scheduler: DecodeScheduler = LATER
     blocks: JobBlocks
@@ -465,18 +465,18 @@ class DecodeHalf(SchedulerHalf):
         """Ask this scheduler from now on."""
         self._scheduler, self.step_meter = scheduler, scheduler.meter
 
-    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._block_size = vllm_config.cache_config.block_size
-        self._local_tokens = speculation.local_tokens(vllm_config)
-        self._never = "speculation" if speculation.why_local(vllm_config) else ""
-        if groups.why_local(vllm_config, kv_cache_config):
-            self._never = "kv_groups"
-
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
+        self._manager, self._kept_from, self._by_position = manager, kept_from, by_position
+
+    def built(self, view: View) -> None:
+        config, manager = view.config, self._manager
+        never = "speculation" if speculation.why_local(config) else ""
+        if groups.why_local(config, manager.kv_cache_config):
+            never = "kv_groups"
         self.blocks = JobBlocks(
-            self._block_size, manager.block_pool, kept_from, self._local_tokens, self._never
-        )
-        self._by_position = by_position
+            config.cache_config.block_size, manager.block_pool, self._kept_from,
+            speculation.local_tokens(config), never,
+        )  # fmt: skip
 
     @property
     def _begun(self) -> bool:

@@ -68,8 +68,6 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._told: RankTold | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._context, self._halves = installed()
-            for half in self._halves:
-                half.constructed(vllm_config, kv_cache_config)
             return
         name, directory = self.place(vllm_config)
         if kv.device() == "cpu":

@@ -90,10 +90,6 @@ class SchedulerHalf(ABC):
 
     # ------------------------------------------------------------------ the engine
 
-    def constructed(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        """vLLM has constructed the connector."""
-        return None
-
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         """Take vLLM's KVCacheManager, and functions of `engine.groups`."""

@@ -69,8 +69,9 @@ def test_a_decode_worker_whose_drafts_have_kv_knows_it(monkeypatch: pytest.Monke
         cache_config=SimpleNamespace(block_size=16),
     )
     half = scheduler.DecodeHalf()
-    half.constructed(made, None)
-    half.bind(SimpleNamespace(block_pool=None), lambda _: (0,), lambda tables: tables)
+    manager = SimpleNamespace(block_pool=None, kv_cache_config=None)
+    half.bind(manager, lambda _: (0,), lambda tables: tables)
+    half.built(SimpleNamespace(config=made))  # type: ignore[arg-type]
     assert half.blocks.never == "speculation"
 
 
