@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pullfill.errors import HandoffError, IncompatibleError, PullfillError, TransferFailed
 from pullfill.net.security import ClusterKey
@@ -32,6 +33,7 @@ Open = Callable[[], PeerSession]
 Reach = Callable[[Sequence[RegionDescriptor]], Open]
 
 
+@dataclass(eq=False, repr=False)
 class KvReader:
     """The memory of one other worker, and the thread on which it is read.
 
@@ -39,21 +41,17 @@ class KvReader:
     within_reach: whether the last attempt to reach it has succeeded. If not, grants tell the worker
     to write instead, until it connects again."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        open_session: Open,
-        readers: set[KvReader],
-    ) -> None:
-        self._instance_id = instance_id
-        self._open = open_session
-        self._session: PeerSession | None = None
-        self._closing = False
-        self.within_reach = True
-        # Of this worker alone, so a slow one delays only its own jobs.
-        self._thread = SerialExecutor()
-        self._readers = readers
-        readers.add(self)
+    instance_id: str
+    open_session: Open
+    readers: set[KvReader]
+    within_reach: bool = field(init=False, default=True)
+    _session: PeerSession | None = field(init=False, default=None)
+    _closing: bool = field(init=False, default=False)
+    # Of this worker alone, so a slow one delays only its own jobs.
+    _thread: SerialExecutor = field(init=False, default_factory=SerialExecutor)
+
+    def __post_init__(self) -> None:
+        self.readers.add(self)
 
     @property
     def moved_bytes(self) -> int:
@@ -97,9 +95,9 @@ class KvReader:
             self._thread.submit(self._over)
         except RuntimeError as exc:
             if not self._closing:
-                logger.warning("closing the session to %s here: %s", self._instance_id, exc)
+                logger.warning("closing the session to %s here: %s", self.instance_id, exc)
                 self._let_go()  # nothing runs where a new thread is needed
-            self._readers.discard(self)
+            self.readers.discard(self)
         self._thread.shutdown(wait=False)
 
     def close(self) -> None:
@@ -140,19 +138,19 @@ class KvReader:
 
     def _connect(self) -> PeerSession:
         try:
-            session = self._session = self._open()
+            session = self._session = self.open_session()
         except PullfillError as exc:
             if self.within_reach:
                 self.within_reach = False
-                logger.warning("cannot read from %s: %s", self._instance_id, exc)
+                logger.warning("cannot read from %s: %s", self.instance_id, exc)
             raise
         self.within_reach = True
-        logger.info("reading from %s over %s", self._instance_id, session.transport)
+        logger.info("reading from %s over %s", self.instance_id, session.transport)
         return session
 
     def _over(self) -> None:
         self._let_go()
-        self._readers.discard(self)
+        self.readers.discard(self)
 
     def _let_go(self) -> None:
         session, self._session = self._session, None

@@ -358,6 +358,7 @@ def locked(
     return call
 
 
+@dataclass(eq=False, repr=False)
 class Ledger:
     """All remote prefills of one decode worker."""
 
@@ -374,44 +375,38 @@ class Ledger:
     # One lock guards all of it, for microseconds. Methods that begin with an underscore are called
     # with the lock held; `on_event` and `on_action` without it.
 
-    def __init__(
-        self,
-        fences: ShmFences,
-        *,
-        incarnation: str,
-        # How the KV gets into the blocks. Grants tell it to the prefill worker.
-        kv_mode: KvMode = KvMode.PUSH_ASYNC,
-        clock: Clock = SYSTEM_CLOCK,
-        # Called after an event was queued for the engine thread. It must only wake that thread.
-        on_event: Callable[[], object] = lambda: None,
-        # The same for the asyncio thread: there are actions, or `tick` is due earlier.
-        on_action: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._fences = fences
-        self._clock = clock
-        self.kv_mode = kv_mode
-        self.incarnation = incarnation
-        self.claims = ClaimBreaker(clock)
-        self._lock = threading.Lock()
-        self._jobs: dict[str, Entry] = {}
-        self._ended: OrderedDict[str, JobState] = OrderedDict()
-        self._quarantined: dict[str, Entry] = {}  # those of `_jobs` that `tick` asks proofs for
-        # Kept up to date, so that a decision costs the same however many jobs are open.
-        self._sums = Sums()
-        # When `tick` looks at all jobs next. No job is due before.
-        self._next_look = math.inf
-        self._earlier = False  # whether that became earlier, and nobody was told
-        self._events: deque[EngineEvent] = deque()
-        self._actions: deque[Action] = deque()
-        self._on_event = on_event
-        self._on_action = on_action
+    fences: ShmFences
+    incarnation: str
+    # How the KV gets into the blocks. Grants tell it to the prefill worker.
+    kv_mode: KvMode = KvMode.PUSH_ASYNC
+    clock: Clock = SYSTEM_CLOCK
+    # Called after an event was queued for the engine thread. It must only wake that thread.
+    on_event: Callable[[], object] = lambda: None
+    # The same for the asyncio thread: there are actions, or `tick` is due earlier.
+    on_action: Callable[[], object] = lambda: None
+    claims: ClaimBreaker = field(init=False)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _jobs: dict[str, Entry] = field(init=False, default_factory=dict)
+    _ended: OrderedDict[str, JobState] = field(init=False, default_factory=OrderedDict)
+    # Those of `_jobs` that `tick` asks proofs for.
+    _quarantined: dict[str, Entry] = field(init=False, default_factory=dict)
+    # Kept up to date, so that a decision costs the same however many jobs are open.
+    _sums: Sums = field(init=False, default_factory=Sums)
+    # When `tick` looks at all jobs next. No job is due before.
+    _next_look: float = field(init=False, default=math.inf)
+    _earlier: bool = field(init=False, default=False)  # that became earlier, and nobody was told
+    _events: deque[EngineEvent] = field(init=False, default_factory=deque)
+    _actions: deque[Action] = field(init=False, default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.claims = ClaimBreaker(self.clock)
 
     # ------------------------------------------------------------------ open, publish
 
     @locked
     def open(self, entry: Entry) -> None:
         """Register a job before it is published. Its request waits until the job is settled."""
-        entry.opened_at = self._clock.monotonic()
+        entry.opened_at = self.clock.monotonic()
         entry.deadline = entry.opened_at + entry.timeout_s
         if not entry.to and self.claims.queued(entry.job_id):
             entry.claim_timeout_s *= self.claims.TRIAL_SHARE
@@ -428,7 +423,7 @@ class Ledger:
             return
         entry.digest, entry.features = digest, features
         if not entry.published:
-            entry.queued_at = self._clock.monotonic()
+            entry.queued_at = self.clock.monotonic()
             self._look_by(entry.due)
 
     @locked
@@ -451,7 +446,7 @@ class Ledger:
             return Refused(rid=claim.rid, reason=why[0], retry_after_s=why[1])
         assert entry is not None
         try:
-            fence = self._fences.open(entry.blocks, entry.first_target)
+            fence = self.fences.open(entry.blocks, entry.first_target)
         except OverloadedError:  # another job must end first
             return Refused(rid=claim.rid, reason=RefuseReason.HELD, retry_after_s=1.0)
         if not entry.to:
@@ -460,7 +455,7 @@ class Ledger:
         entry.written = 0
         entry.writer, entry.fence, entry.ack_subject = writer, fence, claim.ack_subject
         self._enter(entry, JobState.GRANTED)
-        entry.granted_at = self._clock.monotonic()
+        entry.granted_at = self.clock.monotonic()
         return Grant(
             rid=claim.rid,
             job_id=entry.job_id,
@@ -495,7 +490,7 @@ class Ledger:
             return RefuseReason.IN_PROGRESS, None
         if entry.state is JobState.QUARANTINED:
             return RefuseReason.HELD, 0.05  # a running batch ends within milliseconds
-        if self._clock.monotonic() >= entry.due:
+        if self.clock.monotonic() >= entry.due:
             self._expire(entry)
             return RefuseReason.CLOSED, None
         return None
@@ -523,7 +518,7 @@ class Ledger:
                 self._count(entry, -1)
                 entry.written += said.blocks
                 self._count(entry, 1)
-            entry.deadline = max(entry.deadline, self._clock.monotonic() + entry.stall_s)
+            entry.deadline = max(entry.deadline, self.clock.monotonic() + entry.stall_s)
             return True
 
     # ------------------------------------------------------------------ commit, or ready and read
@@ -579,7 +574,7 @@ class Ledger:
             self._give_up(entry, Outcome.REJECTED)
             return "wrong_block_count"
         assert entry.fence is not None
-        if not self._fences.try_revoke(entry.fence):
+        if not self.fences.try_revoke(entry.fence):
             # It claims to be done and still writes: nothing of it can be trusted.
             self._give_up(entry, Outcome.REJECTED)
             return "writer_not_quiet"
@@ -682,7 +677,7 @@ class Ledger:
         it may have killed them."""
         self._enter(entry, JobState.QUARANTINED)
         self._quarantined[entry.job_id] = entry
-        entry.quarantined_at = self._clock.monotonic()
+        entry.quarantined_at = self.clock.monotonic()
         revoke = Revoke(job_id=entry.job_id, attempt=entry.attempt, reason=str(reason))
         self._actions.append(SendRevoke(entry.writer, revoke))
         self._ask_proof(entry)
@@ -697,10 +692,10 @@ class Ledger:
         """If nobody can write to the blocks any more, the job is QUEUED, or closed."""
         if entry.reading:
             return
-        if entry.fence is not None and not self._fences.try_revoke(entry.fence):
+        if entry.fence is not None and not self.fences.try_revoke(entry.fence):
             return
         entry.fence, entry.writer = None, ""
-        entry.queued_at = self._clock.monotonic()
+        entry.queued_at = self.clock.monotonic()
         self._enter(entry, JobState.QUEUED)
         self._quarantined.pop(entry.job_id, None)
         if entry.settled:
@@ -751,7 +746,7 @@ class Ledger:
         """Ask again for proofs, and give up what is past its deadline.
 
         Returns the seconds until the next call is useful. None: nothing is open."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for entry in list(self._quarantined.values()):
             self._ask_proof(entry)
         # A job is due later once it is claimed or moves. So this looks at all jobs, but seldom.
@@ -768,7 +763,7 @@ class Ledger:
     def tick_overdue(self) -> None:
         """Call `tick` if its own thread should have done so a second ago: that one hangs
         (docs/failure-modes.md). An error is logged, and the next call tries again."""
-        if self._clock.monotonic() > self._next_look + 1.0:
+        if self.clock.monotonic() > self._next_look + 1.0:
             try:
                 self.tick()
             except Exception:
@@ -784,7 +779,7 @@ class Ledger:
         if entry.state is JobState.QUEUED:
             self._nobody_claimed(entry)
             return
-        early = self._clock.monotonic() < entry.deadline  # then its writer is not proved quiet
+        early = self.clock.monotonic() < entry.deadline  # then its writer is not proved quiet
         self._give_up(entry, Outcome.QUARANTINED if early else Outcome.TIMEOUT)
 
     def _nobody_claimed(self, entry: Entry) -> None:
@@ -793,7 +788,7 @@ class Ledger:
         A job that was published late does not count: it had less time to be claimed."""
         # Nearly all of that time: the deadline counts from `open`, and may be the nearer bound.
         most = 0.8 * min(entry.claim_timeout_s, entry.timeout_s)
-        counts = not entry.to and self._clock.monotonic() - entry.queued_at >= most
+        counts = not entry.to and self.clock.monotonic() - entry.queued_at >= most
         opens = counts and self.claims.timed_out(entry.job_id, entry.queued_at)
         self._give_up(entry, Outcome.CLAIM_TIMEOUT if entry.published else Outcome.TIMEOUT)
         for other in list(self._jobs.values()) if opens else ():
@@ -825,10 +820,10 @@ class Ledger:
     def _wake(self) -> None:
         """Wake the threads for which something is queued. Called without the lock."""
         if self._events:
-            self._on_event()
+            self.on_event()
         if self._actions or self._earlier:
             self._earlier = False  # before the call: another thread may set it meanwhile
-            self._on_action()
+            self.on_action()
 
     # ------------------------------------------------------------------ views
 
@@ -855,7 +850,7 @@ class Ledger:
     def oldest(self, limit: int) -> tuple[float, list[Entry]]:
         """Return the time, and the first jobs that were opened. Read them at once."""
         with self._lock:
-            return self._clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
+            return self.clock.monotonic(), list(itertools.islice(self._jobs.values(), limit))
 
     def sums(self) -> Sums:
         with self._lock:

@@ -9,7 +9,7 @@ too, which keeps their order. Nobody waits for a preparation under way when the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,42 +49,36 @@ Work = Callable[[], None]
 Preparation = Callable[[], Work | None]
 
 
+@dataclass(eq=False, repr=False)
 class RequestServer:
     """Serves all frontends of one decode worker.
 
     Engine thread only, except for preparations (intake thread) and reads of `draining` (any)."""
 
-    def __init__(
-        self,
-        # It polls our socket between steps.
-        loop: EngineLoop,
-        traces: RequestTraces,
-        *,
-        # Takes `draining`, and returns the message for a new frontend.
-        welcome: Callable[[bool], front_wire.DecodeWelcome],
-        models: Iterable[str],  # names under which the model is served
-        clock: Clock = SYSTEM_CLOCK,
-        # The cluster key. A frontend that does not hold it is refused.
-        key: ClusterKey | None = None,
-        # See `BlockEvents.follow`.
-        follow: Callable[[bytes, Send], object] = lambda *_: None,
-    ) -> None:
-        self._loop = loop
-        self._traces = traces
-        self._welcome = welcome
-        self._models = list(models)
-        self._clock = clock
-        self._codec = front_wire.WorkerCodec()
-        self._frontends: dict[bytes, Frontend] = {}
-        self._taken: dict[str, Request] = {}
-        self._next_index, self._max_model_len = requests.FRONTENDS, 0
-        self._socket: Any = None
-        self._key = key
-        self._gate: CurveAuth | None = None
-        self.intake = Intake(loop.submit)
-        self._follow = follow
-        self._first = self.draining = False
-        self.address = ""
+    loop: EngineLoop  # it polls our socket between steps
+    traces: RequestTraces
+    # Takes `draining`, and returns the message for a new frontend.
+    welcome: Callable[[bool], front_wire.DecodeWelcome]
+    models: Sequence[str]  # names under which the model is served
+    clock: Clock = SYSTEM_CLOCK
+    # The cluster key. A frontend that does not hold it is refused.
+    key: ClusterKey | None = None
+    # See `BlockEvents.follow`.
+    follow: Callable[[bytes, Send], object] = lambda *_: None
+    address: str = field(init=False, default="")
+    draining: bool = field(init=False, default=False)
+    intake: Intake = field(init=False)
+    _codec: front_wire.WorkerCodec = field(init=False)
+    _frontends: dict[bytes, Frontend] = field(init=False, default_factory=dict)
+    _taken: dict[str, Request] = field(init=False, default_factory=dict)
+    _next_index: int = field(init=False, default=requests.FRONTENDS)
+    _max_model_len: int = field(init=False, default=0)
+    _socket: Any = field(init=False, default=None)
+    _gate: CurveAuth | None = field(init=False, default=None)
+    _first: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._codec, self.intake = front_wire.WorkerCodec(), Intake(self.loop.submit)
 
     def bind(self, host: str, port: int = 0) -> None:
         """Listen (port 0: the OS picks one) and join the engine loop. Raises NotNow."""
@@ -94,15 +88,15 @@ class RequestServer:
         front_wire.set_options(self._socket)
         # A full queue is an error, not a message less.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._gate = CurveAuth(self._socket, self._key)
+        self._gate = CurveAuth(self._socket, self.key)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as exc:
             raise NotNow(f"cannot listen for frontends on {host}:{port}: {exc}") from exc
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._loop.register(self._socket, self.receive)
+        self.loop.register(self._socket, self.receive)
         for socket in self._gate.sockets:
-            self._loop.register(socket, self._gate.look)
+            self.loop.register(socket, self._gate.look)
 
     def close(self) -> None:
         self.intake.thread.shutdown(wait=False)
@@ -188,7 +182,7 @@ class RequestServer:
                 # It was dropped, and its requests aborted. It must know, or it waits for them.
                 self._tell(identity, front_wire.GONE)
             return
-        frontend.last_seen = self._clock.monotonic()
+        frontend.last_seen = self.clock.monotonic()
         if kind == front_wire.ADD:
             self._add(frontend, payload)
         elif kind == front_wire.ABRT:
@@ -200,22 +194,22 @@ class RequestServer:
         elif kind == front_wire.FOLW:
             wire.decode(payload[0].bytes, PrefixFollow)
             frontend.follows = True
-            self._follow(identity, self._send_blocks)
+            self.follow(identity, self._send_blocks)
         elif kind == front_wire.BYE:
             self._drop(frontend, "left")
         else:
             raise BadMessage(f"unknown kind {kind!r}")
 
     def _greet(self, identity: bytes, hello: front_wire.FrontendHello) -> None:
-        welcome = self._welcome(self.draining)
+        welcome = self.welcome(self.draining)
         self._max_model_len, vllm = welcome.max_model_len, welcome.vllm_version
-        refusal = front_wire.refuse_hello(hello, vllm_version=vllm, models=self._models)
+        refusal = front_wire.refuse_hello(hello, vllm_version=vllm, models=self.models)
         if refusal is not None:
             self._tell(identity, front_wire.NOPE, refusal.encode())
             return
         if (old := self._frontends.get(identity)) is not None:
             self._drop(old, "greeted again")
-        name, now = hello.frontend_instance, self._clock.monotonic()
+        name, now = hello.frontend_instance, self.clock.monotonic()
         frontend = Frontend(identity, self._next_index, name, now)
         self._next_index += 1
         self._frontends[identity] = frontend
@@ -249,15 +243,15 @@ class RequestServer:
         try:
             if not taken.wanted:
                 return None
-            _check_fits(request, len(tokens) // 4, self._max_model_len, self._loop.config)
+            _check_fits(request, len(tokens) // 4, self._max_model_len, self.loop.config)
             request.client_index = taken.frontend.index
             # The frontend's clock may differ. vLLM orders requests of one priority by this time.
             request.arrival_time = arrived
             request_limits.strip_transfer_params(request, front_wire.holder_of(payload))
             if request.lora_request is not None:
-                request.lora_request = self._loop.adapters.named(request.lora_request)
+                request.lora_request = self.loop.adapters.named(request.lora_request)
             failpoints.hit("decode.intake")
-            made = self._loop.prepare(request, tokens)
+            made = self.loop.prepare(request, tokens)
         except Exception as exc:
             failure = exc  # Python deletes `exc` at the end of this block
             return lambda: self._enter(taken, None, failure)
@@ -271,7 +265,7 @@ class RequestServer:
         try:
             if failure is not None:
                 raise failure
-            if self._loop.enter(request):
+            if self.loop.enter(request):
                 taken.grammar = request
         except Exception as exc:
             self._forget(taken.id)
@@ -289,16 +283,16 @@ class RequestServer:
             text = f"it is refused: {why}"
         else:
             logger.error("request %s could not be taken in", request_id, exc_info=why, extra=about)
-            text = explained(why, f"decode worker {self._welcome(self.draining).decode_instance}")
+            text = explained(why, f"decode worker {self.welcome(self.draining).decode_instance}")
         self._send_out(frontend, requests.error_outputs(request_id, text, fault))
 
     def _abort(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         mine = [r for r in request_ids if r in frontend.requests]
         if inside := [r for r in mine if not self._taken[r].coming]:
-            self._loop.drop(inside)
+            self.loop.drop(inside)
         for request_id in mine:
             self._forget(request_id)
-        if records := [r for r in map(self._traces.finish, mine) if r is not None]:
+        if records := [r for r in map(self.traces.finish, mine) if r is not None]:
             # A stop string ends a request by an abort. It must be explained like any other.
             self._send(frontend, front_wire.EXPL, front_wire.encode_list(records))
 
@@ -316,9 +310,9 @@ class RequestServer:
 
         if method == "add_lora":
             # It reads the files of the adapter. The engine thread does not wait for them.
-            run = self._loop.adding(args[0] if args else None)
+            run = self.loop.adding(args[0] if args else None)
         else:
-            run = partial(self._loop.utility, method, args)
+            run = partial(self.loop.utility, method, args)
 
         def call() -> None:
             try:
@@ -348,14 +342,14 @@ class RequestServer:
 
     def _look(self, output: Any) -> wire.ExplainRecord | None:
         """Correct an output. Returns its request's record if it is the last one."""
-        requests.correct_cached_tokens(output, self._traces.offloaded)
+        requests.correct_cached_tokens(output, self.traces.offloaded)
         if output.finish_reason is None:
             return None
         taken = self._taken.get(output.request_id)
         if taken is not None and taken.grammar is not None:
             requests.explain_error(output, taken.grammar)
         self._forget(output.request_id)
-        return self._traces.finish(output.request_id)
+        return self.traces.finish(output.request_id)
 
     def tell(self, *parts: Any) -> None:
         """Send a message to all frontends. Never blocks."""
@@ -370,17 +364,17 @@ class RequestServer:
                 if frontend.follows and to in (None, frontend.identity):
                     self._send(frontend, front_wire.BLKS, payload)
 
-        self._loop.submit(send)
+        self.loop.submit(send)
 
     def check_silent(self) -> None:
         """Drop frontends that have said nothing for too long."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if any(f.silent(now) for f in self._frontends.values()):
             self.receive()  # what waited while the engine was busy counts as heard
         for frontend in list(self._frontends.values()):
             if frontend.clogged:
                 self._drop(frontend, "does not read what it is sent")
-            elif frontend.silent(self._clock.monotonic()):
+            elif frontend.silent(self.clock.monotonic()):
                 self._drop(frontend, f"silent for {front_wire.SILENCE_S:.0f} s")
 
     def _drop(self, frontend: Frontend, why: str) -> None:

@@ -102,23 +102,18 @@ class _RequestTrace:
         return (self.ended_at - self.committed_at) * 1e3
 
 
+@dataclass(eq=False, repr=False)
 class RequestTraces:
     """All requests of this worker that were decided and are not finished, and what `keep` keeps.
 
     outage: returns what is unreachable now, for people. Empty: nothing."""
 
-    def __init__(
-        self,
-        instance_id: str,
-        clock: Clock = SYSTEM_CLOCK,
-        outage: Callable[[], str] = lambda: "",
-    ) -> None:
-        self._instance_id = instance_id
-        self._clock = clock
-        self._outage = outage
-        self._lock = threading.Lock()
-        self._open: dict[str, _RequestTrace] = {}
-        self._kept: deque[Explained] = deque(maxlen=MAX_RECORDS)
+    instance_id: str
+    clock: Clock = SYSTEM_CLOCK
+    outage: Callable[[], str] = lambda: ""
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _open: dict[str, _RequestTrace] = field(init=False, default_factory=dict)
+    _kept: deque[Explained] = field(init=False, default_factory=lambda: deque(maxlen=MAX_RECORDS))
 
     def decided(
         self,
@@ -137,7 +132,7 @@ class RequestTraces:
         fetched: how many will be read from another decode worker.
         headers: the request's trace headers."""
         with self._lock:
-            now, trace = self._clock.monotonic(), self._open.get(request_id)
+            now, trace = self.clock.monotonic(), self._open.get(request_id)
             if trace is None:
                 trace = _RequestTrace(situation, decision, now, _Spans.below(headers))
                 self._open[request_id] = trace
@@ -150,14 +145,14 @@ class RequestTraces:
             trace.told["expected_s"] = expected(situation, decision)
             trace.told["offloaded_tokens"] = offloaded
             if decision.reason in BY_OUTAGE:
-                trace.told["outage"] = self._outage() or None
+                trace.told["outage"] = self.outage() or None
 
     def claimed(self, request_id: str, attempt: int, instance: str, queued_s: float) -> None:
         """Note that a prefill worker holds the job now."""
         with self._lock:
             if (trace := self._open.get(request_id)) is None:
                 return
-            trace.claims.append((attempt, instance, self._clock.monotonic()))
+            trace.claims.append((attempt, instance, self.clock.monotonic()))
             trace.timings["queue"] = queued_s * 1e3
         metrics.HANDOFF_STAGE.labels("queue").observe(queued_s)
 
@@ -173,7 +168,7 @@ class RequestTraces:
         with self._lock:
             if (trace := self._open.get(request_id)) is None:
                 return
-            trace.committed_at = self._clock.monotonic()
+            trace.committed_at = self.clock.monotonic()
             trace.brought = {
                 "kv_bytes": kv_bytes,
                 "transport": transport or None,
@@ -192,7 +187,7 @@ class RequestTraces:
                 return
             trace.told |= {"fetched_from": fetch.at.instance_id, "fetch": fetch.outcome.value}
             trace.timings["fetch"] = fetch.seconds * 1e3
-            trace.fetched_at, trace.fetch_bytes = self._clock.monotonic(), fetch.kv_bytes
+            trace.fetched_at, trace.fetch_bytes = self.clock.monotonic(), fetch.kv_bytes
             trace.again = fetch.outcome is not FetchOutcome.FETCHED
             if not trace.again:
                 trace.told |= {
@@ -213,14 +208,14 @@ class RequestTraces:
         with self._lock:
             if (trace := self._open.get(request_id)) is None:
                 return
-            trace.outcome, trace.ended_at = outcome.value, self._clock.monotonic()
+            trace.outcome, trace.ended_at = outcome.value, self.clock.monotonic()
             if trace.loaded:
                 metrics.HANDOFF_STAGE.labels("commit").observe(trace.commit_ms / 1e3)
             elif outcome is not Outcome.CANCELLED:
                 metrics.FALLBACK.labels(outcome.value).inc()
                 trace.told["fallback"] = outcome.value
                 if outcome not in _AS_USUAL:
-                    trace.told["outage"] = self._outage() or None
+                    trace.told["outage"] = self.outage() or None
 
     def header(self, request_id: str) -> str:
         """Return the `traceparent` for those who work on its remote prefill. Empty: none."""
@@ -248,7 +243,7 @@ class RequestTraces:
             return None
         record = self._record(request_id, trace)
         if trace.spans is not None:
-            _send_spans(trace, trace.spans, record, self._clock.monotonic())
+            _send_spans(trace, trace.spans, record, self.clock.monotonic())
         return record
 
     def keep(self, request: Any) -> None:
@@ -291,7 +286,7 @@ class RequestTraces:
             record = None if trace is None else self._record(name, trace)
         record = record or ExplainRecord(
             request_id=name, path="unknown", prompt_tokens=request.num_prompt_tokens,
-            decode_instance=self._instance_id,
+            decode_instance=self.instance_id,
         )  # fmt: skip
         return Explained.of(record, state="running", arrived_at=request.arrival_time)
 
@@ -320,7 +315,7 @@ class RequestTraces:
             prompt_tokens=trace.situation.prompt_tokens,
             prefix_hit_tokens=trace.situation.hit_tokens - trace.planned_fetch,
             remote_tokens=trace.situation.remote_tokens if loaded else 0,
-            decode_instance=self._instance_id,
+            decode_instance=self.instance_id,
             prefill_instance=prefill_instance,
             attempts=attempts,
             timings_ms=Timings(**timings),

@@ -18,7 +18,7 @@ import enum
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
@@ -116,6 +116,7 @@ class Fetch:
         return self.turn is FetchTurn.COPYING or (self.turn is FetchTurn.WAITING and not self.ended)
 
 
+@dataclass(eq=False, repr=False)
 class PrefixFetches:
     """Decides which prefixes are fetched, and fetches them.
 
@@ -128,30 +129,21 @@ class PrefixFetches:
     - If two prompts want the same prefix, the second one waits for the first, and then has a hit.
     """
 
-    def __init__(
-        self,
-        context: DecodeContext,
-        holders: Holders,
-        # Takes a request and its hit, and returns everything that a rule may look at.
-        situation: Callable[[Any, int], Situation],
-        # Takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
-        prefill_s: Callable[[int, int], float],
-        wake: Callable[[], None],  # wakes the engine thread
-    ) -> None:
-        self._context = context
-        self._holders = holders
-        self._block_size = context.blocks.block_size
-        self._situation = situation
-        self._prefill_s = prefill_s
-        self._wake = wake
-        self._loop = asyncio.get_running_loop()
-        self._open: dict[str, Fetch] = {}
-        # Those of `_open` that were going at the last look. Engine thread. `_running` lags behind:
-        # one look of vLLM at its queue asks about many prompts.
-        self._going: list[Fetch] = []
-        self._events: deque[Fetch] = deque()
-        # Never cancelled: the end of one says that no thread touches the blocks.
-        self._running = Tasks()
+    context: DecodeContext
+    holders: Holders
+    # Takes a request and its hit, and returns everything that a rule may look at.
+    situation: Callable[[Any, int], Situation]
+    # Takes (start, tokens) and returns how long it takes to compute them here. 0: unknown.
+    prefill_s: Callable[[int, int], float]
+    wake: Callable[[], None]  # wakes the engine thread
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _open: dict[str, Fetch] = field(init=False, default_factory=dict)
+    # Those of `_open` that were going at the last look. Engine thread. `_running` lags behind: one
+    # look of vLLM at its queue asks about many prompts.
+    _going: list[Fetch] = field(init=False, default_factory=list)
+    _events: deque[Fetch] = field(init=False, default_factory=deque)
+    # Never cancelled: the end of one says that no thread touches the blocks.
+    _running: Tasks = field(init=False, default_factory=Tasks)
 
     # ------------------------------------------------------------------ engine thread
 
@@ -196,7 +188,7 @@ class PrefixFetches:
         """Note why the prefix of an admitted request is not fetched, if a hint said who has it."""
         if (fetch := self._open.get(request_id)) is not None:
             self._drop(fetch)  # with pipeline parallelism it may still be asked for
-            self._context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
+            self.context.traces.not_fetched(request_id, fetch.at.instance_id, fetch.outcome)
 
     def finished(self, request_id: str) -> None:
         """The request is over in vLLM. If it is being fetched, `take` still returns it."""
@@ -220,18 +212,18 @@ class PrefixFetches:
 
     def _first(self, request: Any, hit: int) -> int | None:
         """Look at a request for the first time: begin a fetch, if its holder may be asked."""
-        config, size = self._context.router_config(), self._block_size
+        config, blocks = self.context.router_config(), self.context.blocks
+        size = blocks.block_size
         hint: PrefixHolder | None = (request.kv_transfer_params or {}).get(PREFIX_HOLDER)
         least = config.min_fetch_tokens
-        if hint is None or not least or hint.instance_id == self._context.worker.instance_id:
+        if hint is None or not least or hint.instance_id == self.context.worker.instance_id:
             return 0
-        blocks = self._context.blocks
         end = min(hint.tokens, request.num_prompt_tokens - blocks.local_tokens) // size * size
         if end - hit < least or request.mm_features:
             return 0
         # No prefill worker is asked. So it does not matter whether one may load adapters.
         asked = request.lora_request
-        adapter = None if asked is None else self._context.worker.adapters.for_others(asked)
+        adapter = None if asked is None else self.context.worker.adapters.for_others(asked)
         if not self._stays(request, end, adapter):
             return 0
         key = hash_at(blocks.pool, size, request, end // size - 1)
@@ -240,7 +232,7 @@ class PrefixFetches:
         # blocks of its own each time. vLLM finds no hit in blocks that are still copied.
         if any(fetch.key == key for fetch in self._going):
             return None
-        compute_s = self._prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
+        compute_s = self.prefill_s(hit, end - hit) or (end - hit) / ASSUMED_TOKENS_PER_S
         fetch = self._open[request.request_id] = Fetch(
             request.request_id,
             hint,
@@ -255,7 +247,7 @@ class PrefixFetches:
             copy_s=min(max(_TIMES * compute_s, _COPY_S[0]), _COPY_S[1]),
             blocks=self._loop.create_future(),
         )
-        away = self._holders.away(hint.instance_id)
+        away = self.holders.away(hint.instance_id)
         if away or len(self._going) >= MOST:
             fetch.turn, fetch.ended = FetchTurn.OVER, True
             fetch.outcome = FetchOutcome.UNREACHABLE if away else FetchOutcome.BUSY
@@ -268,7 +260,7 @@ class PrefixFetches:
 
     def _stays(self, request: Any, hit: int, adapter: Adapter | None) -> bool:
         """Whether others can have the KV, and the rest would be computed here, with this hit."""
-        now = replace(self._situation(request, hit), adapter=adapter)
+        now = replace(self.situation(request, hit), adapter=adapter)
         if first(OF_THE_REQUEST, request, now) or now.config.policy is RouterPolicy.ALWAYS_REMOTE:
             return False
         if now.config.policy is RouterPolicy.COST:
@@ -286,7 +278,7 @@ class PrefixFetches:
 
     async def close(self) -> None:
         """End all fetches. Afterwards nothing is copied."""
-        await self._holders.close()
+        await self.holders.close()
         for fetch in list(self._open.values()):
             fetch.blocks.cancel()
         if self._running:
@@ -305,7 +297,7 @@ class PrefixFetches:
 
     def _tell(self, fetch: Fetch) -> None:
         self._events.append(fetch)
-        self._wake()
+        self.wake()
 
     async def _run(self, fetch: Fetch) -> None:
         holder: Holder | None = None
@@ -313,7 +305,7 @@ class PrefixFetches:
         began = first = time.monotonic()
         try:
             async with asyncio.timeout(fetch.within_s):
-                holder = await self._holders.use(fetch.at)
+                holder = await self.holders.use(fetch.at)
             began = time.monotonic()
             lease = await holder.lease(
                 lambda rid: LeaseAsk(
@@ -355,12 +347,12 @@ class PrefixFetches:
     def _leased(self, fetch: Fetch, lease: Lease) -> bool:
         """Note what is leased. Returns whether it is enough."""
         blocks = len(lease.block_ids) // u32.SIZE
-        end = min(fetch.start + blocks * self._block_size, fetch.end)
+        end = min(fetch.start + blocks * self.context.blocks.block_size, fetch.end)
         if end - fetch.start < fetch.least:
             fetch.outcome = FetchOutcome.NOT_HELD
             return False
         fetch.leased = end
-        self._wake()
+        self.wake()
         return True
 
     async def _turn(self, fetch: Fetch, lease: Lease) -> Sequence[int] | None:
@@ -377,7 +369,7 @@ class PrefixFetches:
         self, fetch: Fetch, holder: Holder, lease: Lease, blocks: Sequence[int]
     ) -> None:
         """Copy, and have the holder confirm that the lease was valid until the end."""
-        first = (fetch.begin_at - fetch.start) // self._block_size
+        first = (fetch.begin_at - fetch.start) // self.context.blocks.block_size
         source = u32.unpack(lease.block_ids)[first : first + len(blocks)]
         moved, fetch.transport = await holder.read(
             lease, source, blocks, lambda: fetch.wanted, fetch.copy_s
@@ -394,9 +386,9 @@ class PrefixFetches:
         log_it = logger.info if isinstance(exc, IncompatibleError) else logger.warning
         log_it("prefix of %s is not read from %s: %s", fetch.request_id, fetch.at.instance_id, exc)
         if isinstance(exc, NotInTime) and not fetch.leased:  # e.g. in a long step of its engine
-            self._holders.pause(fetch.at.instance_id, AGAIN_S)
+            self.holders.pause(fetch.at.instance_id, AGAIN_S)
         else:
-            self._holders.failed(fetch.at.instance_id)
+            self.holders.failed(fetch.at.instance_id)
 
     def _end(self, fetch: Fetch) -> None:
         fetch.ended = True
@@ -404,4 +396,4 @@ class PrefixFetches:
         if fetch.blocks.done() and not fetch.blocks.cancelled():
             self._tell(fetch)
         else:
-            self._wake()  # so that vLLM asks again
+            self.wake()  # so that vLLM asks again

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pullfill.decode_worker.kv_reader import KvReader, Reach
@@ -152,23 +153,19 @@ class Holder(PeerLink):
         self.send(LeaseEnd(rid=0, lease=lease.lease))
 
 
+@dataclass(eq=False, repr=False)
 class Holders:
-    """Makes, keeps and closes the connections to all holders.
+    """Makes, keeps and closes the connections to all holders."""
 
-    hello: the first message of a connection.
-    reach: opens another worker's KV memory for reading.
-    key: the cluster key. A holder must hold the same one."""
-
-    def __init__(self, hello: LeaseHello, reach: Reach, key: ClusterKey | None) -> None:
-        self._hello = hello
-        self._reach = reach
-        self._key = key
-        self._loop = asyncio.get_running_loop()
-        self._links: dict[str, Holder] = {}
-        # When each holder that failed may be asked again, by the loop's clock.
-        self._not_before: dict[str, float] = {}
-        self._readers: set[KvReader] = set()
-        self._closed = False
+    hello: LeaseHello  # the first message of a connection
+    reach: Reach  # opens another worker's KV memory for reading
+    key: ClusterKey | None  # a holder must hold the same one
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _links: dict[str, Holder] = field(init=False, default_factory=dict)
+    # When each holder that failed may be asked again, by the loop's clock.
+    _not_before: dict[str, float] = field(init=False, default_factory=dict)
+    _readers: set[KvReader] = field(init=False, default_factory=set)
+    _closed: bool = field(init=False, default=False)
 
     def away(self, instance_id: str) -> bool:
         """Whether this holder failed lately. Any thread."""
@@ -183,7 +180,7 @@ class Holders:
             if self.away(at.instance_id):
                 raise PeerUnavailable(f"{at.instance_id} could not be asked just now")
             self._links = {name: one for name, one in self._links.items() if not one.over}
-            link = Holder(at, self._hello, self._key, self._reach, self._readers)
+            link = Holder(at, self.hello, self.key, self.reach, self._readers)
             self._links[at.instance_id] = link
         try:
             await link.wait_up(AGAIN_S)

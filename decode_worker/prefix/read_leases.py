@@ -76,36 +76,22 @@ class _Asker:
     gone: bool = False  # the connection has ended
 
 
+@dataclass(eq=False, repr=False)
 class ReadLeases:
-    """Gives leases to all askers, and ends them.
+    """Gives leases to all askers, and ends them."""
 
-    why_not: why nothing can be leased. Empty: something can."""
-
-    def __init__(
-        self,
-        context: DecodeContext,
-        thread: EngineLoop,
-        view: View,
-        ours: LeaseHello,  # what this worker says itself when it asks others
-    ) -> None:
-        self._context = context
-        self._thread = thread
-        self._hashes = SerialExecutor()  # the hashes of a prompt of 128k tokens take 50 ms
-        self._view = view
-        self._ours = ours
-        self._block_size = context.blocks.block_size
-        self._pool = context.blocks.pool
-        self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.count(1)
-        self._asked = Tasks()  # one for each lease that is asked for
-        # All leases whose blocks are pinned. Changed on the engine thread.
-        self._pinned: set[_Lease] = set()
-        self._closed = False
-        self.why_not = ""
-        if not context.worker.owner.transports:
-            self.why_not = "no transport reaches its KV memory"
-        elif not keeps_all(context.worker.groups):
-            self.why_not = "its model does not keep the KV of all tokens in one group"
+    context: DecodeContext
+    thread: EngineLoop
+    view: View
+    ours: LeaseHello  # what this worker says itself when it asks others
+    # The hashes of a prompt of 128k tokens take 50 ms.
+    _hashes: SerialExecutor = field(init=False, default_factory=SerialExecutor)
+    _loop: asyncio.AbstractEventLoop = field(init=False, default_factory=asyncio.get_running_loop)
+    _numbers: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _asked: Tasks = field(init=False, default_factory=Tasks)  # one for each lease asked for
+    # All leases whose blocks are pinned. Changed on the engine thread.
+    _pinned: set[_Lease] = field(init=False, default_factory=set)
+    _closed: bool = field(init=False, default=False)
 
     @property
     def open(self) -> int:
@@ -124,7 +110,7 @@ class ReadLeases:
             channel.write(Goodbye(reason=why))
             return
         asker = _Asker(channel, hello.decode_instance)
-        channel.write(self._context.welcome())
+        channel.write(self.context.welcome())
         logger.info("decode worker %s may read our prefix cache", asker.name)
         try:
             await channel.hear(ToHolder, partial(self._hears, asker))
@@ -138,7 +124,7 @@ class ReadLeases:
         self._closed = True
         until = self._loop.time() + LEASE_S
         # A reader that is stopped is waited for only if our end would take the memory from it.
-        frees = any(memory.freed_at_exit for memory in self._context.worker.memories)
+        frees = any(memory.freed_at_exit for memory in self.context.worker.memories)
         while self._loop.time() < until:
             stopped = 0 if frees else sum(lease.unproved for lease in self._pinned.copy())
             if self.open <= stopped:
@@ -146,11 +132,15 @@ class ReadLeases:
             await asyncio.sleep(0.01)
 
     def _why_refused(self, hello: LeaseHello) -> str:
-        if hello.compat != self._ours.compat:
+        if hello.compat != self.ours.compat:
             return f"compatibility hash differs: {hello.compat} is not ours"
-        if hello.computes != self._ours.computes:
+        if hello.computes != self.ours.computes:
             return "the two workers round differently, and no self-check compares decode workers"
-        return self.why_not
+        if not self.context.worker.owner.transports:
+            return "no transport reaches its KV memory"
+        if not keeps_all(self.context.worker.groups):
+            return "its model does not keep the KV of all tokens in one group"
+        return ""
 
     def _hears(self, asker: _Asker, message: Any) -> None:
         match message:
@@ -164,7 +154,7 @@ class ReadLeases:
     # ------------------------------------------------------------------ giving
 
     def _ask(self, asker: _Asker, ask: LeaseAsk) -> None:
-        size = self._block_size
+        size = self.context.blocks.block_size
         if ask.start % size or len(ask.token_ids) % 4 or len(ask.token_ids) // 4 <= ask.start:
             raise BadMessage("a lease is asked for whole blocks after the start")
         if self._closed or self.open >= MOST:
@@ -176,7 +166,7 @@ class ReadLeases:
         found: _Lease | str = BUSY
         try:
             made = await self._loop.run_in_executor(self._hashes, self._prepare, ask)
-            found = await self._thread.call(partial(self._find, asker, ask, made))
+            found = await self.thread.call(partial(self._find, asker, ask, made))
         except NotNow as exc:
             logger.debug("no lease for %s: %s", asker.name, exc)  # we are leaving
         except Exception:
@@ -204,36 +194,36 @@ class ReadLeases:
         """Compute vLLM's block hashes of the prompt. On the thread of `_hashes`."""
         lora = None
         if (adapter := ask.adapter) is not None:  # vLLM refuses e.g. one without a path
-            lora = self._context.worker.adapters.placed(lora_request(adapter))
+            lora = self.context.worker.adapters.placed(lora_request(adapter))
         request = requests.own_request(
             "read-lease", (), cache_salt=ask.cache_salt, priority=0,
             arrival_time=time.time(), lora_request=lora,
         )  # fmt: skip
-        return self._thread.prepare(request, memoryview(ask.token_ids))
+        return self.thread.prepare(request, memoryview(ask.token_ids))
 
     def _find(self, asker: _Asker, ask: LeaseAsk, made: Any) -> _Lease | str:
         """Pin the cached blocks and open a fence over them. Engine thread, between steps.
 
         Returns the reason if there is no lease."""
-        size = self._block_size
+        pool, size = self.context.blocks.pool, self.context.blocks.block_size
         stop = min(made.num_prompt_tokens // size, len(made.block_hashes))
-        room = self._view.config.cache_config.num_gpu_blocks // SHARE
+        room = self.view.config.cache_config.num_gpu_blocks // SHARE
         room -= sum(len(lease.blocks) for lease in self._pinned)
         # Only finished blocks are leased. Between two steps each cached block is computed, but with
         # pipeline parallelism a step may still run. Blocks that a prefill worker still writes, or
         # that are still copied, are not cached yet.
-        if self._view.mid_step or room <= 0 or asker.gone:
+        if self.view.mid_step or room <= 0 or asker.gone:
             return BUSY
-        blocks = cached_run(self._pool, size, made, ask.start // size, stop)[:room]
+        blocks = cached_run(pool, size, made, ask.start // size, stop)[:room]
         if not blocks:
             return NOT_HELD
         ids = [block.block_id for block in blocks]
         try:
-            fence = self._context.worker.owner.fences.open(ids, len(ids))  # to be read only
+            fence = self.context.worker.owner.fences.open(ids, len(ids))  # to be read only
         except (ConfigError, OverloadedError):
             return BUSY
         # Referenced in vLLM's pool, a block is neither evicted nor reused.
-        self._pool.touch(blocks)
+        pool.touch(blocks)
         lease = _Lease(next(self._numbers), fence, blocks)
         self._pinned.add(lease)
         return lease
@@ -257,14 +247,14 @@ class ReadLeases:
     def _let_go(self, lease: _Lease) -> None:
         """Revoke the fence, and look again until it is proved that nobody reads."""
         try:
-            quiet = self._context.worker.owner.fences.try_revoke(lease.fence)
+            quiet = self.context.worker.owner.fences.try_revoke(lease.fence)
         except ConfigError as exc:
             logger.debug("leased blocks stay pinned: %s", exc)  # we are leaving
             return
         lease.unproved = not quiet
         if quiet:
             # Not before: so each read that the fence let pass has read what the block's hash says.
-            self._thread.submit(lambda: self._unpin(lease), wake=False)
+            self.thread.submit(lambda: self._unpin(lease), wake=False)
         else:
             # A copy takes milliseconds, and its reader lets go at the end.
             self._loop.call_later(0.02, self._let_go, lease)
@@ -272,5 +262,5 @@ class ReadLeases:
     def _unpin(self, lease: _Lease) -> None:
         """Engine thread."""
         # The tail first: it is the least useful as a cached prefix.
-        self._pool.free_blocks(reversed(lease.blocks))
+        self.context.blocks.pool.free_blocks(reversed(lease.blocks))
         self._pinned.discard(lease)

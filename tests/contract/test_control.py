@@ -149,7 +149,7 @@ async def test_proof_is_asked_for_when_another_message_took_the_revoke(decode: D
         if threading.current_thread() is not threading.main_thread():
             assert sent.wait(10)
 
-    decode.ledger._on_event = woken
+    decode.ledger.on_event = woken
     cancel = asyncio.create_task(asyncio.to_thread(decode.ledger.give_up, "j", Outcome.CANCELLED))
     await cancelled.wait()
     other.say(Heartbeat())

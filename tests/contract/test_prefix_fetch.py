@@ -116,8 +116,8 @@ async def test_another_salt_is_another_prompt(pair: Pair) -> None:
 async def test_workers_that_round_differently_read_nothing(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = replace(pair.holder.leases._ours, computes="another")
-    monkeypatch.setattr(pair.holder.leases, "_ours", other)
+    other = replace(pair.holder.leases.ours, computes="another")
+    monkeypatch.setattr(pair.holder.leases, "ours", other)
     assert (await pair.ask())[1].fetch == "unreachable"
     assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is not asked again at once"
 
@@ -265,7 +265,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder answers, but its KV port does not. What opens too late copies nothing."""
-    go, real = threading.Event(), pair.asker.holders._reach
+    go, real = threading.Event(), pair.asker.holders.reach
 
     def reach(regions: Any) -> Any:
         def open_session() -> Any:
@@ -274,7 +274,7 @@ async def test_no_prompt_waits_for_a_session_that_does_not_open(
 
         return open_session
 
-    monkeypatch.setattr(pair.asker.holders, "_reach", reach)
+    monkeypatch.setattr(pair.asker.holders, "reach", reach)
     monkeypatch.setattr(fetches, "_COPY_S", (0.2, 0.2))
     served = await pair.asker.admit(pair.request())
     (reader,) = pair.asker.holders._readers

@@ -210,7 +210,7 @@ def test_a_request_that_is_aborted_in_the_intake_never_reaches_the_engine(rig: R
 
 def test_the_end_of_a_request_brings_its_trace_in_the_same_message(rig: Rig) -> None:
     situation = Situation(10, 0)
-    rig.request_server._traces.decided("r", situation, Decision(False, "short"))
+    rig.request_server.traces.decided("r", situation, Decision(False, "short"))
     end = Output("r", [7], finish_reason=STOP)
     rig.request_server.send_outputs({requests.FRONTENDS: Outputs(outputs=[end])})
     assert rig.peer.poll(5000)
