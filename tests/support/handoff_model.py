@@ -32,6 +32,7 @@ from pullfill.wire import (
     FenceToken,
     GiveUp,
     Ready,
+    Refused,
     RefuseReason,
     RouterConfig,
     RouterPolicy,
@@ -214,28 +215,29 @@ class HandoffModel:
 
     # ------------------------------------------------------------------ writers
 
-    def claim(self, job: Job, writer: str, incarnation: str | None = None) -> said.Claimed:
+    def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Any:
+        """Returns the answer: the wire's `Grant`, or `Refused`."""
         incarnation = incarnation or self.ledger.incarnation
         before = self.ledger.find(job.job.job_id)
         holder = (before.writer, before.attempt) if before and before.state in UNDER_WAY else None
-        claimed = said.grant(self.ledger, job.job.job_id, incarnation, writer, f"ack.{writer}")
-        self.seen.add(f"claim {claimed.refused or 'granted'}")
+        answer = said.grant(self.ledger, job.job.job_id, incarnation, writer, f"ack.{writer}")
         if before is not None and holder is not None:
             assert before.state in UNDER_WAY, "a claim took the job from its holder"
             assert (before.writer, before.attempt) == holder
-        if claimed.retry_after_s is not None:
-            assert claimed.refused is RefuseReason.HELD
-        if (grant := claimed.grant) is not None:
+        if isinstance(answer, Refused):
+            self.seen.add(f"claim {answer.reason}")
+            assert answer.retry_after_s is None or answer.reason is RefuseReason.HELD
+        else:
             blocks = job.job.blocks
-            self.seen.add(f"attempt {grant.attempt}")
+            self.seen |= {"claim granted", f"attempt {answer.attempt}"}
             self.grants.append(
                 Grant(
-                    job.job.job_id, writer, grant.attempt, incarnation, grant.fence,
+                    job.job.job_id, writer, answer.attempt, incarnation, answer.fence,
                     frozenset(blocks[: job.hits]), frozenset(blocks[job.hits :]),
                 )
             )  # fmt: skip
         self.act()
-        return claimed
+        return answer
 
     def begin_batch(self, grant: Grant, *, reads: bool = False) -> bool:
         """Start writing, as a session does, or reading the hits. False: fenced."""
@@ -458,5 +460,5 @@ def granted(model: HandoffModel) -> tuple[Job, Grant]:
     job = model.open(2, 1)
     assert job is not None
     model.publish(job)
-    assert model.claim(job, "a").grant is not None
+    assert model.claim(job, "a").fence
     return job, model.grants[-1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from pullfill.decode_worker.ledger import Ledger
-from pullfill.wire import Claim, Grant, Refused, RefuseReason
+from pullfill.wire import Claim
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -22,19 +21,7 @@ def blank(kind: type[S], **fields: Any) -> S:
     return kind(**fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """Answer to a claim. Exactly one of `grant` and `refused` is set."""
-
-    grant: Grant | None = None
-    refused: RefuseReason | None = None
-    retry_after_s: float | None = None
-
-
-def grant(ledger: Ledger, job_id: str, incarnation: str, writer: str, ack: str = "") -> Claimed:
+def grant(ledger: Ledger, job_id: str, incarnation: str, writer: str, ack: str = "") -> Any:
+    """A prefill worker claims a job. Returns the answer: `Grant` or `Refused`."""
     claim = blank(Claim, job_id=job_id, incarnation=incarnation, ack_subject=ack)
-    match ledger.grant(claim, writer):
-        case Refused() as refused:
-            return Claimed(None, refused.reason, refused.retry_after_s)
-        case granted:
-            return Claimed(granted)
+    return ledger.grant(claim, writer)

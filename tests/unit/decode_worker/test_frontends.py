@@ -29,7 +29,7 @@ async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
     model = HandoffModel()
     job = model.open(2)
     assert job is not None
-    assert model.claim(job, "a").grant is not None
+    assert model.claim(job, "a").fence
     assert model.begin_batch(model.grants[-1])
     request_server: Any = SimpleNamespace(active_requests=1)
     drained = asyncio.create_task(frontends(request_server, model.ledger).idle(asyncio.Event()))

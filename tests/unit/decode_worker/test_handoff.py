@@ -91,7 +91,7 @@ async def test_a_job_that_was_committed_before_the_queue_has_answered_is_not_cou
 
     async def publish(job_id: str, *args: Any) -> Receipt:
         receipt = await real(job_id, *args)
-        assert said.grant(rig.ledger, job_id, "i0", "writer").grant is not None
+        assert said.grant(rig.ledger, job_id, "i0", "writer").fence
         if job_id == "done":
             told = said.blank(Commit, job_id=job_id, attempt=1, incarnation="i0", blocks=1)
             assert rig.ledger.commit(told, "writer") is None
@@ -128,7 +128,7 @@ async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job
     commit = Commit(rid=1, blocks=1, kv_bytes=1, timings=StageTimings(kv_write_ms=60e3), **about)
     rig.send("j")
     await soon(lambda: rig.stored)
-    assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
+    assert said.grant(rig.ledger, "j", "i0", "p").fence
     rig.ledger.gave_up(GiveUp(cause="why", retry=True, **about), "p")
     before = rig.write_within_s()
     for _ in range(3):
@@ -152,7 +152,7 @@ async def test_a_job_that_has_ended_is_not_read() -> None:
     peer.reader = SimpleNamespace(read=read, moved_bytes=0)  # type: ignore[assignment]
     rig.send("j")
     await soon(lambda: rig.stored)
-    assert said.grant(rig.ledger, "j", "i0", "p").grant is not None
+    assert said.grant(rig.ledger, "j", "i0", "p").fence
     told = said.blank(Ready, job_id="j", attempt=1, incarnation="i0", block_ids=bytes(4))
     rig.handoff.ready(peer, told)
     await soon(lambda: rig.answers)

@@ -51,8 +51,7 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     model.gave_up(grant, retry=True)
     model.tick(CLAIM_S - 1)
     assert state(model, job) is JobState.QUEUED, "counted anew"
-    second = model.claim(job, "b").grant
-    assert second is not None
+    second = model.claim(job, "b")
     assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
     model.tick(second.deadline_s)
     assert told(model) == [Settle(job.request.request_id, Outcome.TIMEOUT)]
@@ -66,8 +65,7 @@ def test_a_grant_tells_in_how_many_seconds_the_job_is_late() -> None:
     entry.due_s = 5.0
     model.tick(7.0)
     model.gave_up(grant, retry=True)
-    second = model.claim(job, "b").grant
-    assert second is not None
+    second = model.claim(job, "b")
     assert second.due_s == pytest.approx(-2.0)
 
 
@@ -91,7 +89,7 @@ def test_the_third_attempt_is_the_last(busy: bool) -> None:
     job, _ = granted(model)
     for writer in ("b", "c"):
         model.gave_up(model.grants[-1], retry=True)
-        assert model.claim(job, writer).grant is not None
+        assert model.claim(job, writer).fence
     assert not model.ledger.give_up(job.job.job_id, Outcome.OWN_JOB, if_queued=True), "under way"
     if busy:
         assert model.begin_batch(model.grants[-1])
@@ -110,7 +108,7 @@ def test_a_prompt_that_may_have_killed_two_prefill_workers_is_sent_to_no_third()
     model.die("a", others_alive=True)
     assert told(model) == []
     assert len(model.naks) == 1
-    assert model.claim(job, "b").grant is not None
+    assert model.claim(job, "b").fence
     model.die("b", others_alive=True)
     assert told(model) == [Settle(job.request.request_id, Outcome.PREFILL_LOST)]
     assert len(model.naks) == 1, "nobody needs the second delivery"
@@ -158,7 +156,7 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     ledger.writer_lost("gone")
     assert outcomes(ledger) == [Outcome.PREFILL_LOST]
     fill(ledger, 1, to="w")
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    assert said.grant(ledger, "j0", "i", "w").fence
     ledger.gave_up(GAVE_UP, "w")
     assert outcomes(ledger) == [Outcome.PREFILL_FAILED], "it waits for no other"
     assert ledger.open_jobs == 0
@@ -167,9 +165,9 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
 def test_a_claim_without_a_free_fence_slot_is_held() -> None:
     ledger = Ledger(LoopbackFences(1), incarnation="i")
     fill(ledger, 2)
-    assert said.grant(ledger, "j0", "i", "w").grant is not None
+    assert said.grant(ledger, "j0", "i", "w").fence
     claimed = said.grant(ledger, "j1", "i", "w")
-    assert (claimed.refused, claimed.retry_after_s) == (RefuseReason.HELD, 1.0)
+    assert (claimed.reason, claimed.retry_after_s) == (RefuseReason.HELD, 1.0)
 
 
 def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
@@ -179,7 +177,7 @@ def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
     jobs = {JobState.GRANTED: 1, JobState.QUEUED: 1}
     assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=4 + 8, unwritten=1, targets=4)
     ledger.gave_up(GAVE_UP, "w")
-    assert said.grant(ledger, "j0", "i", "other").grant is not None
+    assert said.grant(ledger, "j0", "i", "other").fence
     assert ledger.sums() == Sums(Counter(jobs), 8, uncomputed=8 + 8, unwritten=2, targets=4)
 
 
@@ -216,7 +214,7 @@ def test_a_job_is_not_granted_after_its_time_though_the_timer_is_late(
 ) -> None:
     fill(ledger, 1)
     clock.advance(30.0)
-    assert said.grant(ledger, "j0", "i", "w").refused is RefuseReason.CLOSED
+    assert said.grant(ledger, "j0", "i", "w").reason is RefuseReason.CLOSED
     assert outcomes(ledger) == [Outcome.CLAIM_TIMEOUT]
 
 

@@ -10,7 +10,7 @@ import pytest
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
 from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
-from pullfill.wire import Commit, Progress
+from pullfill.wire import Commit, Grant, Progress
 from tests.support import said
 from tests.support.fakes import FakeClock, FakeRequest
 from tests.support.loopback import LoopbackFences
@@ -52,7 +52,7 @@ class Decode:
         return job
 
     def claims(self, job: str) -> bool:
-        return said.grant(self.ledger, job, "i", "prefill-1").grant is not None
+        return isinstance(said.grant(self.ledger, job, "i", "prefill-1"), Grant)
 
     def commits(self, job: str) -> None:
         commit = said.blank(Commit, job_id=job, attempt=1, incarnation="i", blocks=2)
