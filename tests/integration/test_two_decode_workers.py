@@ -199,17 +199,3 @@ def test_a_holder_that_is_killed_in_the_middle(
         assert not talk.holder.alive
     assert talk.told["fetched_tokens"] == 0
     assert talk.told["fetch"] in ("unreachable", "lost", "expired")
-
-
-@pytest.mark.long
-def test_leased_blocks_are_not_evicted(cluster: Cluster, oracle: Oracle) -> None:
-    """The last test here: it leaves both caches full, so that `Talk.first` sees no more blocks."""
-    talk = Talk(cluster, oracle, seed=200)
-    talk.first()
-    thread = talk.held()
-    blocks = cluster.load_of(talk.holder)["kv_blocks"]
-    for seed in range(2 * blocks * BLOCK // 1500 + 2):  # more than both caches hold
-        ask(cluster, random_prompt(1500, seed=300 + seed), 1)
-    assert cluster.load_of(talk.holder)["read_leases"] == 1
-    talk.go(thread)
-    assert talk.told["fetch"] == "fetched"

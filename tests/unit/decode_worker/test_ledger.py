@@ -162,14 +162,6 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     assert ledger.open_jobs == 0
 
 
-def test_a_claim_without_a_free_fence_slot_is_held() -> None:
-    ledger = Ledger(LoopbackFences(1), incarnation="i")
-    fill(ledger, 2)
-    assert said.grant(ledger, "j0", "i", "w").fence
-    claimed = said.grant(ledger, "j1", "i", "w")
-    assert (claimed.reason, claimed.retry_after_s) == (RefuseReason.HELD, 1.0)
-
-
 def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:
     fill(ledger, 2, tokens=8)
     said.grant(ledger, "j0", "i", "w")

@@ -245,20 +245,6 @@ def received(*request_ids: str) -> SimpleNamespace:
     return SimpleNamespace(finished_recving=set(request_ids))
 
 
-def test_its_hit_counts_as_the_local_hit() -> None:
-    rig, tier = rig_with(8 * BLOCK)
-    rig.config = RouterConfig(policy=RouterPolicy.CONDITIONAL, max_local_prefill_length=2 * BLOCK)
-    request = FakeRequest("r", list(range(PROMPT)))
-    assert rig.side.decide(request, 0) == (0, False), "vLLM asks the tier next"
-    rig.side.enqueue(request, [list(range(10))], 0)
-    assert rig.traces.offloaded("r") == 8 * BLOCK
-    record = rig.traces.finish("r")
-    assert record is not None
-    assert (record.reason, record.prefix_hit_tokens) == ("prefix_hit", 8 * BLOCK)
-    assert record.offloaded_tokens == 8 * BLOCK
-    assert tier.loads == [], "loaded by vLLM"
-
-
 def test_vllm_asks_again_while_the_tier_does_not_know() -> None:
     rig, tier = rig_with(None)
     request = FakeRequest("r", list(range(PROMPT)))
