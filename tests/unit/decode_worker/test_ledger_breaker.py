@@ -1,4 +1,4 @@
-"""A decode worker whose claims time out one after another: through the real ledger and router."""
+"""A decode worker whose claims time out one after another."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from itertools import count, pairwise
 import pytest
 
 from pullfill.decode_worker.ledger import Entry, Ledger, Settle
-from pullfill.decode_worker.rules import Situation, decide
 from pullfill.errors import Outcome
 from pullfill.wire import Commit, Grant, Progress
 from tests.support import said
-from tests.support.fakes import FakeClock, FakeRequest
+from tests.support.fakes import FakeClock
 from tests.support.loopback import LoopbackFences
 
 CLAIM_S = 10.0
@@ -22,24 +21,19 @@ TRIAL_SHARE = 0.2
 
 
 class Decode:
-    """Sends prompts one after another. Each is queued if the router decides so."""
+    """Sends prompts one after another. Each is queued unless the breaker is open."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.ledger = Ledger(LoopbackFences(64), incarnation="i", clock=self.clock)
         self._jobs: Iterator[int] = count()
 
-    def decide(self) -> str:
-        stalled = self.ledger.claims.stalled
-        now = Situation(1000, 0, prefill_workers=1, queue_available=True, claims_stalled=stalled)
-        return decide(FakeRequest("r", [1]), now).reason
-
     def prompt(self, *, later: bool = False, timeout_s: float = 3 * CLAIM_S, to: str = "") -> str:
         """Send a prompt that goes to the queue. Returns its job's id.
 
         later: `set_digest` is not called yet, so the job is not published.
         to: the only prefill worker that gets it, past the queue."""
-        assert self.decide() == "long_prompt"
+        assert not self.ledger.claims.stalled
         job = f"j{next(self._jobs)}"
         self.ledger.open(
             Entry(
@@ -73,7 +67,7 @@ class Decode:
         """Let claims time out until the breaker opens."""
         for _ in range(STALLS):
             assert self.waited(self.prompt()) == pytest.approx(CLAIM_S)
-        assert self.decide() == "claims_stalled"
+        assert self.ledger.claims.stalled
 
 
 @pytest.fixture
@@ -94,8 +88,7 @@ def test_after_the_first_few_no_prompt_waits_the_claim_timeout(decode: Decode) -
     waits = []
     for _ in range(600):
         decode.clock.advance(0.5)
-        stays = decode.decide() == "claims_stalled"
-        waits.append(0.0 if stays else decode.waited(decode.prompt()))
+        waits.append(0.0 if decode.ledger.claims.stalled else decode.waited(decode.prompt()))
     assert max(waits) == pytest.approx(TRIAL_SHARE * CLAIM_S)
     trials = [i for i, wait in enumerate(waits) if wait]
     gaps = [after - before for before, after in pairwise(trials)]
@@ -115,7 +108,7 @@ def test_a_job_of_the_self_check_says_nothing_about_the_queue(
     else:
         assert half_open.waited(job) == pytest.approx(CLAIM_S)
     trial = half_open.prompt()
-    assert half_open.decide() == "claims_stalled", "still open, and its trial is this prompt"
+    assert half_open.ledger.claims.stalled, "still open, and its trial is this prompt"
     assert half_open.waited(trial) == pytest.approx(TRIAL_SHARE * CLAIM_S)
 
 
@@ -150,9 +143,9 @@ def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> 
         decode.clock.advance(CLAIM_S / 10)
     for _ in range(5):
         decode.prompt()
-    while (soonest := decode.ledger.tick()) is not None and decode.decide() == "long_prompt":
+    while (soonest := decode.ledger.tick()) is not None and not decode.ledger.claims.stalled:
         decode.clock.advance(max(soonest, 0.001))
-    assert decode.decide() == "claims_stalled"
+    assert decode.ledger.claims.stalled
     assert decode.ledger.open_jobs == 0
     assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS + [Outcome.CLAIMS_STALLED] * 5
 
@@ -170,7 +163,7 @@ def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(
         decode.ledger.progress(moved, "prefill-1")  # it gets more time
         decode.waited(job)
     assert decode.ledger.find(long) is not None, "it is not given up"
-    assert decode.decide() == "claims_stalled"
+    assert decode.ledger.claims.stalled
     decode.commits(long)
     decode.clock.advance(PAUSE_S[0])
     assert decode.claims(decode.prompt()), "the prefill worker has nothing to do"
