@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from pullfill.registry.client import EtcdClient
+from pullfill.runtime import tracing
 from tests.support.control_rig import Decode, Prefill, Raw
 from tests.support.etcd import EtcdServer
 from tests.support.handoff_rig import Cluster, Make
 from tests.support.nats import NatsServer
+from tests.support.otlp import Receiver
 from tests.support.transfer_rigs import DENSE, Region, Rig, ipc_rig
 
 _serial = count()
@@ -92,6 +94,15 @@ async def connect(decode: Decode) -> AsyncIterator[Callable[..., Any]]:
 async def raw(decode: Decode) -> Raw:
     """A bare connection to `decode`, over which the test says what it wants."""
     return await decode.raw()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """Gets the spans of this process."""
+    with Receiver() as receiver:
+        tracing.begin(receiver.url, "both", "here")
+        yield receiver
+        tracing.close()
 
 
 @pytest.fixture

@@ -17,11 +17,13 @@ from pullfill.decode_worker.kv_reader import KvReader
 from pullfill.decode_worker.prefix import fetches, read_leases
 from pullfill.decode_worker.prefix.holders import Holders
 from pullfill.errors import TransferFailed
+from pullfill.runtime import tracing
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.wire import ExplainRecord, FenceToken, Lease, u32
 from tests.support.fetch_rig import LEAST, FetchWorker, without_vllm
 from tests.support.handoff_rig import Served
 from tests.support.kv_engine import BLOCK, NUM_BLOCKS
+from tests.support.otlp import HEADERS, Receiver
 from tests.support.transfer_rigs import RIGS
 from tests.support.waiting import soon
 
@@ -232,6 +234,22 @@ async def test_whatever_happens_what_is_loaded_is_right(
     await asyncio.gather(*(client() for _ in range(3)))
     assert len(lasting) > 1 or seen.count("fetched") > 3, seen
     assert set(seen) - {None, "not_held"}
+
+
+async def test_it_has_a_span_below_that_of_the_request(pair: Pair, receiver: Receiver) -> None:
+    request = pair.request()
+    request.trace_headers = HEADERS
+    told = await pair.asker.end(await pair.asker.admit(request))
+    tracing.close()
+    fetch, above = receiver.one("decode.prefix_fetch"), receiver.one("decode.request")
+    assert fetch.parent == above.id
+    assert fetch.within(above)
+    assert fetch.attributes == {
+        "pullfill.fetched_from": "holder",
+        "pullfill.outcome": "fetched",
+        "pullfill.kv_bytes": told.kv_bytes,
+    }
+    assert told.timings_ms.fetch == pytest.approx((fetch.end_ns - fetch.start_ns) / 1e6, abs=1.0)
 
 
 # ------------------------------------------------------------------ late, broken, or about to end

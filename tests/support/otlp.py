@@ -12,6 +12,10 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as ser
 
 from tests.support.waiting import until
 
+TRACE, ABOVE = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADERS = {"traceparent": f"00-{TRACE}-{ABOVE}-01"}
+"""Of a request that a frontend traces."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -27,6 +31,11 @@ class Span:
     error: str
     attributes: dict[str, Any]
     resource: dict[str, Any]
+
+    def within(self, outer: Span) -> bool:
+        """Up to the few microseconds between two looks at the wall clock."""
+        slack = 10_000_000
+        return outer.start_ns - slack <= self.start_ns <= self.end_ns <= outer.end_ns + slack
 
 
 class Receiver(service_grpc.TraceServiceServicer):
