@@ -47,10 +47,9 @@ class Pair:
             self.holder.cache(tokens)
         return self.asker.request(tokens, self.holder.holds(PREFIX))
 
-    async def ask(self, seed: int = 1, *, cached: bool = True) -> tuple[Served, ExplainRecord]:
+    async def ask(self, seed: int = 1, *, cached: bool = True) -> ExplainRecord:
         """Serve such a request up to its computation."""
-        served = await self.asker.admit(self.request(seed, cached=cached))
-        return served, await self.asker.end(served)
+        return await self.asker.ask(self.request(seed, cached=cached))
 
     async def reading(self, gate: Gate) -> Served:
         """Return a request of the asker, whose read has reached the gate."""
@@ -109,10 +108,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 async def test_another_salt_is_another_prompt(pair: Pair) -> None:
     tokens = prompt()
     pair.holder.cache(tokens, salt="theirs")
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="ours")
-    assert (served.loaded, told.fetch) == (False, "not_held")
-    served, told = await pair.asker.ask(tokens, pair.holder.holds(PREFIX), salt="theirs")
-    assert (served.loaded, told.fetch) == (True, "fetched")
+    for salt, fetch in (("ours", "not_held"), ("theirs", "fetched")):
+        request = pair.asker.request(tokens, pair.holder.holds(PREFIX), salt)
+        assert (await pair.asker.ask(request)).fetch == fetch
 
 
 async def test_workers_that_round_differently_read_nothing(
@@ -120,8 +118,8 @@ async def test_workers_that_round_differently_read_nothing(
 ) -> None:
     other = replace(pair.holder.leases.ours, computes="another")
     monkeypatch.setattr(pair.holder.leases, "ours", other)
-    assert (await pair.ask())[1].fetch == "unreachable"
-    assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is not asked again at once"
+    assert (await pair.ask()).fetch == "unreachable"
+    assert (await pair.ask(cached=False)).fetch == "unreachable", "it is not asked again at once"
 
 
 async def test_leased_blocks_are_not_reused(pair: Pair, gate: Gate) -> None:
@@ -143,7 +141,7 @@ async def test_a_copy_after_the_lease_does_not_count(pair: Pair, gate: Gate) -> 
     pair.holder.cache(prompt(NUM_BLOCKS * BLOCK, seed=2))  # everything is overwritten
     gate.open.set()
     told = await pair.asker.end(served)
-    assert (served.loaded, told.fetch, told.fetched_tokens) == (False, "expired", 0)
+    assert told.fetch == "expired"
 
 
 async def test_a_holder_in_a_long_step_is_not_waited_for(
@@ -151,14 +149,13 @@ async def test_a_holder_in_a_long_step_is_not_waited_for(
 ) -> None:
     pair.asker.prefill_s = 0.5
     pair.holder.host.held = True
-    served, told = await pair.ask()
-    assert (served.loaded, told.fetch) == (False, "unreachable")
+    assert (await pair.ask()).fetch == "unreachable"
     pair.holder.host.held = False
     pair.holder.host.run()
-    assert (await pair.ask(cached=False))[1].fetch == "unreachable", "it is left alone for a while"
+    assert (await pair.ask(cached=False)).fetch == "unreachable", "it is left alone for a while"
     pair.asker.holders._not_before.clear()
     pair.asker.prefill_s = 4.0
-    assert (await pair.ask(cached=False))[1].fetch == "fetched"
+    assert (await pair.ask(cached=False)).fetch == "fetched"
 
 
 async def test_no_lease_while_a_step_runs_nor_beside_as_many_as_there_may_be(
@@ -166,16 +163,16 @@ async def test_no_lease_while_a_step_runs_nor_beside_as_many_as_there_may_be(
 ) -> None:
     """With pipeline parallelism the blocks of a step that still runs are cached already."""
     pair.holder.view.mid_step = True
-    assert (await pair.ask())[1].fetch == "busy"
+    assert (await pair.ask()).fetch == "busy"
     pair.holder.view.mid_step = False
     monkeypatch.setattr(read_leases, "MOST", 0)
-    assert (await pair.ask(seed=2))[1].fetch == "busy"
+    assert (await pair.ask(seed=2)).fetch == "busy"
 
 
 async def test_leases_pin_a_quarter_of_the_blocks_at_most(pair: Pair) -> None:
     tokens = prompt((NUM_BLOCKS // 2) * BLOCK + 1)
     pair.holder.cache(tokens)
-    _, told = await pair.asker.ask(tokens, pair.holder.holds(len(tokens)))
+    told = await pair.asker.ask(pair.asker.request(tokens, pair.holder.holds(len(tokens))))
     assert told.fetched_tokens == NUM_BLOCKS // read_leases.SHARE * BLOCK
 
 
@@ -187,7 +184,7 @@ async def test_a_holder_that_drains_waits_for_its_readers(pair: Pair, gate: Gate
     gate.open.set()
     assert (await pair.asker.end(served)).fetch == "fetched"
     await draining
-    assert (await pair.ask(seed=3))[1].fetch == "busy"
+    assert (await pair.ask(seed=3)).fetch == "busy"
 
 
 @pytest.mark.parametrize("lasting", [(3.0,), (0.03, 3.0)], ids=["whole", "cut off"])
@@ -239,7 +236,7 @@ async def test_whatever_happens_what_is_loaded_is_right(
 async def test_it_has_a_span_below_that_of_the_request(pair: Pair, receiver: Receiver) -> None:
     request = pair.request()
     request.trace_headers = HEADERS
-    told = await pair.asker.end(await pair.asker.admit(request))
+    told = await pair.asker.ask(request)
     tracing.close()
     fetch, above = receiver.one("decode.prefix_fetch"), receiver.one("decode.request")
     assert fetch.parent == above.id
@@ -275,8 +272,7 @@ async def test_a_read_that_is_too_slow_is_interrupted(
 ) -> None:
     # Long enough that the read begins in time on a busy machine: one that does not is `busy`.
     monkeypatch.setattr(fetches, "_COPY_S", (0.5, 0.5))
-    served = await pair.asker.admit(pair.request())
-    assert (await pair.asker.end(served)).fetch == "lost"
+    assert (await pair.ask()).fetch == "lost"
 
 
 async def test_no_prompt_waits_for_a_session_that_does_not_open(
@@ -349,8 +345,8 @@ async def test_a_holder_that_answers_nonsense(
         await real(self, asker, ask)
 
     monkeypatch.setattr(read_leases.ReadLeases, "_give", give)
-    served, told = await pair.ask()
-    assert served.loaded is (wrong == "many"), told
+    told = await pair.ask()
+    assert (told.fetch == "fetched") is (wrong == "many"), told
 
 
 async def test_blocks_of_an_asker_that_is_stopped_stay_pinned_and_are_counted(

@@ -177,15 +177,12 @@ class FetchWorker(DecodeHalf):
     def arrived(self, served: Served) -> None:
         self.pool.cache(served.request.block_hashes, served.table)
 
-    async def ask(
-        self, tokens: Sequence[int], hint: PrefixHolder | None, salt: str | None = None
-    ) -> tuple[Served, ExplainRecord]:
-        """Serve a prompt up to its computation. Checks what was fetched, then lets it go."""
-        served = await self.admit(self.request(tokens, hint, salt))
-        return served, await self.end(served)
+    async def ask(self, request: FakeRequest) -> ExplainRecord:
+        """Serve a request up to its computation. Then it ends."""
+        return await self.end(await self.admit(request))
 
     async def end(self, served: Served) -> ExplainRecord:
-        """Wait until the KV is there or must be computed. Then the request ends."""
+        """Wait until the KV is there or must be computed, and check it. Then the request ends."""
         await soon(lambda: served.loaded is not None)
         tokens = served.request.prompt_token_ids or []
         if served.loaded:
@@ -200,6 +197,7 @@ class FetchWorker(DecodeHalf):
         self.side.request_finished(served.request)
         record = self.traces.finish(served.request.request_id)
         assert record is not None
+        assert bool(served.loaded) is bool(record.fetched_tokens) is (record.fetch == "fetched")
         return record
 
     def expire(self) -> None:
