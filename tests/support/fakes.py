@@ -57,11 +57,10 @@ class FakePool:
     def free(self) -> set[int]:
         return {b.block_id for b in self.blocks if b.ref_cnt == 0}
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int]:
         """Lowest free blocks first, so that a block freed too early is reused at once."""
         ids = sorted(self.free)[:count]
-        if len(ids) < count:
-            return None
+        assert len(ids) == count, "the pool is full"
         self.touch([self.blocks[i] for i in ids])
         return ids
 

@@ -49,9 +49,9 @@ class CachePool(FakePool):
 
     enable_caching = True
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int]:
         ids = super().allocate(count)
-        self.cached = {h: block for h, block in self.cached.items() if block not in (ids or ())}
+        self.cached = {h: block for h, block in self.cached.items() if block not in ids}
         return ids
 
     def hit(self, hashes: Sequence[str]) -> list[int]:
@@ -138,7 +138,6 @@ class FetchWorker(DecodeHalf):
     def cache(self, tokens: Sequence[int], salt: str | None = None) -> list[int]:
         """Compute a prompt here. Its whole blocks are cached then, and nobody refers to them."""
         ids = self.pool.allocate(len(tokens) // BLOCK)
-        assert ids is not None
         compute(self.pages, ids, tokens, 0, len(ids) * BLOCK)
         self.pool.cache(hashes_of(tokens, salt), ids)
         self.pool.release(ids)
@@ -165,7 +164,6 @@ class FetchWorker(DecodeHalf):
             await asyncio.sleep(0.001)
         self.pool.touch([self.pool.blocks[b] for b in hit])
         own = self.pool.allocate(external // BLOCK)
-        assert own is not None
         self.pages[:, own] = 0xAA
         served.table = [*hit, *own]
         self.side.enqueue(request, [served.table], external)

@@ -138,15 +138,11 @@ class HandoffModel:
 
     # ------------------------------------------------------------------ vLLM and its connector
 
-    def open(
-        self, targets: int, hits: int = 0, extra: int = 1, *, shared: bool = True
-    ) -> Job | None:
+    def open(self, targets: int, hits: int = 0, extra: int = 1, *, shared: bool = True) -> Job:
         """A request of `targets` remote blocks; the last holds `extra` tokens. shared: another
-        request has the hits as well, so they outlive this one. None: pool full."""
+        request has the hits as well, so they outlive this one."""
         prefix = PREFIX[: hits if shared else 0]
         own = self.pool.allocate(targets + hits - len(prefix))
-        if own is None:
-            return None
         self.pool.touch([self.pool.blocks[b] for b in prefix])
         blocks = [*prefix, *own]
         tokens = (len(blocks) - 1) * BLOCK + extra + 1
@@ -458,7 +454,6 @@ def check_drained(model: HandoffModel) -> None:
 def granted(model: HandoffModel) -> tuple[Job, Grant]:
     """Open and publish a job; writer `a` claims it."""
     job = model.open(2, 1)
-    assert job is not None
     model.publish(job)
     assert model.claim(job, "a").fence
     return job, model.grants[-1]

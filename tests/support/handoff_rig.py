@@ -168,7 +168,6 @@ class DecodeHalf:
     def cache(self, tokens: Sequence[int]) -> list[int]:
         """Prefill a prompt here; its whole blocks are this worker's prefix cache."""
         table = self.pool.allocate(len(tokens) // BLOCK)
-        assert table is not None
         compute(self.pages, table, tokens, 0, len(table) * BLOCK)
         self.cached += table
         return table
@@ -184,7 +183,6 @@ class DecodeHalf:
         external, asynchronous = self.side.decide(request, len(hit) * BLOCK)
         assert asynchronous
         own = self.pool.allocate(-(-(len(tokens) - 1) // BLOCK) - len(hit))
-        assert own is not None
         self.pages[:, own] = 0xAA
         self.pool.touch([self.pool.blocks[b] for b in hit])
         served = self.requests[request.request_id] = Served(request, [*hit, *own])

@@ -121,7 +121,6 @@ class KvEngine:
     def cache(self, tokens: Sequence[int]) -> None:
         """Put the whole blocks of a prompt into this engine's prefix cache."""
         table = self.pool.allocate(len(tokens) // BLOCK)
-        assert table is not None
         compute(self.pages, table, tokens, 0, len(table) * BLOCK)
         self.warm[tuple(tokens[: len(table) * BLOCK])] = table
 
@@ -204,9 +203,10 @@ class KvEngine:
     def _admit(self, run: _Run) -> None:
         hit = self._hit(run.task.token_ids) if not run.request.num_preemptions else []
         external, _ = self.side.matched(run.request, len(hit) * BLOCK)
-        own = self.pool.allocate(run.task.positions - len(hit))
-        if own is None:
+        count = run.task.positions - len(hit)
+        if len(self.pool.free) < count:
             return
+        own = self.pool.allocate(count)
         self.pool.touch([self.pool.blocks[b] for b in hit])
         run.table = [*hit, *own]
         self._manager.tables[run.task.request_id] = run.table

@@ -70,7 +70,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), hits=st.integers(0, 2), extra=st.integers(1, 4), shared=MOSTLY)
     def open(self, count: int, hits: int, extra: int, shared: bool) -> None:
-        self.model.open(count, hits, extra, shared=shared)
+        if len(self.model.pool.free) >= count + hits:
+            self.model.open(count, hits, extra, shared=shared)
 
     @any_job
     @rule(pick=PICK, outcome=st.sampled_from([None] * 7 + [Outcome.PUBLISH_FAILED]))

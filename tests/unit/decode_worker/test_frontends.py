@@ -28,7 +28,6 @@ async def test_a_drain_waits_for_requests_and_not_for_quarantine() -> None:
     """The blocks of a request that is over are held for a stopped writer, maybe for ever."""
     model = HandoffModel()
     job = model.open(2)
-    assert job is not None
     assert model.claim(job, "a").fence
     assert model.begin_batch(model.grants[-1])
     request_server: Any = SimpleNamespace(active_requests=1)

@@ -49,7 +49,6 @@ class Rig:
         external, asynchronous = self.side.decide(request, hit)
         assert asynchronous
         blocks = self.pool.allocate(-(-(hit + external) // BLOCK))
-        assert blocks is not None
         self.side.enqueue(request, [blocks], external)
         return request
 
@@ -144,7 +143,6 @@ def test_the_hold_comes_before_the_report_that_frees() -> None:
     """In one step: without the hold, the pool would give the blocks away after the report."""
     model = HandoffModel()
     job = model.open(3, 1)
-    assert job is not None
     model.claim(job, "a")
     assert model.begin_batch(model.grants[0])
     model.tick(3600.0)
@@ -271,7 +269,6 @@ def test_a_prefill_worker_gets_the_rest_once_the_hit_is_loaded() -> None:
     request = FakeRequest("r", list(range(100, 100 + PROMPT)), prefill_stats=stats)
     assert rig.side.decide(request, BLOCK) == (PROMPT - 1 - BLOCK, True)
     blocks = rig.pool.allocate(10)
-    assert blocks is not None
     rig.side.enqueue(request, [blocks], PROMPT - 1 - BLOCK)
     assert stats.num_cached_tokens == BLOCK + 3 * BLOCK, "its own hit, and the tier's"
     assert tier.loads == [("r", 3 * BLOCK)]
