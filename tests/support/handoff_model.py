@@ -214,17 +214,17 @@ class HandoffModel:
     def claim(self, job: Job, writer: str, incarnation: str | None = None) -> Any:
         """Returns the answer: the wire's `Grant`, or `Refused`."""
         incarnation = incarnation or self.ledger.incarnation
-        before = self.ledger.find(job.job.job_id)
-        holder = (before.writer, before.attempt) if before and before.state in UNDER_WAY else None
+        entry = job.job
+        holder = (entry.writer, entry.attempt) if entry.state in UNDER_WAY else None
         answer = said.grant(self.ledger, job.job.job_id, incarnation, writer, f"ack.{writer}")
-        if before is not None and holder is not None:
-            assert before.state in UNDER_WAY, "a claim took the job from its holder"
-            assert (before.writer, before.attempt) == holder
+        if holder is not None:
+            assert entry.state in UNDER_WAY, "a claim took the job from its holder"
+            assert (entry.writer, entry.attempt) == holder
         if isinstance(answer, Refused):
             self.seen.add(f"claim {answer.reason}")
             assert answer.retry_after_s is None or answer.reason is RefuseReason.HELD
         else:
-            blocks = job.job.blocks
+            blocks = entry.blocks
             self.seen |= {"claim granted", f"attempt {answer.attempt}"}
             self.grants.append(
                 Grant(
@@ -309,8 +309,8 @@ class HandoffModel:
 
     def lose(self, writer: str, *, others_alive: bool) -> None:
         """The connection ends; a batch of the writer may go on all the same."""
-        entries = [e for j in self.jobs if (e := self.ledger.find(j)) and e.writer != writer]
-        others = [entry for entry in entries if entry.state is JobState.GRANTED]
+        entries = [job.job for job in self.jobs.values()]
+        others = [e for e in entries if e.state is JobState.GRANTED and e.writer != writer]
         self.ledger.writer_lost(writer)
         if others_alive:
             assert all(entry.state is JobState.GRANTED for entry in others), "they are alive"
@@ -318,7 +318,7 @@ class HandoffModel:
             for entry in others:
                 self.ledger.writer_lost(entry.writer)
             self.ledger.give_up_all(Outcome.PREFILL_LOST, but_granted=True)
-            waiting = [e for j in self.jobs if (e := self.ledger.find(j)) and not e.settled]
+            waiting = [entry for entry in entries if not entry.settled]
             assert all(e.state is JobState.READING for e in waiting), "waits for nobody"
         self.act()
 
@@ -424,10 +424,8 @@ def _check_lands(model: HandoffModel, owner: str, targets: Set[int]) -> None:
 def check_timer(model: HandoffModel, soonest: float) -> None:
     """The next tick, in `soonest` seconds, comes in time for every open job."""
     now = model.clock.monotonic()
-    for job_id, job in model.jobs.items():
-        entry = model.ledger.find(job_id)
-        if entry is None:
-            continue
+    for job in model.jobs.values():
+        entry = job.job
         if not entry.settled:
             assert now < min(entry.due, job.deadline), "waits although its time is up"
             assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"

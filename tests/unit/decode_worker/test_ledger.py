@@ -21,16 +21,11 @@ from pullfill.wire import GiveUp, Progress, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.fuzz import MANY
-from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, Job, granted
+from tests.support.handoff_model import CLAIM_S, TIMEOUT_S, HandoffModel, granted
 from tests.support.ledger_machine import explore
 from tests.support.loopback import LoopbackFences
 
 GAVE_UP = GiveUp(job_id="j0", attempt=1, incarnation="i", cause="why", retry=True)
-
-
-def state(model: HandoffModel, job: Job) -> JobState | None:
-    entry = model.ledger.find(job.job.job_id)
-    return None if entry is None else entry.state
 
 
 def told(model: HandoffModel) -> list[Any]:
@@ -47,10 +42,10 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
     model = HandoffModel()
     job, grant = granted(model)
     model.tick(CLAIM_S + 2)
-    assert state(model, job) is JobState.GRANTED, "the claim's bound is over with the claim"
+    assert job.job.state is JobState.GRANTED, "the claim's bound is over with the claim"
     model.gave_up(grant, retry=True)
     model.tick(CLAIM_S - 1)
-    assert state(model, job) is JobState.QUEUED, "counted anew"
+    assert job.job.state is JobState.QUEUED, "counted anew"
     second = model.claim(job, "b")
     assert second.deadline_s == pytest.approx(TIMEOUT_S - 2 * CLAIM_S - 1)
     model.tick(second.deadline_s)
@@ -60,9 +55,7 @@ def test_each_wait_for_a_claim_has_its_time_and_the_whole_is_bounded() -> None:
 def test_a_grant_tells_in_how_many_seconds_the_job_is_late() -> None:
     model = HandoffModel()
     job, grant = granted(model)
-    entry = model.ledger.find(job.job.job_id)
-    assert entry is not None
-    entry.due_s = 5.0
+    job.job.due_s = 5.0
     model.tick(7.0)
     model.gave_up(grant, retry=True)
     second = model.claim(job, "b")
