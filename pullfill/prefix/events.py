@@ -113,13 +113,14 @@ class Replica:
         self.healing: Counter[str] = Counter()
         self._index = index
         self._name = name
-        self._believe(0, 0)
+        # The first event that is not in the index: epoch, number. Epoch 0: it is not known.
+        self._next = 0, 0
 
     def ask(self, now: float) -> PrefixFollow:
         """What to send first, or to be told all blocks again. What the index has still counts until
         they come."""
         self.asked = now
-        self._believe(0, 0)
+        self._next = 0, 0
         return PrefixFollow()
 
     def take(self, message: PrefixEvents | PrefixPage, now: float) -> PrefixFollow | None:
@@ -137,17 +138,17 @@ class Replica:
         self.asked = now
         if page.page == 0:
             self._index.forget(self._name)
-            self._believe(0, 0)
+            self._next = 0, 0
         self._index.store(self._name, _numbers(page.hashes))
         if page.last:
             self.healing["snapshots"] += 1
-            self._believe(page.epoch, page.at)
+            self._next = page.epoch, page.at
             self._become(State.WARM, now)
 
     def _events(self, events: PrefixEvents, now: float) -> PrefixFollow | None:
-        if (events.epoch, events.first) != (self._epoch, self._next):
+        if (events.epoch, events.first) != self._next:
             return self._lost("gaps", now)
-        self._next += len(events.ops)
+        self._next = events.epoch, events.first + len(events.ops)
         done = events.ops.rfind(Op.CLEAR) + 1
         if done:
             self._index.forget(self._name)
@@ -169,10 +170,6 @@ class Replica:
         self.healing[what] += 1
         self._become(State.BEHIND, now)
         return self.ask(now)
-
-    def _believe(self, epoch: int, number: int) -> None:
-        """All events of the epoch before this number are in the index. Epoch 0: it is not known."""
-        self._epoch, self._next = epoch, number
 
     def _become(self, state: State, now: float) -> None:
         if state is not self.state:
