@@ -77,7 +77,6 @@ class DecodeSide(Service):
     control: ControlServer
     leases: ReadLeases
     outlook: Outlook
-    draining: threading.Event
     checks: Checks | None
     meter: DecodeMeter
     options: WorkerOptions
@@ -173,14 +172,14 @@ class DecodeSide(Service):
 
     def engine_stuck(self, stuck: bool) -> None:
         if stuck:
-            self.draining.set()
+            self.outlook.draining.set()
             self.context.ledger.give_up_all(Outcome.ENGINE_STUCK, but_granted=True)
         elif not self._drains:
-            self.draining.clear()
+            self.outlook.draining.clear()
 
     async def stop_taking(self) -> None:
         self._drains = True
-        self.draining.set()
+        self.outlook.draining.set()
         self.engine.loop.submit(self.frontends.server.start_drain)
 
     async def finished(self) -> None:
@@ -310,7 +309,6 @@ class DecodeRole(Role):
 
         # What decides about a prompt.
         num_blocks = config.cache_config.num_gpu_blocks
-        draining = threading.Event()
         outlook = Outlook(
             context,
             producer,
@@ -319,7 +317,7 @@ class DecodeRole(Role):
             meter,
             checks,
             servers.etcd.health,
-            draining,
+            threading.Event(),
             num_blocks,
         )
         fetches = None
@@ -350,7 +348,7 @@ class DecodeRole(Role):
         self._half.begin(scheduler)
         await frontends.begin(options.host, options.data_port)
         self._side = DecodeSide(
-            engine, context, frontends, blocks, control, leases, outlook, draining, checks, meter,
+            engine, context, frontends, blocks, control, leases, outlook, checks, meter,
             options, servers.etcd, cluster.namespace,
         )  # fmt: skip
         return self._side

@@ -33,19 +33,20 @@ async def test_a_stuck_engine_that_goes_on_does_not_end_a_drain() -> None:
     ledger = SimpleNamespace(give_up_all=lambda *_, **__: None)
     part: Any = SimpleNamespace(start_drain=bool, submit=bool, ledger=ledger)
     part.loop = part.server = part
+    part.draining = threading.Event()
     unused: Any = None
     side = DecodeSide(
-        part, part, part, part, part, part, unused, threading.Event(), None, unused,
-        WorkerOptions(model="m"), unused, "ns",
+        part, part, part, part, part, part, part, None, unused, WorkerOptions(model="m"), unused,
+        "ns",
     )  # fmt: skip
     said = []
     for stuck in (True, False):
         side.engine_stuck(stuck)
-        said.append(side.draining.is_set())
+        said.append(part.draining.is_set())
     await side.stop_taking()
     for stuck in (True, False):
         side.engine_stuck(stuck)
-        said.append(side.draining.is_set())
+        said.append(part.draining.is_set())
     assert said == [True, False, True, True]
 
 
