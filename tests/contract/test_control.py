@@ -269,7 +269,7 @@ async def test_a_worker_that_pulls_nothing_for_now_is_not_counted(
     prefill.links.pause("its engine takes no steps")
     await soon(lambda: len(decode.server.peers.pulling) == 0)
     await soon(lambda: decode.ledger.find("j") is None)
-    assert decode.settled() == [Settle("r-j", Outcome.PREFILL_LOST)]
+    assert decode.ledger.take_events() == [Settle("r-j", Outcome.PREFILL_LOST)]
     assert decode.ledger.find("t").state is JobState.QUEUED
     said = "prefill-1 pulls no jobs: its engine takes no steps"
     assert decode.server.peers.not_pulling == [said]
@@ -288,10 +288,10 @@ async def test_a_job_the_last_worker_hands_back_while_it_leaves_is_served_here(
     let_go = decode.fences.hold(fence) if writing else lambda: None
     prefill.links.leave()
     await soon(lambda: len(decode.server.peers.pulling) == 0)
-    assert decode.settled() == [], "what was granted may end"
+    assert decode.ledger.take_events() == [], "what was granted may end"
     prefill.link.send(GiveUp(job_id="j", attempt=1, incarnation="i0", cause="x", retry=True))
     await soon(lambda: decode.ledger.has_events)
-    *held, settled = decode.settled()
+    *held, settled = decode.ledger.take_events()
     assert (settled.loaded, settled.outcome) == (False, Outcome.PREFILL_LOST)
     assert len(held) == decode.ledger.open_jobs == writing
     let_go()

@@ -119,9 +119,6 @@ class Decode:
         control = address or self.server.address
         return workers.record(self.name, compat=COMPAT, control=control)
 
-    def settled(self) -> list[Any]:
-        return self.ledger.take_events()
-
 
 class Prefill:
     """One prefill worker's link, and what its job `j` was told.
