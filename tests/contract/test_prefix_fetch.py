@@ -428,7 +428,6 @@ async def test_no_prompt_waits_for_an_asyncio_thread_that_hangs(
     assert worker.side.decide(request, 0) == (None, False)
     assert worker.side.decide(request, 0) == (None, False)
     fetch = worker.fetches._open.get(request.request_id)
-    assert fetch is not None
     fetch.answer_by = 0.0
     assert worker.side.decide(request, 0) == (0, False)
     assert worker.side.decide(request, 0) == (0, False)

@@ -194,14 +194,12 @@ class FetchWorker(DecodeHalf):
             self.side.enqueue(served.request, [[]], 0)
         self.side.request_finished(served.request)
         record = self.traces.finish(served.request.request_id)
-        assert record is not None
         assert bool(served.loaded) is bool(record.fetched_tokens) is (record.fetch == "fetched")
         return record
 
     def expire(self) -> None:
         """Have the time of all leases that this worker gave be over now."""
         for lease in list(self.leases._pinned):
-            assert lease.timer is not None
             assert lease.timer.when() <= asyncio.get_running_loop().time() + read_leases.LEASE_S
             lease.timer._run()
 

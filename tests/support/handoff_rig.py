@@ -221,7 +221,6 @@ class DecodeHalf:
     def right(self, served: Served) -> bool:
         """Loaded, and its blocks hold what computing here would have given."""
         tokens = served.request.prompt_token_ids
-        assert tokens is not None
         return bool(served.loaded) and holds(self.pages, served.table, tokens[:-1])
 
     def check_clean(self) -> None:

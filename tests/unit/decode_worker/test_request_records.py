@@ -28,7 +28,6 @@ def test_the_first_decision_and_the_outage_of_its_fallback_are_told() -> None:
     said = ""
     traces.decided("r", Situation(100, 0), Decision(False, "fallback"))
     told = traces.finish("r")
-    assert told is not None
     assert (told.path, told.reason) == ("local", "long_prompt")
     assert (told.fallback, told.outage) == ("claim_timeout", "NATS is away")
 
@@ -40,7 +39,6 @@ def test_what_a_prefill_worker_says_at_its_commit_counts_only_if_vllm_loads_the_
     traces.committed("r", StageTimings(prefill_ms=7.0), 4096, "shm", ("nccl: no GPU",))
     traces.settled("r", Outcome.REJECTED)
     told = traces.finish("r")
-    assert told is not None
     assert (told.path, told.kv_bytes, told.transport) == ("local", 0, None)
     assert (told.remote_tokens, told.why_not_better) == (0, ())
     assert told.timings_ms == Timings(queue=500.0)
