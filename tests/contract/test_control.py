@@ -32,7 +32,7 @@ from pullfill.wire import (
 )
 from tests.support.control_rig import Decode, Raw, hello
 from tests.support.framing import frame
-from tests.support.handoff_rig import Make, hold, prompt, settled, stuck
+from tests.support.handoff_rig import Make, copying, hold, prompt, settled, stuck
 from tests.support.transfer_rigs import DENSE, shm_rig
 from tests.support.waiting import soon
 
@@ -417,9 +417,7 @@ async def test_a_decode_worker_that_falls_silent_keeps_no_credit(
     monkeypatch.setattr(peer_link, "SILENT_S", 1.0)
     async with make(credit_blocks=4) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck(decode)
+        served, faults = await copying(decode, decode)
         await soon(lambda: prefill.credits.gone)
         (peer,) = decode.control.peers.values()
         monkeypatch.setattr(peer.channel, "write", lambda *_, **__: None)

@@ -46,11 +46,10 @@ from tests.support.handoff_rig import (
     Make,
     PrefillHalf,
     Served,
+    copying,
     faults_of,
-    hold,
     prompt,
     settled,
-    stuck,
 )
 from tests.support.kv_engine import BLOCK, LAYOUT
 from tests.support.nats import NatsServer
@@ -163,14 +162,6 @@ PULL = KvMode.PULL
 TRANSPORTS = ["loopback", "shm", "tcp"]
 
 
-async def reading(decode: DecodeHalf, prefill: PrefillHalf) -> tuple[Any, Any]:
-    """A request that is stopped in the decode worker's read; and what lets it go on."""
-    faults = hold(prefill)
-    served = decode.send(prompt(30))
-    await stuck(prefill)
-    return served, faults
-
-
 # ------------------------------------------------------------------ right bytes
 
 
@@ -199,7 +190,7 @@ async def test_pull_abort_in_a_read(make: Make) -> None:
     """Our reader still copies into the blocks: they are held until it has ended."""
     async with make(kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        served, faults = await reading(decode, prefill)
+        served, faults = await copying(decode, prefill)
         decode.abort(served)
         await settled(served)
         assert not set(served.table) & decode.pool.free, "held"
@@ -220,7 +211,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> No
     """All it had to do is done, and its memory outlives it: nothing is computed again."""
     async with make("loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        served, faults = await reading(decode, prefill)
+        served, faults = await copying(decode, prefill)
         await prefill.puller.stop()
         for link in prefill.links.links.values():
             link.retired = True
@@ -240,7 +231,7 @@ async def test_pull_from_a_worker_that_dies_is_read_to_the_end(make: Make) -> No
 async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(make: Make) -> None:
     async with make("loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
-        served, faults = await reading(decode, prefill)
+        served, faults = await copying(decode, prefill)
         await asyncio.to_thread(faults.kill)
         await settled(served)
         assert served.loaded is False
@@ -279,9 +270,7 @@ async def test_nothing_is_pulled_beyond_the_credits(make: Make) -> None:
     """While the first prompt cannot be written, only a pull that is under way brings another."""
     async with make(credit_blocks=4, patience_s=100) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=8)
-        faults = hold(decode)
-        first = decode.send(prompt(30))
-        await stuck(decode)
+        first, faults = await copying(decode, decode)
         await soon(lambda: prefill.credits.gone)
         rest = [decode.send(prompt(30, seed=2))]
         await soon(lambda: prefill.puller.in_flight == 2)
@@ -347,9 +336,7 @@ async def test_a_drain_waits_for_no_stopped_reader_of_shared_memory(
         (nats := ServerHealth("nats")).ok()
         unused: Any = None
         service = PrefillService(engine, unused, prefill.puller, [nats])
-        faults = hold(prefill)
-        served = decode.send(prompt(30))
-        await stuck(prefill)
+        served, faults = await copying(decode, prefill)
         kept = {block for run in prefill.engine._runs.values() for block in run.table}
         await service.stop_taking()
         drain = asyncio.create_task(service.finished())
@@ -684,9 +671,7 @@ async def test_an_unreadable_frame_ends_the_control_connection(
     monkeypatch.setattr(ledger, "NO_PROOF_S", 20.0)
     async with make(ack_wait_s=60.0) as cluster:  # only a nak brings a message back
         decode, holder = await cluster.decode(), await cluster.prefill(chunk=5)
-        faults = hold(decode)
-        served = decode.send(prompt(30))
-        await stuck(decode)
+        served, faults = await copying(decode, decode)
         other = await cluster.prefill(pull=False)
         given = noting(other)
         other.puller.start()

@@ -447,3 +447,12 @@ def hold(half: DecodeHalf | PrefillHalf) -> Any:
     """Stop whoever copies to or from its region. Returns its faults."""
     faults_of(half).hold()
     return faults_of(half)
+
+
+async def copying(decode: DecodeHalf, owner: DecodeHalf | PrefillHalf) -> tuple[Served, Any]:
+    """Send a request. Returns it once its copy to or from the owner's memory is stopped, and what
+    lets that go on."""
+    faults = hold(owner)
+    served = decode.send(prompt(30))
+    await stuck(owner)
+    return served, faults
