@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,9 @@ BLOCK = 4
 NUM_BLOCKS = 40
 TIMEOUT_S = 30.0
 CLAIM_S = 10.0
+PROOF_S = 0.1
+"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
+and no request waits for it longer."""
 PREFIX = (0, 1)
 """Blocks that some other request keeps in the prefix cache; shared hits point here."""
 
@@ -265,20 +268,15 @@ class HandoffModel:
         self.seen.add(f"commit {why if isinstance(why, str) else 'accepted'}")
         if why is None:
             self._check_accepted(grant, wrong_by)
-        return self._arrived(job, why)
+            job.committed = True
+        self.act()
+        return why
 
     def _check_accepted(self, grant: Grant, wrong_by: int) -> None:
         assert self._newest(grant), "a stale attempt is accepted"
         assert not self.jobs[grant.job_id].committed, "committed twice"
         assert wrong_by == 0
         assert not grant.in_batch
-
-    def _arrived(self, job: Job, why: str | None) -> str | None:
-        """What the ledger says to bytes that are all there."""
-        if why is None:
-            job.committed = True
-        self.act()
-        return why
 
     def ready(self, grant: Grant, *, wrong_by: int = 0, writer: str | None = None) -> str | None:
         """Pull: the writer says that we may read. None: our reader has begun."""
@@ -300,7 +298,9 @@ class HandoffModel:
         self.seen.add(f"read {why if isinstance(why, str) else 'accepted'}")
         if why is None:
             assert good, "bytes that could not be read are used"
-        return self._arrived(self.jobs[read.job_id], why)
+            self.jobs[read.job_id].committed = True
+        self.act()
+        return why
 
     def gave_up(self, grant: Grant, *, retry: bool) -> None:
         told = GiveUp(cause="why", retry=retry, **grant.about)
@@ -333,7 +333,7 @@ class HandoffModel:
     def tick(self, seconds: float = 0.0) -> float | None:
         self.clock.advance(seconds)
         soonest = self.ledger.tick()
-        check_timer(self, math.inf if soonest is None else soonest)
+        self._check_timer(math.inf if soonest is None else soonest)
         self.act()
         return soonest
 
@@ -344,10 +344,61 @@ class HandoffModel:
         return self.fences.granted(grant.token, writes=False) is not None
 
     def check(self) -> None:
-        check(self)
+        """What holds after every event."""
+        live = [g.targets for g in self.grants if self.is_live(g)]
+        assert len(live) == self.fences.in_use, "a fence is in use that nobody was granted"
+        union: set[int] = set()
+        for targets in live:
+            assert not union & targets, "two writers hold one block"
+            union |= targets
+        assert not union & self.pool.free, "a block that may still be written is free"
+        for grant in self.grants:
+            # Who reads a prefix under a fence that was not proved dead believes what he read.
+            if self.is_live(grant) or (grant.in_batch and grant.reads):
+                assert not grant.hits & self.pool.free, "a block that may still be read is free"
+            if grant.in_batch and not grant.reads:
+                self._check_lands(grant.job_id, grant.targets)
+        for read in self.reads:
+            targets = set(read.blocks[read.first_target :])
+            assert not targets & union, "a writer holds what we read into"
+            self._check_lands(read.job_id, targets)
+        if self.ledger.quarantined_blocks:
+            self.seen.add("quarantined")
+        for job in self.jobs.values():
+            if job.reports and job.reports[0]:
+                assert job.committed, "loaded without a commit"
+        jobs = [entry for job_id in self.jobs if (entry := self.ledger.find(job_id))]
+        assert self.ledger.sums() == Sums(
+            Counter(entry.state for entry in jobs),
+            queued_tokens=sum(e.tokens for e in jobs if e.state is JobState.QUEUED),
+            uncomputed=sum(entry.uncomputed for entry in jobs),
+            unwritten=sum(entry.unwritten for entry in jobs),
+            targets=sum(entry.targets for entry in jobs),
+        )
+
+    def _check_lands(self, owner: str, targets: Set[int]) -> None:
+        """Bytes land in these blocks right now, whatever the ledger believes."""
+        assert not targets & self.pool.free, "bytes land in free blocks"
+        for job_id, job in self.jobs.items():
+            if job_id != owner and not job.freed:
+                assert not targets & set(job.blocks), "bytes land in another's blocks"
+
+    def _check_timer(self, soonest: float) -> None:
+        """The next tick, in `soonest` seconds, comes in time for every open job."""
+        now = self.clock.monotonic()
+        for job in self.jobs.values():
+            entry = job.job
+            if not entry.settled:
+                due = min(entry.due, job.deadline)
+                assert now < due, "waits although its time is up"
+                assert soonest <= due - now, "nobody looks in time"
+            if entry.state is JobState.QUARANTINED:
+                waited_s = now - entry.quarantined_at
+                assert entry.settled or waited_s < PROOF_S, "a request waits for a stopped writer"
+                assert soonest <= PROOF_S, "nobody asks for the proof"
 
     def drain(self) -> None:
-        """Writers fall quiet, time passes, requests end: everything must come back."""
+        """Writers fall quiet, time passes, requests end: jobs, blocks and fences must come back."""
         for job in self.jobs.values():
             if not job.publish_over:
                 self.publish(job)
@@ -364,89 +415,16 @@ class HandoffModel:
                 self.abort(job)
             if job.stored and not job.committed:
                 assert job.cancelled_in_queue, "the message of a closed job stays in the queue"
-        check_drained(self)
-
-
-# ---------------------------------------------------------------------- what always holds
-
-PROOF_S = 0.1
-"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
-and no request waits for it longer."""
-
-
-def check(model: HandoffModel) -> None:
-    """What holds after every event."""
-    live = [g.targets for g in model.grants if model.is_live(g)]
-    assert len(live) == model.fences.in_use, "a fence is in use that nobody was granted"
-    union: set[int] = set()
-    for targets in live:
-        assert not union & targets, "two writers hold one block"
-        union |= targets
-    assert not union & model.pool.free, "a block that may still be written is free"
-    for grant in model.grants:
-        # Who reads a prefix under a fence that was not proved dead believes what he read.
-        if model.is_live(grant) or (grant.in_batch and grant.reads):
-            assert not grant.hits & model.pool.free, "a block that may still be read is free"
-        if grant.in_batch and not grant.reads:
-            _check_lands(model, grant.job_id, grant.targets)
-    for read in model.reads:
-        targets = set(read.blocks[read.first_target :])
-        assert not targets & union, "a writer holds what we read into"
-        _check_lands(model, read.job_id, targets)
-    if model.ledger.quarantined_blocks:
-        model.seen.add("quarantined")
-    for job in model.jobs.values():
-        if job.reports and job.reports[0]:
-            assert job.committed, "loaded without a commit"
-    _check_sums(model.ledger, model.jobs)
-
-
-def _check_sums(ledger: Ledger, jobs: Iterable[str]) -> None:
-    """The sums that the ledger keeps are those of its open jobs."""
-    open_jobs = [entry for job_id in jobs if (entry := ledger.find(job_id)) is not None]
-    assert ledger.sums() == Sums(
-        Counter(entry.state for entry in open_jobs),
-        queued_tokens=sum(e.tokens for e in open_jobs if e.state is JobState.QUEUED),
-        uncomputed=sum(entry.uncomputed for entry in open_jobs),
-        unwritten=sum(entry.unwritten for entry in open_jobs),
-        targets=sum(entry.targets for entry in open_jobs),
-    )
-
-
-def _check_lands(model: HandoffModel, owner: str, targets: Set[int]) -> None:
-    """Bytes land in these blocks right now, whatever the ledger believes."""
-    assert not targets & model.pool.free, "bytes land in free blocks"
-    for job_id, job in model.jobs.items():
-        if job_id != owner and not job.freed:
-            assert not targets & set(job.blocks), "bytes land in another's blocks"
-
-
-def check_timer(model: HandoffModel, soonest: float) -> None:
-    """The next tick, in `soonest` seconds, comes in time for every open job."""
-    now = model.clock.monotonic()
-    for job in model.jobs.values():
-        entry = job.job
-        if not entry.settled:
-            assert now < min(entry.due, job.deadline), "waits although its time is up"
-            assert soonest <= min(entry.due, job.deadline) - now, "nobody looks in time"
-        if entry.state is JobState.QUARANTINED:
-            waited_s = now - entry.quarantined_at
-            assert entry.settled or waited_s < PROOF_S, "a request waits for a stopped writer"
-            assert soonest <= PROOF_S, "nobody asks for the proof"
-
-
-def check_drained(model: HandoffModel) -> None:
-    """Everything has come back: jobs, blocks and fences."""
-    assert model.ledger.open_jobs == 0
-    assert model.ledger.quarantined_blocks == 0
-    assert model.fences.in_use == 0
-    assert model.pool.free == set(range(NUM_BLOCKS)) - set(PREFIX)
-    assert not model.ledger.has_events
-    assert not model.ledger.take_actions()
-    assert model.ledger.tick() is None
-    model.seen |= {f"ended {outcome}" for _, outcome in model.ledger.outcomes}
-    ended = sorted(request_id for request_id, _ in model.ledger.outcomes)
-    assert ended == sorted(j.request.request_id for j in model.jobs.values()), "one for each job"
+        assert self.ledger.open_jobs == 0
+        assert self.ledger.quarantined_blocks == 0
+        assert self.fences.in_use == 0
+        assert self.pool.free == set(range(NUM_BLOCKS)) - set(PREFIX)
+        assert not self.ledger.has_events
+        assert not self.ledger.take_actions()
+        assert self.ledger.tick() is None
+        self.seen |= {f"ended {outcome}" for _, outcome in self.ledger.outcomes}
+        ended = sorted(request_id for request_id, _ in self.ledger.outcomes)
+        assert ended == sorted(j.request.request_id for j in self.jobs.values()), "one for each job"
 
 
 def granted(model: HandoffModel) -> tuple[Job, Grant]:
