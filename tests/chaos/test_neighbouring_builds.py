@@ -78,7 +78,7 @@ def test_row_22_two_builds_work_together_in_every_pair(
         paired.wait_ready(*everybody)
         with checked(paired, oracle) as check, check.load(threads=3, seed=15_000) as load:
             until(lambda: every <= pairs(load), 60, "each prefill worker served each decode worker")
-        assert load.paths() == {"remote"}
+        assert load.seen("path") == {"remote"}
         assert load.slowest_s < SLOW_S
     with checked(paired, oracle) as check, check.load(threads=3, seed=16_000) as load:
         for old in olds:

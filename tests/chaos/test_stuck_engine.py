@@ -73,7 +73,7 @@ def test_stuck_engines(paired: Cluster, oracle: Oracle) -> None:
         checked(paired, oracle, stale={"claim": (0, 99)}) as check,
         check.load(threads=4, lengths=(200, 700, 1300), max_tokens=12, seed=21_000) as load,
     ):
-        until(lambda: decoder.instance_id in load.decode_instances(), 60, "it has work")
-        until(lambda: prefill.instance_id in load.prefill_instances(), 60, "it has work")
+        until(lambda: decoder.instance_id in load.seen("decode_instance"), 60, "it has work")
+        until(lambda: prefill.instance_id in load.seen("prefill_instance"), 60, "it has work")
         stall_twice(paired, prefill, load)
         stall_twice(paired, decoder, load)

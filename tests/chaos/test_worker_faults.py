@@ -221,7 +221,7 @@ def test_row_22_rolling_restart_under_load(paired: Cluster, oracle: Oracle) -> N
             paired.add(old.role)
             assert old.stop() == 0
             load.more(4)
-    assert len(load.decode_instances()) == 2
+    assert len(load.seen("decode_instance")) == 2
 
 
 @pytest.mark.essential

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -352,7 +352,7 @@ class Cluster:
         self.frontend_url = ""
         # Tests of other things count on which worker has its turn.
         self._router: dict[str, object] = {"decode_policy": "round_robin"}
-        self._client: openai.OpenAI | None = None
+        self._clients: dict[str, openai.OpenAI] = {}
         if self.forked:
             zygote()  # it imports while the servers start
 
@@ -512,7 +512,8 @@ class Cluster:
 
     def stop(self) -> None:
         """End everything, whatever state it is in."""
-        self._close_client()
+        for client in self._clients.values():
+            client.close()
         for worker in self.workers:
             if worker.alive:
                 worker.signal(signal.SIGCONT)
@@ -528,20 +529,14 @@ class Cluster:
         return [w for w in self.workers if w.role == role and w.alive]
 
     def client(self) -> openai.OpenAI:
-        """One client for all. It is closed with the cluster."""
+        """One client for each frontend. It is closed with the cluster."""
         import openai
 
         url = f"{self.frontend_url}/v1"
-        if self._client is None or str(self._client.base_url).rstrip("/") != url:
-            self._close_client()
+        if url not in self._clients:
             options: dict[str, Any] = {"timeout": 60.0, "max_retries": 0}
-            self._client = openai.OpenAI(base_url=url, api_key=self.api_key, **options)
-        return self._client
-
-    def _close_client(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+            self._clients[url] = openai.OpenAI(base_url=url, api_key=self.api_key, **options)
+        return self._clients[url]
 
     def status(self) -> dict[str, Any]:
         """What the frontend knows now. A worker that did not answer in time has no load there."""
@@ -670,15 +665,35 @@ class Cluster:
 
     def assert_clean(self) -> None:
         """Ledger, quarantine, queue and free blocks are back to the baseline (I3, I4)."""
-        last: list[str] = []
-
-        def clean() -> bool:
-            last[:] = left_in(self.status(), {w.pid for w in self._answering()})
-            return not last
-
         with contextlib.suppress(AssertionError):
-            until(clean, 20, "clean")
-        assert not last, f"left behind: {last}"
+            until(lambda: not self._left(), 20, "clean")
+        left = self._left()
+        assert not left, f"left behind: {left}"
+
+    def _left(self) -> list[str]:
+        """What is not as in a cluster without requests."""
+        status = self.status()
+        if status["queue"] is None:
+            return ["the queue is unknown"]
+        found = []
+        for key in ("depth_jobs", "in_flight", "depth_tokens"):
+            if status["queue"][key]:
+                found.append(f"queue {key}={status['queue'][key]}")
+        living = {w.pid for w in self._answering()}
+        for worker in status["workers"]:
+            name, load = worker["instance_id"], worker["load"]
+            if worker["state"] == "lost":
+                if worker["pid"] in living:  # it may hold anything
+                    found.append(f"{name} does not answer")
+                continue
+            for key in (
+                "open_jobs", "quarantined_blocks", "read_leases", "requests", "jobs", "running"
+            ):  # fmt: skip
+                if load.get(key):
+                    found.append(f"{name} {key}={load[key]}")
+            if (blocks := load.get("kv_blocks")) and load["kv_free_blocks"] != blocks:
+                found.append(f"{name} free blocks {load['kv_free_blocks']} of {blocks}")
+        return found
 
     def log_errors(self) -> list[str]:
         """Lines of the workers' logs that tell of an error nobody expected."""
@@ -690,39 +705,6 @@ class Cluster:
             # Stock vLLM's server has a traceback for the end of its engine, also for a test's.
             if bad.search(line) and not line.startswith("(APIServer")
         ]
-
-
-def left_in(status: dict[str, Any], living: Collection[int] = ()) -> list[str]:
-    """What is not as in a cluster without requests. status: as of `/pullfill/status`.
-
-    living: pids of workers that live. One of them that does not answer may hold anything."""
-    if status["queue"] is None:
-        return ["the queue is unknown"]
-    found = []
-    for key in ("depth_jobs", "in_flight", "depth_tokens"):
-        if status["queue"][key]:
-            found.append(f"queue {key}={status['queue'][key]}")
-    for worker in status["workers"]:
-        if worker["state"] == "lost":
-            if worker["pid"] in living:
-                found.append(f"{worker['instance_id']} does not answer")
-            continue
-        name, load = worker["instance_id"], worker["load"]
-        for key in (
-            "open_jobs",
-            "quarantined_blocks",
-            "read_leases",
-            "requests",
-            "jobs",
-            "running",
-        ):
-            if load.get(key):
-                found.append(f"{name} {key}={load[key]}")
-        if role_blocks := load.get("kv_blocks"):
-            free = load["kv_free_blocks"]
-            if free != role_blocks:
-                found.append(f"{name} free blocks {free} of {role_blocks}")
-    return found
 
 
 def command(cluster: Cluster, *words: str) -> list[str]:

@@ -80,22 +80,9 @@ class Load:
         prompts, answers = zip(*self.done, strict=True)
         assert_right(oracle, prompts, answers, self._max_tokens)
 
-    def check_fallbacks(self) -> None:
-        """No remote prefill was given up, except while NATS did not answer."""
-        given_up = [told for told in self.told() if told["fallback"]]
-        assert all("NATS" in (told["outage"] or "") for told in given_up), given_up[:5]
-
-    def paths(self) -> set[str]:
-        """Where the prompts were prefilled."""
-        return {t["path"] for t in self.told()}
-
-    def prefill_instances(self) -> set[str]:
-        """Who prefilled remotely."""
-        return {t["prefill_instance"] for t in self.told() if t["path"] == "remote"}
-
-    def decode_instances(self) -> set[str]:
-        """Who answered."""
-        return {t["decode_instance"] for t in self.told()}
+    def seen(self, field: str) -> set[str]:
+        """The values of a field of `told`: `path`, `decode_instance`, …"""
+        return {told[field] for told in self.told()}
 
     def told(self) -> list[dict[str, Any]]:
         """How each request was served; asked once per request."""
