@@ -108,24 +108,23 @@ async def test_no_stored_job_is_lost_over_three_kills(tmp_path: Path) -> None:
 
 @pytest.mark.essential
 async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path) -> None:
-    cluster = NatsCluster(tmp_path)
     names = Names("test", secrets.token_hex(8))
     settings = QueueSettings(ack_wait_s=1.0)  # three replicas are an operator's, and stay
-    stream = names.stream
-    try:
-        await cluster.start()
+    stream, replicas = names.stream, QueueSettings(replicas=3)
+    with NatsCluster(tmp_path) as cluster:
         first = await connected(
-            JetStreamProducer, cluster.url, names, settings=QueueSettings(replicas=3), wait_s=HANG_S
+            JetStreamProducer, cluster.url, names, settings=replicas, wait_s=HANG_S
         )
+        leads = (await cluster.info(first.connection, stream))["cluster"]["leader"]
         await first.close()
-        leader = await cluster.leader(stream)
+        leader = cluster.members[int(leads.removeprefix("n"))]
         url = ",".join([leader.url, *(m.url for m in cluster.members if m is not leader)])
         how: dict[str, Any] = {"settings": settings, "wait_s": HANG_S}
         how["connect_options"] = {"dont_randomize": True}  # connected to the leader
         producer = await connected(JetStreamProducer, url, names, **how)
         consumer = await connected(JetStreamConsumer, url, names, **how)
-        before = await cluster.info(stream)
-        assert before.config.num_replicas == 3
+        before = await cluster.info(producer.connection, stream)
+        assert before["config"]["num_replicas"] == 3
         identity = producer.stream_id
         traffic = Traffic(producer, consumer)
         await traffic.more(20)
@@ -133,12 +132,11 @@ async def test_jobs_flow_again_after_the_stream_leader_is_killed(tmp_path: Path)
         killed, flow = time.monotonic(), len(traffic.pulled_at)
         await traffic.more(20)
         assert traffic.pulled_at[flow + 19] < killed + patience(AGAIN_S)
-        await cluster.info(stream)  # it has a leader again
+        await cluster.info(producer.connection, stream)  # it has a leader again
         await soon(lambda: producer.stream_id == consumer.stream_id == identity, HANG_S)
         await traffic.more(20)
         await traffic.end()  # what was on its way to a dead connection is pulled again
         assert traffic.slowest_s < 10 * PUBLISH_TIMEOUT_S, "a publish never hangs"
-        assert (await cluster.info(stream)).config == before.config
+        config = (await cluster.info(producer.connection, stream))["config"]
+        assert config == before["config"]
         await asyncio.gather(producer.close(), consumer.close())
-    finally:
-        cluster.stop()

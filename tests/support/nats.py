@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import nats
-import nats.errors
-from nats.js import JetStreamContext
-from nats.js.api import StreamInfo
+from typing import Any, NamedTuple, Self
 
 from pullfill.deploy.local_servers import MAX_PAYLOAD, nats_binary, nats_ready
+from pullfill.errors import QueueUnavailable
 from pullfill.queue.dead_letters import get_message
 from pullfill.queue.nats_connection import NatsConnection
 from pullfill.queue.streams import DELIVERIES, JOB_ID, REASON, Names
@@ -78,7 +74,8 @@ class NatsServer(ServerProcess):
 
 
 class NatsCluster:
-    """Three servers with JetStream on free loopback ports."""
+    """Three servers with JetStream on free loopback ports. The context manager launches and ends
+    them. JetStream answers once it has a leader."""
 
     def __init__(self, directory: Path) -> None:
         ports = free_ports(3)
@@ -97,47 +94,27 @@ class NatsCluster:
         """Of all servers. Known after the start."""
         return ",".join(member.url for member in self.members)
 
-    async def start(self) -> None:
-        """Returns when all servers run and JetStream answers, which takes a leader."""
+    def __enter__(self) -> Self:
         for member in self.members:
             member.launch()
-        await self._ask(lambda context: context.account_info())
+        return self
 
-    async def _ask(
-        self,
-        look: Callable[[JetStreamContext], Awaitable[Any]],
-        good: Callable[[Any], object] = bool,
-    ) -> Any:
-        """The first good answer of JetStream."""
-        client = await nats.connect([member.url for member in self.members if member.alive])
+    def __exit__(self, *exc: object) -> None:
+        for member in self.members:
+            member.stop()
 
-        async def answer() -> Any:
-            with contextlib.suppress(nats.errors.Error):
-                return await look(client.jetstream(timeout=1.0))
-
-        try:
-            return await soon(answer, good=lambda told: told is not None and good(told))
-        finally:
-            await client.close()
-
-    async def info(self, stream: str) -> StreamInfo:
+    async def info(self, connection: NatsConnection, stream: str) -> dict[str, Any]:
         """Wait until the stream has a leader and all replicas on running servers are up to date."""
         alive = {f"n{i}" for i, member in enumerate(self.members) if member.alive}
 
-        def settled(info: StreamInfo) -> bool:
-            assert info.cluster is not None
-            replicas = [one for one in info.cluster.replicas or () if one.name in alive]
-            return info.cluster.leader in alive and all(one.current for one in replicas)
+        async def look() -> dict[str, Any]:
+            with contextlib.suppress(QueueUnavailable):
+                return await connection.api(f"STREAM.INFO.{stream}")
+            return {"cluster": {}}
 
-        found: StreamInfo = await self._ask(lambda context: context.stream_info(stream), settled)
+        def settled(info: dict[str, Any]) -> bool:
+            replicas = [r for r in info["cluster"].get("replicas", ()) if r["name"] in alive]
+            return info["cluster"].get("leader") in alive and all(r["current"] for r in replicas)
+
+        found: dict[str, Any] = await soon(look, good=settled)
         return found
-
-    async def leader(self, stream: str) -> NatsServer:
-        """The server that leads the stream now."""
-        group = (await self.info(stream)).cluster
-        assert group is not None
-        return self.members[int(str(group.leader).removeprefix("n"))]
-
-    def stop(self) -> None:
-        for member in self.members:
-            member.stop()
