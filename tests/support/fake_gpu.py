@@ -266,10 +266,6 @@ class FakeStream:
         driver.copies.append(sum(map(len, self.queued)))
         self.queued.clear()
 
-    def close(self) -> None:
-        assert not self.queued, "closed with copies in flight"
-        self._driver.streams.pop(self.handle, None)
-
 
 class FakeKernel:
     """copies.Kernel on a stream. Its table is in use until the stream was waited for."""

@@ -212,17 +212,14 @@ class FakeTransferWorker:
         return True
 
     def finish(self, failure: BaseException | None = None) -> Copy:
-        """End the oldest copy as the real transfer worker does."""
+        """End the oldest copy as the real transfer worker does. failure: of a read."""
         copy = self.queue.pop(0)
         self.log.append((copy.verb, copy.local, copy.remote))
-        if failure is None and copy.verb == "write":
+        if copy.verb == "write":
             copy.task.written_blocks += len(copy.remote)
         copy.task.outstanding -= 1
         copy.done(copy.task, failure)
-        if failure is not None and copy.verb == "write":
-            copy.task.cancel()
-            copy.task.end(failure)
-        elif copy.last:
+        if copy.last:
             copy.task.end(None)
         return copy
 

@@ -64,9 +64,6 @@ class FakeKind(NcclKind):
 
     shared = False
 
-    def why_not(self) -> None:
-        return None
-
     def version(self) -> int:
         return self.device.nccl.version()
 
@@ -83,9 +80,6 @@ class PairKind(FakeKind):
     def __init__(self, world: World, **settings: Any) -> None:
         super().__init__(world, **settings)
         self.peer = FakeKind(world, "GPU-1", **settings)
-
-    def can_reach(self, detail: str) -> str | None:
-        return self.peer.can_reach(detail)
 
     def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
         return super().make(memory, owner=True) if owner else self.peer.make(memory, owner=False)
