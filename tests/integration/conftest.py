@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pullfill.deploy.state import StateDir, is_alive, send, tagged
-from tests.support import command_line
 from tests.support.cluster import Cluster
 from tests.support.frontend_http import Served, serve
 
@@ -36,7 +35,6 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
 def state(state_dir: Path) -> Iterator[Path]:
     """A state directory; whatever the test left running is killed, and makes it fail."""
     yield state_dir
-    command_line.end_started()
     launch = StateDir(state_dir).cluster()
     left = tagged(launch.cluster_id) if launch else []
     if launch is not None and is_alive(launch.supervisor):

@@ -20,14 +20,7 @@ from pullfill.deploy.state import is_alive, tagged
 from pullfill.net.this_host import host_id
 from pullfill.registry import keys
 from pullfill.registry.client import EtcdClient
-from tests.support.command_line import (
-    SERVERS_ONLY,
-    cluster,
-    detached,
-    read_until,
-    run,
-    start,
-)
+from tests.support.command_line import SERVERS_ONLY, cluster, detached, foreground, run
 from tests.support.waiting import until
 from tests.support.workers import record
 
@@ -83,21 +76,17 @@ def test_a_second_up_is_refused_and_harms_nothing(servers: Path) -> None:
 
 @pytest.mark.essential
 def test_down_after_up_was_killed(state: Path) -> None:
-    up = start(state, "up", *SERVERS_ONLY)
-    read_until(up, "ready (no frontend)")
-    running = cluster(state).processes
-    up.kill()
-    up.wait()
+    with foreground(state, *SERVERS_ONLY, ready="ready (no frontend)"):
+        running = cluster(state).processes
     assert all(is_alive(process) for process in running)
     down = run(state, "down")
     assert down.returncode == 0, down.stderr
     assert not any(is_alive(process) for process in running)
     # Nothing is in the way of the next one, which Ctrl-C ends in order.
-    up = start(state, "up", *SERVERS_ONLY)
-    read_until(up, "ready (no frontend)")
-    running = cluster(state).processes
-    up.send_signal(signal.SIGINT)
-    output, _ = up.communicate(timeout=30)
+    with foreground(state, *SERVERS_ONLY, ready="ready (no frontend)") as up:
+        running = cluster(state).processes
+        up.send_signal(signal.SIGINT)
+        output, _ = up.communicate(timeout=30)
     assert (up.returncode, output.rstrip().endswith("stopped")) == (0, True), output
     assert not any(is_alive(process) for process in running)
     assert not (state / "cluster.json").exists()
@@ -118,10 +107,10 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     (tmp_path / "torch.py").write_text("raise ImportError('a broken torch')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one = ("--decode", "1", "--prefill", "0", "--frontends", "0")
-    up = start(state, "up", "--model", str(model_path), *one)
-    until((state / "cluster.json").exists, 20, "up did not begin")
-    launch = cluster(state)
-    output, _ = up.communicate(timeout=180)
+    with foreground(state, "--model", str(model_path), *one) as up:
+        until((state / "cluster.json").exists, 20, "up did not begin")
+        launch = cluster(state)
+        output, _ = up.communicate(timeout=180)
     assert up.returncode == 1
     assert "error: decode-0 died while starting" in output
     assert "a broken torch" in output

@@ -17,9 +17,6 @@ SERVERS_ONLY = ("--decode", "0", "--prefill", "0", "--frontends", "0")
 PULLFILL = (sys.executable, "-P", "-m", "pullfill.deploy.cli")
 
 
-_started: list[subprocess.Popen[str]] = []
-
-
 def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """One command to its end."""
     return subprocess.run(
@@ -31,29 +28,27 @@ def run(state: Path, *arguments: str, timeout: float = 60.0) -> subprocess.Compl
     )
 
 
-def start(state: Path, *arguments: str) -> subprocess.Popen[str]:
-    """One command that goes on; the `state` fixture ends it."""
-    process = subprocess.Popen(
-        [*PULLFILL, *arguments],
+@contextmanager
+def foreground(state: Path, *flags: str, ready: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run `up`, and kill it at the end of the `with`. ready: reads its output up to the line that
+    has this."""
+    with subprocess.Popen(
+        [*PULLFILL, "up", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
-    )
-    _started.append(process)
-    return process
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    """Read the output of a process up to the line that has `text`, and return it. Fails if the
-    process ends first."""
-    assert process.stdout is not None
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if text in line:
-            return seen
-    raise AssertionError(f"ended without {text!r}:\n{seen}")
+    ) as up:
+        try:
+            assert up.stdout is not None
+            seen = ""
+            while ready not in seen:
+                line = up.stdout.readline()
+                assert line, f"ended without {ready!r}:\n{seen}"
+                seen += line
+            yield up
+        finally:
+            up.kill()
 
 
 def cluster(state: Path) -> ClusterFile:
@@ -79,13 +74,3 @@ def detached(state: Path, *flags: str) -> Iterator[ClusterFile]:
 
 def entry(state: Path, name: str) -> ProcessEntry:
     return next(each for each in cluster(state).processes if each.name == name)
-
-
-def end_started() -> None:
-    """Kill the processes of `start` that still run."""
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
