@@ -32,7 +32,7 @@ from pullfill.wire import (
 )
 from tests.support.control_rig import Decode, Raw, hello
 from tests.support.framing import frame
-from tests.support.handoff_rig import Make, copying, hold, prompt, settled, stuck
+from tests.support.handoff_rig import Make, copying, faults_of, prompt, settled, stuck
 from tests.support.transfer_rigs import DENSE, shm_rig
 from tests.support.waiting import soon
 
@@ -392,10 +392,10 @@ async def test_a_link_to_a_decode_worker_that_left_stays_while_its_jobs_run(
     monkeypatch.setattr(peer_link, "IDLE_S", 0.05)
     async with make() as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill()
-        faults = hold(decode)
+        faults = faults_of(decode).hold()
         prefill.engine.gate.clear()
         served = decode.send(prompt(30))
-        await soon(lambda: prefill.tasks)
+        await soon(lambda: any(job.task for job in prefill.puller._jobs.values()))
         cluster.directory.remove(decode.name)
         await asyncio.sleep(0.3)
         assert prefill.links.is_up(decode.name), "its job is computed"

@@ -608,7 +608,7 @@ async def lose(how: str, cluster: Cluster, consumer: JetStreamConsumer) -> None:
     elif how == "delete":
         await connection.api(f"STREAM.DELETE.{names.stream}")
     else:
-        for _ in range(cluster.max_deliver if how == "max_deliver" else 1):
+        for _ in range(consumer.max_deliver if how == "max_deliver" else 1):
             delivery = await consumer.pull(30.0)
             await (delivery.term("it is poison") if how == "term" else delivery.nak())
         assert not await consumer.pull(0.2)

@@ -33,7 +33,6 @@ from pullfill.decode_worker.scheduler import DecodeScheduler, JobBlocks
 from pullfill.errors import QueueUnavailable
 from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.prefill_worker.puller import Budget, Puller
-from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Credits, TransferWorker
 from pullfill.queue.jetstream import JetStreamConsumer, JetStreamProducer
 from pullfill.queue.streams import Names
@@ -283,11 +282,6 @@ class PrefillHalf:
         )
         self.links.start()
 
-    @property
-    def tasks(self) -> list[PrefillTask]:
-        """What the engine and the transfer workers do for jobs now."""
-        return [job.task for job in self.puller._jobs.values() if job.task is not None]
-
     async def _open_transfer_worker(
         self, name: str, regions: Sequence[RegionDescriptor]
     ) -> TransferWorker:
@@ -318,7 +312,6 @@ class Cluster:
     transport: str = "loopback"
     clock: Clock = SYSTEM_CLOCK
     ack_wait_s: float = 30.0
-    max_deliver: int = 5
     timeout_s: float = 20.0
     kv_mode: KvMode = KvMode.PUSH_ASYNC
     credit_blocks: int = 1000
@@ -331,6 +324,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         self.rig = RIGS[self.transport](self.directory_path)
         self.directory = FakeDirectory()
+        self.settings = QueueSettings(ack_wait_s=self.ack_wait_s)
         self.names = Names(f"ns{next(_serial)}", COMPATIBLE.hash())
         return self
 
@@ -369,10 +363,6 @@ class Cluster:
         self.decodes[name] = decode
         self.directory.put(await decode.start())
         return decode
-
-    @property
-    def settings(self) -> QueueSettings:
-        return QueueSettings(ack_wait_s=self.ack_wait_s, max_deliver=self.max_deliver)
 
     async def consumer(self) -> JetStreamConsumer:
         return await connected(
@@ -438,21 +428,15 @@ def faults_of(half: DecodeHalf | PrefillHalf) -> Any:
 
 
 async def stuck(half: DecodeHalf | PrefillHalf) -> None:
-    """Wait until `hold` has stopped somebody: who writes to a decode worker, or who reads from a
+    """Wait until its faults hold somebody: who writes to a decode worker, or who reads from a
     prefill worker in pull mode."""
     assert await asyncio.to_thread(faults_of(half).wait_held)
-
-
-def hold(half: DecodeHalf | PrefillHalf) -> Any:
-    """Stop whoever copies to or from its region. Returns its faults."""
-    faults_of(half).hold()
-    return faults_of(half)
 
 
 async def copying(decode: DecodeHalf, owner: DecodeHalf | PrefillHalf) -> tuple[Served, Any]:
     """Send a request. Returns it once its copy to or from the owner's memory is stopped, and what
     lets that go on."""
-    faults = hold(owner)
+    faults = faults_of(owner).hold()
     served = decode.send(prompt(30))
     await stuck(owner)
     return served, faults

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Self
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory, PeerSession, Rect
@@ -43,10 +44,11 @@ class Faults:
         self._held = 0
         self._kill = False
 
-    def hold(self) -> None:
+    def hold(self) -> Self:
         """Stop every batch, while it holds its fence, until `resume`."""
         with self._changed:
             self._holds, self._kill = True, False
+        return self
 
     def wait_held(self, timeout_s: float = 10.0) -> bool:
         """Wait until a batch is stopped."""
