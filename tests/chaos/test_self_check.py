@@ -11,9 +11,9 @@ import pytest
 
 from pullfill.registry import keys
 from pullfill.wire import SelfCheck
-from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.cluster import Cluster, pullfill, until
 from tests.support.prompts import ask, random_prompt
+from tests.support.zoo import ZOO
 
 WRONG = '--compilation-config={"custom_ops": ["+rotary_embedding"]}'
 """vLLM's CPU kernel for rotary embeddings is wrong for this model. What it computes depends on the
@@ -32,7 +32,7 @@ class Deepseek(Cluster):
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> Iterator[Cluster]:
-    with Deepseek(tmp_path, deepseek_checkpoint()) as cluster:
+    with Deepseek(tmp_path, ZOO["DeepSeek-V3"].checkpoint()) as cluster:
         yield cluster.start(("decode", WRONG), ("prefill", WRONG), "frontend")
 
 

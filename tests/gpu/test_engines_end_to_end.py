@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint import deepseek_checkpoint
 from tests.support.drafts import SPECULATE
 from tests.support.gpu_pairs import STEPS, gpu_pair, plain_engine
 from tests.support.oracle import Oracle
 from tests.support.prompts import ask, ask_all, assert_right, forget_decode_prefixes, random_prompt
+from tests.support.zoo import ZOO
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.slow]
 
@@ -67,7 +68,8 @@ def test_equal_tokens_with_other_engines(
 
 def test_an_mla_model_gives_the_same_probabilities_after_a_remote_prefill(tmp_path: Path) -> None:
     """In bfloat16, as vLLM has no MLA kernel for float32 on a GPU. Its layers have no experts."""
-    dense = deepseek_checkpoint(first_k_dense_replace=4)
+    model = ZOO["DeepSeek-V3"]
+    dense = replace(model, fields=model.fields | {"first_k_dense_replace": 4}).checkpoint()
     flags = "--dtype=bfloat16", "--attention-backend=FLASH_ATTN_MLA"
     with gpu_pair(tmp_path, dense, *flags) as pair:
         prompts = [random_prompt(length, seed=61) for length in LENGTHS]

@@ -7,6 +7,7 @@ offloaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,16 +69,15 @@ def served(
     """Workers whose KV cache holds less than all conversations."""
     kind, directory = request.param, tmp_path_factory.mktemp("offloading")
     model = ZOO["Gemma 3" if kind == WINDOWS else "Llama"]
-    own = oracle if kind != WINDOWS else Oracle(model.checkpoint(), block_size=BLOCK).start()
+    plain = Oracle(model.checkpoint(), block_size=BLOCK) if kind == WINDOWS else nullcontext(oracle)
     ranks = ["--tensor-parallel-size=2", f"--kv-cache-memory-bytes={2 << 20}"]
     decode = ("decode", *FLAGS, *(ranks if kind == RANKS else ()))
-    with Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10) as cluster:
+    whole = Cluster(directory, model.checkpoint(), kv_mib=4, lease_ttl_s=10)
+    with plain as own, whole as cluster:
         cluster.start(decode, ("prefill", *FLAGS), ("frontend", *FLAGS))
         cluster.set_router(**ROUTER)
         yield Served(kind, cluster, own)
         assert not cluster.log_errors()
-    if own is not oracle:
-        own.close()
 
 
 @pytest.mark.essential

@@ -96,43 +96,6 @@ def random_checkpoint(
     return _made(f"{model}-{digest}", make)
 
 
-DEEPSEEK: dict[str, object] = {
-    "vocab_size": TINY.vocab,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "first_k_dense_replace": 1,
-    # As in DeepSeek's own files. Without it vLLM takes softmax, and transformers sigmoid.
-    "scoring_func": "sigmoid",
-    "kv_lora_rank": 512,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-}
-"""DeepSeek-V3 in small. vLLM's CPU kernel for MLA takes only this kv_lora_rank and these head
-dimensions."""
-
-
-def deepseek_checkpoint(**changes: object) -> Path:
-    """Directory of a random DeepSeek-V3 checkpoint (MLA, experts), made unless it is there.
-
-    changes: settings of its configuration that differ."""
-    config = DEEPSEEK | changes
-    return random_checkpoint("DeepseekV3Config", "DeepseekV3ForCausalLM", None, **config)
-
-
 def scaled_checkpoint(first: float) -> Path:
     """Directory of the tiny checkpoint with scales of an fp8 KV cache, made unless it is there.
 

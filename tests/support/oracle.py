@@ -39,7 +39,7 @@ class Completion:
 
 
 class Oracle:
-    """One plain engine over `model`. Start it with `start` or `with`. Thread-safe.
+    """One plain engine over `model`, which lives in a `with`. Thread-safe.
 
     forked: from the zygote. Otherwise it imports vLLM itself, as on a GPU.
     engine_args: more keyword arguments of `vllm.LLM`.
@@ -56,13 +56,10 @@ class Oracle:
         self._lock = threading.Lock()
         self._known: dict[str, Completion] = {}
 
-    def __enter__(self) -> Oracle:
-        return self.start()
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self) -> Oracle:
+    def __enter__(self) -> Oracle:
         """Launch the engine and wait until it can answer (about five seconds)."""
         folder = tempfile.TemporaryDirectory(prefix="pullfill-oracle-")
         with folder as name, socket.socket(socket.AF_UNIX) as door:

@@ -7,28 +7,51 @@ from pathlib import Path
 
 from pullfill.engine.check import require_version
 from pullfill.engine.speculation import STATES_ON_CPU
-from tests.support.checkpoint import DEEPSEEK, IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
+from tests.support.checkpoint import IMAGE_ID, TINY, random_checkpoint, tiny_checkpoint
 
 LATENT_BYTES = 16 * 4 * 576 * 4
 """A block of the small DeepSeek-V3: tokens, layers, numbers of the latent, bytes."""
 WINDOW = 96
 """Tokens that a layer with a window sees: three blocks."""
 
-_SMALL: dict[str, object] = {
+_BASE: dict[str, object] = {
     "vocab_size": TINY.vocab,
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
     "intermediate_size": 256,
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
+}
+_SMALL: dict[str, object] = {
+    **_BASE,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _EXPERTS: dict[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_DEEPSEEK: dict[str, object] = {
+    **_BASE,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 1,
+    # As in DeepSeek's own files. Without it vLLM takes softmax, and transformers sigmoid.
+    "scoring_func": "sigmoid",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+"""DeepSeek-V3 in small. vLLM's CPU kernel for MLA takes only this kv_lora_rank and these head
+dimensions."""
 _NO_LORA = "vLLM's LoRA kernels for experts need Triton, which its CPU build lacks"
 _WINDOW: dict[str, object] = {**_SMALL, "sliding_window": WINDOW}
 _WINDOWS: dict[str, object] = {
@@ -115,7 +138,7 @@ ZOO = {
     "DeepSeek-V3": Model(
         "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
-        DEEPSEEK,
+        _DEEPSEEK,
         block_size=16,
         # vLLM's CPU kernel rotates the wrong rows. Workers turn it off by themselves.
         caches=False,
