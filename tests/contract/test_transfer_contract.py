@@ -50,11 +50,10 @@ from tests.support.waiting import Call, eventually
 def held(session: PeerSession, verb: Direction, token: FenceToken) -> tuple[Faults, Call]:
     """A move that stops inside the fence, before the first byte, until it is told to go on."""
     assert isinstance(session, MappedSession)
-    faults = Faults()
-    faults.hold()
+    faults = Faults().hold()
     session._copy = faults.copy
     call = Call(session.move, verb, token, [0, 1, 2], [3, 4, 5])
-    assert faults.wait_held(20)
+    assert faults.wait_held()
     return faults, call
 
 

@@ -119,7 +119,7 @@ class DecodeHalf:
             blocks=blocks,
         )
         self.side = self.scheduler()
-        self._rig = rig
+        self.rig = rig
 
     def scheduler(self, **parts: Any) -> DecodeScheduler:
         """parts: optional arguments of `DecodeScheduler`."""
@@ -156,7 +156,7 @@ class DecodeHalf:
         return situation(request, hit, self.config, self.traces, **self.told)
 
     def _reach(self, regions: Sequence[RegionDescriptor]) -> Callable[[], PeerSession]:
-        return lambda: self._rig.transport.connect(self.region.memory, *regions)
+        return lambda: self.rig.transport.connect(self.region.memory, *regions)
 
     async def start(self) -> WorkerRecord:
         await self.control.start("127.0.0.1")
@@ -250,8 +250,8 @@ class PrefillHalf:
         consumer: JetStreamConsumer,
         longest: int = 999,
     ) -> None:
-        self.name, self._cluster = name, cluster
-        self.region = cluster.rig.region(LAYOUT, instance_id=name, incarnation="i0")
+        self.name, self.rig = name, cluster.rig
+        self.region = self.rig.region(LAYOUT, instance_id=name, incarnation="i0")
         self.budget = Budget(400)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
         self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
@@ -285,7 +285,7 @@ class PrefillHalf:
     async def _open_transfer_worker(
         self, name: str, regions: Sequence[RegionDescriptor]
     ) -> TransferWorker:
-        connect = self._cluster.rig.transport.connect
+        connect = self.rig.transport.connect
         session = await asyncio.to_thread(connect, self.region.memory, *regions)
         return TransferWorker(session, name, [self.region.memory], self.credits)
 
@@ -423,8 +423,8 @@ async def settled(*requests: Served) -> None:
 
 def faults_of(half: DecodeHalf | PrefillHalf) -> Any:
     """What happens to whoever copies to or from its region."""
-    owner: Any = half.region.owner
-    return owner.faults
+    transport: Any = half.rig.transport
+    return transport.faults(half.region.descriptor)
 
 
 async def stuck(half: DecodeHalf | PrefillHalf) -> None:

@@ -50,10 +50,10 @@ class Faults:
             self._holds, self._kill = True, False
         return self
 
-    def wait_held(self, timeout_s: float = 10.0) -> bool:
+    def wait_held(self) -> bool:
         """Wait until a batch is stopped."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._held > 0, timeout_s)
+            return self._changed.wait_for(lambda: self._held > 0, 20)
 
     def resume(self) -> None:
         """Let the stopped batches go on. They copy all their bytes."""
@@ -86,18 +86,20 @@ class Faults:
 
 
 class LoopbackTransport(ShmTransport):
-    """Shared memory under another name, with the faults of its owner for those who copy.
-
-    faults: of owners in this process, by the endpoint of their memory."""
+    """Shared memory under another name, with faults for those who copy."""
 
     name = "loopback"
 
     def __init__(self) -> None:
-        self.faults: dict[str, Faults] = {}
+        self._faults: dict[str, Faults] = {}
+
+    def faults(self, descriptor: RegionDescriptor) -> Faults:
+        """Of whoever copies to or from this memory."""
+        return self._faults.setdefault(descriptor.endpoints["shm"], Faults())
 
     def connect(
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         session = super().connect(local, descriptor, part)
-        session._copy = self.faults[descriptor.endpoints["shm"]].copy  # type: ignore[attr-defined]
+        session._copy = self.faults(descriptor).copy  # type: ignore[attr-defined]
         return session

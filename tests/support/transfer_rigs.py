@@ -30,7 +30,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import Compat, RegionDescriptor
 from tests.support.fake_gpu import FakeDriver
 from tests.support.fake_nccl import World
-from tests.support.loopback import Faults, LoopbackTransport
+from tests.support.loopback import LoopbackTransport
 from tests.support.nccl_rig import PairKind
 
 Bytes = NDArray[np.uint8]
@@ -139,9 +139,12 @@ class Rig:
     """A transport under test."""
 
     name: str
+    directory: Path
     transport: PeerTransport
-    make_owner: Callable[..., tuple[Owner, Bytes]]
-    """Of a layout, an instance id, and options of `Owner`."""
+    make_rank: Callable[[KvLayout, str], tuple[MappedRank, Bytes]]
+    """Of a layout and an instance id."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `Owner`."""
     regions: list[Region] = field(default_factory=list)
     sessions: list[PeerSession] = field(default_factory=list)
 
@@ -154,7 +157,12 @@ class Rig:
         slots: int = 64,
     ) -> Region:
         """A region full of random bytes."""
-        owner, data = self.make_owner(layout, instance_id, incarnation=incarnation, slots=slots)
+        files = RegionFiles(instance_id, self.directory)
+        rank, data = self.make_rank(layout, instance_id)
+        owner = Owner(
+            files, [rank], incarnation, instance_id=instance_id, slots=slots, **self.options
+        )
+        owner.listen("127.0.0.1")
         data[:] = random_bytes(data.nbytes, seed=1)
         memory = memory_over(data, layout)
         (descriptor, *_) = owner.describe()
@@ -178,29 +186,17 @@ class Rig:
         return self.sessions[-1]
 
 
-def shm_rig(directory: Path, transport: PeerTransport | None = None) -> Rig:
-    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
-        files = RegionFiles(instance_id, directory)
+def shm_rig(directory: Path) -> Rig:
+    def make(layout: KvLayout, instance_id: str) -> tuple[MappedRank, Bytes]:
         path = create_kv(directory, instance_id, 0, extent(layout))
         data = np.asarray(np.memmap(path, np.uint8, "r+"))
-        memory = memory_over(data, layout)
-        ranks = [MappedRank(memory, str(path))]
-        return Owner(files, ranks, instance_id=instance_id, **options), data
+        return MappedRank(memory_over(data, layout), str(path)), data
 
-    return Rig("shm", transport or ShmTransport(), make)
+    return Rig("shm", directory, ShmTransport(), make)
 
 
 def loopback_rig(directory: Path) -> Rig:
-    """shm, with `faults` at each owner."""
-    transport = LoopbackTransport()
-    shm = shm_rig(directory, transport)
-
-    def make(*args: Any, **options: Any) -> tuple[Owner, Bytes]:
-        made: tuple[Any, Bytes] = shm.make_owner(*args, **options)
-        made[0].faults = transport.faults[made[0].endpoints()["shm"]] = Faults()
-        return made
-
-    return Rig("loopback", transport, make)
+    return replace(shm_rig(directory), name="loopback", transport=LoopbackTransport())
 
 
 def stream_rig(
@@ -208,15 +204,13 @@ def stream_rig(
 ) -> Rig:
     """Over a backend that works between plain memories of one process."""
 
-    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
+    def make(layout: KvLayout, instance_id: str) -> tuple[MappedRank, Bytes]:
         data = np.zeros(extent(layout), np.uint8)
-        ranks, files = [MappedRank(memory_over(data, layout))], RegionFiles(instance_id, directory)
-        options |= {"kinds": {kind.name: kind}, "key": key, "stall_s": stall_s}
-        owner = Owner(files, ranks, instance_id=instance_id, **options)
-        owner.listen("127.0.0.1")
-        return owner, data
+        return MappedRank(memory_over(data, layout)), data
 
-    return Rig(kind.name, StreamTransport(kind, key, stall_s=stall_s), make)
+    transport = StreamTransport(kind, key, stall_s=stall_s)
+    options = {"kinds": {kind.name: kind}, "key": key, "stall_s": stall_s}
+    return Rig(kind.name, directory, transport, make, options)
 
 
 def tcp_rig(directory: Path) -> Rig:
@@ -240,17 +234,15 @@ def ipc_rig(directory: Path) -> Rig:
     """Over GPUs made of plain memory."""
     driver: Any = FakeDriver()
 
-    def make(layout: KvLayout, instance_id: str, **options: Any) -> tuple[Owner, Bytes]:
+    def make(layout: KvLayout, instance_id: str) -> tuple[MappedRank, Bytes]:
         block = driver.allocate(4096 + extent(layout))
         data = block.data[4096:]  # as in a caching allocator, not at the start
         memory = replace(memory_over(data, layout), device=0)
         # Only the pid of another process lets ours map the memory once more.
         exported = msgspec.structs.replace(export(memory, driver), pid=1)
-        files = RegionFiles(instance_id, directory)
-        ranks = [MappedRank(memory, exported=exported)]
-        return Owner(files, ranks, instance_id=instance_id, **options), data
+        return MappedRank(memory, exported=exported), data
 
-    return _GpuRig("cuda_ipc", CudaIpcTransport([0], lambda: driver, driver.lane), make)
+    return _GpuRig("cuda_ipc", directory, CudaIpcTransport([0], lambda: driver, driver.lane), make)
 
 
 class _GpuRig(Rig):
