@@ -232,7 +232,7 @@ async def test_pull_that_fails_is_computed_here_and_its_session_made_anew(make: 
     async with make("loopback", kv_mode=PULL) as cluster:
         decode, prefill = await cluster.decode(), await cluster.prefill(chunk=5)
         served, faults = await copying(decode, prefill)
-        await asyncio.to_thread(faults.kill)
+        faults.resume(kill=True)
         await settled(served)
         assert served.loaded is False
         assert decode.traces.fallback_of(served.request.request_id) == "prefill_failed"

@@ -16,7 +16,7 @@ from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.errors import BadMessage, PeerUnavailable
 from pullfill.net.channel import Channel, split_address
 from pullfill.net.security import ClusterKey
-from pullfill.prefill_worker.decode_links import DecodeLink, DecodeLinks
+from pullfill.prefill_worker.decode_links import DecodeLinks
 from pullfill.wire import (
     SILENT_S,
     Commit,
@@ -147,14 +147,9 @@ class Prefill:
             **more,
         )
         self.links.start()
-        self.link = self.move(decode.record(address))
-
-    def move(self, record: WorkerRecord) -> DecodeLink:
-        """The directory says where the decode worker is now."""
-        self.directory.put(record)
-        link = self.links.links[record.instance_id]
-        link.jobs["j"] = self  # type: ignore[assignment]
-        return link
+        self.directory.put(decode.record(address))
+        self.link = self.links.links[decode.name]
+        self.link.jobs["j"] = self  # type: ignore[assignment]
 
     def revoke(self, revoke: Revoke) -> None:
         self.revokes.append(revoke)

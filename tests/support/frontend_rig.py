@@ -152,13 +152,9 @@ class FakeDecode:
         self._socket.close(0)
         self._context.term()
 
-    def drain(self) -> None:
-        """Send DRAIN to all frontends."""
-        self.send_raw(front_wire.DRAIN)
-
     def leave(self) -> None:
         """As a drain that ran out of time: DRAIN, then every request is given up."""
-        self.drain()
+        self.send_raw(front_wire.DRAIN)
 
         def order() -> None:
             for name, active in self._active.items():

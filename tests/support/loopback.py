@@ -55,15 +55,9 @@ class Faults:
         with self._changed:
             return self._changed.wait_for(lambda: self._held > 0, 20)
 
-    def resume(self) -> None:
-        """Let the stopped batches go on. They copy all their bytes."""
-        self._end(kill=False)
-
-    def kill(self) -> None:
-        """End the stopped batches as if their process had died: they move no byte."""
-        self._end(kill=True)
-
-    def _end(self, *, kill: bool) -> None:
+    def resume(self, *, kill: bool = False) -> None:
+        """Let the stopped batches go on. They copy all their bytes. kill: they end as if their
+        process had died, and move no byte."""
         with self._changed:
             self._holds, self._kill = False, kill
             self._changed.notify_all()

@@ -97,7 +97,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> 
     async with rig(one, two) as r:
         r.dispatcher.submit(request("old", max_tokens=20))
         await soon(lambda: bool(one.added))
-        one.drain()
+        one.send_raw(front_wire.DRAIN)
         await r.ready(1)
         for i in range(4):
             r.dispatcher.submit(request(f"new{i}"))

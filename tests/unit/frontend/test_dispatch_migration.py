@@ -132,7 +132,7 @@ async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a", PROMPT, max_tokens=9))
         await soon(lambda: bool(one.added))
-        one.drain()
+        one.send_raw(front_wire.DRAIN)
         await r.ready(1)
         one.say(Output("a", answer(PROMPT, 2), finish_reason=ABORT))
         await soon(lambda: "a" in r.sink.finished)
