@@ -46,8 +46,6 @@ def render(**values: Any) -> list[dict[str, Any]]:
 @cache
 def _render(values: str) -> list[dict[str, Any]]:
     helm = _process()
-    assert helm.stdin is not None
-    assert helm.stdout is not None
     print(values, file=helm.stdin, flush=True)
     told: str | dict[str, str] = json.loads(helm.stdout.readline())
     if isinstance(told, str):

@@ -40,7 +40,6 @@ def foreground(state: Path, *flags: str, ready: str = "") -> Iterator[subprocess
         env={**os.environ, "PULLFILL_STATE_DIR": str(state)},
     ) as up:
         try:
-            assert up.stdout is not None
             seen = ""
             while ready not in seen:
                 line = up.stdout.readline()

@@ -22,7 +22,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Listens on 127.0.0.1 (a port the OS picks) and forwards to `target` (host, port).
+    """Listens at `address` (host:port, which the OS picks) and forwards to `target` (host, port).
 
     A target that cannot be reached closes the client's connection. All methods may be called from
     any thread; each returns when the loop has done it.
@@ -30,13 +30,12 @@ class Proxy:
 
     def __init__(self, target: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.target = target
-        self.port = 0
+        self.address = ""
         self.accepted = 0
         self._open = asyncio.Event()
         self._pairs: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
-        self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ life
@@ -51,11 +50,6 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
-
-    @property
-    def address(self) -> str:
-        """host:port of this end."""
-        return f"127.0.0.1:{self.port}"
 
     # ------------------------------------------------------------------ modes
 
@@ -92,12 +86,11 @@ class Proxy:
         self._do(work())
 
     async def _start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._open.set()
 
     async def _stop(self) -> None:
-        assert self._server is not None
         await stop_listening(self._server)
         for task in list(self._serving):
             task.cancel()
@@ -105,7 +98,6 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = asyncio.current_task()
-        assert me is not None
         self._serving.add(me)
         me.add_done_callback(self._serving.discard)
         self.accepted += 1
