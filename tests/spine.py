@@ -21,12 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 
 from tests.support.checkpoint import tiny_checkpoint
 from tests.support.cluster import Cluster
 from tests.support.prompts import ask, random_prompt
-from tests.support.recorder import RECORD, Call, Window, read
+from tests.support.recorder import RECORD, Call, read, window_of
 
 TURNS = 0, 1
 """Of each case."""
@@ -66,11 +67,11 @@ _FUNCTION = re.compile(r"\[`([\w/]+\.py)`\]\(\.\./\1\) `(\w+)`")
 
 
 @contextmanager
-def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, Window]]:
+def recorded(directory: Path, *flags: str) -> Iterator[tuple[Cluster, Path, mmap]]:
     """A cluster whose processes record."""
     record = directory / "calls"
     record.touch()
-    window = Window(record)
+    window = window_of(record)
     with Cluster(directory, tiny_checkpoint()) as cluster:
         cluster.start_servers()
         for role in ("decode", "prefill", "frontend"):
@@ -94,14 +95,14 @@ def record_cases(directory: Path, names: Sequence[str], *flags: str) -> dict[str
     Under the name `idle` those without a request."""
     windows = {name: [2 * i + turn for turn in TURNS] for i, name in enumerate(names, IDLE)}
     with recorded(directory, *flags) as (cluster, record, window):
-        window.open(IDLE)
+        window[0] = IDLE
         time.sleep(IDLE_S)
         for name, pair in windows.items():
             for turn in TURNS:
-                window.open(pair[turn])
+                window[0] = pair[turn]
                 CASES[name](cluster, turn)
                 time.sleep(0.3)  # the ack and what is told afterwards
-                window.open(0)
+                window[0] = 0
         calls = read(record)
     made: dict[int, dict[tuple[str, str, str], Call]] = {}
     for call in calls:

@@ -35,7 +35,7 @@ def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> tuple[list[Ans
 
 
 def running(cluster: Cluster) -> int:
-    rows = cluster.rows().values()
+    rows = cluster.full_status()["workers"]
     return sum(row["load"]["running"] for row in rows if row["role"] == "decode")
 
 

@@ -322,7 +322,7 @@ def test_messages_count_a_remote_prompt_like_a_local_one(cluster: Cluster) -> No
 @pytest.mark.essential
 def test_disconnect_aborts_at_the_worker(cluster: Cluster) -> None:
     def running() -> int:
-        rows = cluster.rows().values()
+        rows = cluster.full_status()["workers"]
         return sum(row["load"]["requests"] for row in rows if row["role"] == "decode")
 
     (decode,) = cluster.of("decode")

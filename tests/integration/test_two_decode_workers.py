@@ -55,7 +55,8 @@ def known(cluster: Cluster) -> dict[str, int]:
 
     def equal() -> dict[str, int] | None:
         # A killed worker is still listed, without a load.
-        rows = [row for row in cluster.rows().values() if row["role"] == "decode" and row["load"]]
+        known = cluster.full_status()["workers"]
+        rows = [row for row in known if row["role"] == "decode" and row["load"]]
         pairs = [(row["routing"]["prefix"], row["load"]["prefix"]) for row in rows]
         if any(p["state"] != "warm" or p["blocks"] != own["blocks"] for p, own in pairs):
             return None

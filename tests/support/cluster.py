@@ -553,10 +553,6 @@ class Cluster:
                 return status
             time.sleep(0.05)
 
-    def rows(self, *workers: Worker) -> dict[int, dict[str, Any]]:
-        """The workers of `full_status` by pid."""
-        return {w["pid"]: w for w in self.full_status(*workers)["workers"]}
-
     def _answering(self) -> list[Worker]:
         """Workers that must be in the frontend's answers."""
         return [w for w in self.workers if w.instance_id and w.answers]
@@ -569,8 +565,8 @@ class Cluster:
 
     def load_of(self, worker: Worker) -> dict[str, Any]:
         """What a worker reports of itself. Waits for one that is late."""
-        load: dict[str, Any] = self.rows(worker).get(worker.pid, {}).get("load", {})
-        return load
+        rows = self.full_status(worker)["workers"]
+        return next((row["load"] for row in rows if row["pid"] == worker.pid), {})
 
     def records(self, role: str) -> dict[str, WorkerRecord]:
         """What etcd holds now, by instance id."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -111,11 +111,6 @@ class Outputs(msgspec.Struct, array_like=True, omit_defaults=True):
     utility_output: Utility | None = None
 
 
-@dataclass
-class _Result:
-    result: Any
-
-
 class PlainCodec:
     """Stands in for `rpc.FrontendCodec`."""
 
@@ -128,8 +123,9 @@ class PlainCodec:
 
     def outputs(self, frames: Sequence[Any]) -> Outputs:
         outputs = wire.decode(frames[0].bytes, Outputs)
-        if outputs.utility_output is not None and outputs.utility_output.result is not None:
-            outputs.utility_output.result = _Result(outputs.utility_output.result[1])
+        called = outputs.utility_output
+        if called is not None and called.result is not None:
+            called.result = SimpleNamespace(result=called.result[1])
         return outputs
 
 

@@ -41,27 +41,18 @@ class Call:
     caller: str
 
 
-class Window:
+def window_of(record: Path) -> mmap.mmap:
     """The byte that says which window is open."""
-
-    def __init__(self, record: Path) -> None:
-        path = record.with_suffix(".window")
-        if not path.exists():
-            path.write_bytes(b"\0")
-        with path.open("r+b") as file:
-            self._byte = mmap.mmap(file.fileno(), 1)
-
-    def open(self, number: int) -> None:
-        self._byte[0] = number
-
-    @property
-    def number(self) -> int:
-        return self._byte[0]
+    path = record.with_suffix(".window")
+    if not path.exists():
+        path.write_bytes(b"\0")
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 1)
 
 
 def start(record: Path, role: str) -> None:
     """Record the calls of this process: of this thread and of those that start later."""
-    byte = Window(record)._byte
+    byte = window_of(record)
     out = os.open(record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     seen: set[tuple[int, CodeType]] = set()
 

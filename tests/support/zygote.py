@@ -245,9 +245,5 @@ def _serve() -> str:
     os._exit(0)
 
 
-def _main() -> None:
-    import_module(_serve()).main()
-
-
 if __name__ == "__main__":
-    _main()
+    import_module(_serve()).main()
