@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import zmq
 
 from pullfill import wire
-from pullfill.decode_worker import request_server as request_servers
 from pullfill.decode_worker.request_server import RequestServer
 from pullfill.decode_worker.request_trace import RequestTraces
 from pullfill.engine import front_wire
@@ -27,7 +24,7 @@ from tests.support.said import blank
 LIMIT = 100
 
 
-class _Codec:
+class Codec:
     """Requests travel as `id`, prompt; outputs as they are.
 
     params, arrival_time, lora_request: of all requests."""
@@ -170,18 +167,3 @@ class Rig:
     def close(self) -> None:
         self.peer.close(0)
         self.request_server.close()
-
-
-@contextmanager
-def rigged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A rig whose messages tests can write and read without vLLM."""
-    monkeypatch.setattr(front_wire, "WorkerCodec", _Codec)
-    monkeypatch.setattr(
-        request_servers.requests,
-        "error_outputs",
-        lambda name, why, fault: f"error {name} {fault}",
-    )
-    monkeypatch.setattr(request_servers.requests, "utility_outputs", lambda *told: told)
-    rig = Rig()
-    yield rig
-    rig.close()

@@ -15,13 +15,18 @@ from pullfill.decode_worker.rules import Decision, Situation
 from pullfill.engine import front_wire, requests
 from pullfill.errors import NotNow
 from tests.support.fake_vllm import STOP, Output, Outputs
-from tests.support.request_server_rig import Rig, rigged
+from tests.support.request_server_rig import Codec, Rig
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    with rigged(monkeypatch) as rig:
-        yield rig
+    """Its messages are written and read without vLLM."""
+    monkeypatch.setattr(front_wire, "WorkerCodec", Codec)
+    monkeypatch.setattr(requests, "error_outputs", lambda name, why, fault: f"error {name} {fault}")
+    monkeypatch.setattr(requests, "utility_outputs", lambda *told: told)
+    rig = Rig()
+    yield rig
+    rig.close()
 
 
 def test_the_port_asked_for(rig: Rig) -> None:
