@@ -14,19 +14,13 @@ class Clock(Protocol):
         ...
 
 
-class BootClock:
-    """The machine's CLOCK_BOOTTIME, which goes on while the machine sleeps.
+def boot_s() -> float:
+    """Return the machine's CLOCK_BOOTTIME, which goes on while the machine sleeps.
 
-    Linux stops CLOCK_MONOTONIC then. Where there is no CLOCK_BOOTTIME this is CLOCK_MONOTONIC.
-    """
-
-    __slots__ = ()
-
-    def monotonic(self) -> float:
-        return time.clock_gettime(_BOOT)
+    Linux stops CLOCK_MONOTONIC then. Where there is no CLOCK_BOOTTIME this is CLOCK_MONOTONIC."""
+    return time.clock_gettime(_BOOT)
 
 
 _BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 # The machine's CLOCK_MONOTONIC.
 SYSTEM_CLOCK: Clock = time
-BOOT_CLOCK: Clock = BootClock()

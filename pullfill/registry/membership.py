@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pullfill.backoff import Backoff
-from pullfill.clock import BOOT_CLOCK, Clock
+from pullfill.clock import boot_s
 from pullfill.errors import (
     BadMessage,
     ConfigError,
@@ -102,20 +102,19 @@ class EtcdLease:
 
     id: etcd's lease id."""
 
-    def __init__(self, client: EtcdClient, lease_id: int, judge: LeaseJudge, clock: Clock) -> None:
+    def __init__(self, client: EtcdClient, lease_id: int, judge: LeaseJudge) -> None:
         self._client = client
         self._judge = judge
-        self._clock = clock
         self._nudge = asyncio.Event()
         self.id = lease_id
         self._task = asyncio.create_task(self._keep(), name=f"lease-{lease_id:x}")
 
     @classmethod
-    async def grant(cls, client: EtcdClient, ttl_s: int, *, clock: Clock = BOOT_CLOCK) -> EtcdLease:
+    async def grant(cls, client: EtcdClient, ttl_s: int) -> EtcdLease:
         """A new lease, which is kept alive. Raises RegistryUnavailable."""
-        sent_at = clock.monotonic()
+        sent_at = boot_s()
         lease_id, granted_s, header = await client.grant_lease(ttl_s)
-        return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header), clock)
+        return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header))
 
     async def was_revoked(self) -> bool:
         """Return once the lease has ended: whether somebody has revoked it. Else an outage of etcd
@@ -128,7 +127,7 @@ class EtcdLease:
 
     def interrupted(self) -> None:
         """A stream of the owner to the same etcd broke."""
-        self._judge.broke(self._clock.monotonic())
+        self._judge.broke(boot_s())
         self._nudge.set()
 
     async def revoke(self) -> None:
@@ -148,13 +147,13 @@ class EtcdLease:
                 async with asyncio.timeout(delay or interval):
                     await self._nudge.wait()
             self._nudge.clear()
-            sent_at = self._clock.monotonic()
+            sent_at = boot_s()
             try:
                 answer = await self._client.keep_alive(self.id, timeout_s=min(interval, 2.0))
             except Exception as exc:
                 if not isinstance(exc, PullfillError):
                     _log.exception("keep-alive failed in an unforeseen way")
-                now = self._clock.monotonic()
+                now = boot_s()
                 judge.broke(now)
                 if judge.expired(now):
                     return False
@@ -164,7 +163,7 @@ class EtcdLease:
                 self._nudge.clear()
                 continue
             if answer.ttl <= 0:
-                return judge.revoked(self._clock.monotonic(), answer.header)
+                return judge.revoked(boot_s(), answer.header)
             judge.alive(sent_at, answer.header)
             delay = 0.0
 
@@ -174,6 +173,7 @@ class EtcdLease:
 Make = Callable[[str], list[WorkerRecord]]
 
 
+@dataclass(eq=False, repr=False)
 class Membership:
     """See the module.
 
@@ -187,29 +187,18 @@ class Membership:
     revoked: set when somebody has revoked our lease.
     """
 
-    def __init__(
-        self,
-        client: EtcdClient,
-        namespace: str,
-        ttl_s: int,
-        make: Make,
-        *,
-        clock: Clock = BOOT_CLOCK,
-        checking: Callable[[str], bool] = lambda _: False,
-    ) -> None:
-        self._client = client
-        self._namespace = namespace
-        self._ttl_s = ttl_s
-        self._make = make
-        self._clock = clock
-        self._checking = checking
-        self._state = WorkerState.READY
-        self.lease: EtcdLease | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._records: list[WorkerRecord] = []
-        self.incarnation = ""
-        self._stale = asyncio.Event()
-        self.revoked = asyncio.Event()
+    client: EtcdClient
+    namespace: str
+    ttl_s: int
+    make: Make
+    checking: Callable[[str], bool] = lambda _: False
+    lease: EtcdLease | None = None
+    incarnation: str = ""
+    revoked: asyncio.Event = field(default_factory=asyncio.Event)
+    _state: WorkerState = WorkerState.READY
+    _task: asyncio.Task[None] | None = None
+    _records: list[WorkerRecord] = field(default_factory=list)
+    _stale: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def join(self, wait_s: float = 0.0) -> None:
         """Register. While etcd does not answer, try again for `wait_s`.
@@ -217,16 +206,16 @@ class Membership:
         Raises IncompatibleError (field, both values, who) and RegistryUnavailable. Then nothing is
         registered."""
         incarnation = new_incarnation()
-        records = self._make(incarnation)
-        give_up, backoff = self._clock.monotonic() + wait_s, Backoff(longest_s=1.0)
+        records = self.make(incarnation)
+        give_up, backoff = boot_s() + wait_s, Backoff(longest_s=1.0)
         while True:
             try:
-                await refuse_if_incompatible(self._client, self._namespace, records[0])
+                await refuse_if_incompatible(self.client, self.namespace, records[0])
                 await self._register(incarnation, records)
                 break
             except RegistryUnavailable as exc:
                 # etcd may go away while a worker loads its model.
-                if self._clock.monotonic() >= give_up:
+                if boot_s() >= give_up:
                     raise
                 _log.warning("not registered yet: %s", exc)
                 await asyncio.sleep(backoff.next())
@@ -257,11 +246,11 @@ class Membership:
         """Write the records on a new lease.
 
         Then look again: of two that joined at the same moment and do not fit, the later leaves."""
-        lease = await EtcdLease.grant(self._client, self._ttl_s, clock=self._clock)
+        lease = await EtcdLease.grant(self.client, self.ttl_s)
         try:
             self._records = records
             await self._write(lease)
-            await refuse_if_incompatible(self._client, self._namespace, records[0], registered=True)
+            await refuse_if_incompatible(self.client, self.namespace, records[0], registered=True)
         except BaseException:
             await lease.revoke()
             raise
@@ -269,18 +258,18 @@ class Membership:
         _log.info("registered %s as %s", records[0].instance_id, incarnation[:8])
 
     def _key(self, record: WorkerRecord) -> str:
-        return keys.worker(self._namespace, record.role, record.instance_id)
+        return keys.worker(self.namespace, record.role, record.instance_id)
 
     def _expected(self, record: WorkerRecord) -> bytes:
         """What the key of one of our records must hold."""
         state = self._state
-        if state is WorkerState.READY and self._checking(record.role):
+        if state is WorkerState.READY and self.checking(record.role):
             state = WorkerState.CHECKING
         return encode(msgspec.structs.replace(record, state=state))
 
     async def _write(self, lease: EtcdLease) -> None:
         for record in self._records:
-            await self._client.put(self._key(record), self._expected(record), lease.id)
+            await self.client.put(self._key(record), self._expected(record), lease.id)
 
     # ------------------------------------------------------------------ holding
 
@@ -295,7 +284,7 @@ class Membership:
             _log.warning(
                 "lost our lease to an etcd outage (TTL %g s): serving goes on; registering again "
                 "as soon as etcd answers",
-                self._ttl_s,
+                self.ttl_s,
             )
             await self._reregister()
 
@@ -314,7 +303,7 @@ class Membership:
         key = self._key(record)
         seen: bytes | None = None
         synced = False
-        async for event in watch_prefix(self._client, key, on_break=lease.interrupted):
+        async for event in watch_prefix(self.client, key, on_break=lease.interrupted):
             if isinstance(event, Synced):
                 synced = True
             elif event.key != key.encode():
@@ -323,7 +312,7 @@ class Membership:
                 seen = event.value
                 if self._replaced(record, seen):
                     with contextlib.suppress(PullfillError):  # the next event tries again
-                        await self._client.revoke_lease(lease.id)
+                        await self.client.revoke_lease(lease.id)
                     lease.check_now()
                     continue
             else:
@@ -371,9 +360,9 @@ class Membership:
         while True:
             try:
                 if made is None:
-                    await self._client.ping(1.0)
+                    await self.client.ping(1.0)
                     incarnation = new_incarnation()
-                    made = incarnation, self._make(incarnation)
+                    made = incarnation, self.make(incarnation)
                 await self._register(*made)
                 _log.warning("registered again as %s", self.incarnation[:8])
                 return

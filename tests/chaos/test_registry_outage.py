@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pullfill.errors import PullfillError
+from pullfill.registry import membership
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.directory import Directory, revoke_worker
 from pullfill.registry.live_settings import Settings, store
@@ -66,27 +67,18 @@ async def test_stopped_longer_than_the_ttl(etcd: EtcdServer, client: EtcdClient)
     await watcher.close()
 
 
-class PausedClock:
-    """The clock of a virtual machine: while the machine is paused, it stands still."""
-
-    def __init__(self) -> None:
-        self.missed_s = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() - self.missed_s
-
-
 @pytest.mark.essential
 async def test_a_paused_virtual_machine_is_not_revoked(
-    etcd: EtcdServer, client: EtcdClient
+    client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No clock here tells that time passed: etcd's answers do."""
-    clock, made = PausedClock(), list[str]()
-    worker = member(client, NS, "decode-1", ttl_s=2, clock=clock, made=made)
+    """No clock here tells that time passed, as all stand still: etcd's answers do."""
+    missed_s, made = 0.0, list[str]()
+    monkeypatch.setattr(membership, "boot_s", lambda: time.monotonic() - missed_s)
+    worker = member(client, NS, "decode-1", ttl_s=2, made=made)
     await worker.join()
     await asyncio.sleep(0.3)
     time.sleep(3.0)  # noqa: ASYNC251 - nothing of this process runs
-    clock.missed_s = 3.0
+    missed_s = 3.0
     first = worker.incarnation
     await soon(lambda: worker.incarnation != first or worker.revoked.is_set(), within_s=20)
     assert not worker.revoked.is_set()

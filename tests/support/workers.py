@@ -41,7 +41,6 @@ def member(
     ttl_s: int = 2,
     made: list[str] | None = None,
     changes: Mapping[str, Any] | None = None,
-    **options: Any,
 ) -> Membership:
     """A Membership. made: gets each incarnation. changes: of its record."""
 
@@ -50,7 +49,7 @@ def member(
             made.append(incarnation)
         return [record(instance_id, incarnation, **(changes or {}))]
 
-    return Membership(client, namespace, ttl_s, make, **options)
+    return Membership(client, namespace, ttl_s, make)
 
 
 class FakeDirectory:
