@@ -16,7 +16,7 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
@@ -374,14 +374,12 @@ class EtcdClient:
             raise self.refused(read_failure(body), status, at)
         self._api.token = msgspec.json.decode(body, type=Answer, strict=False).token
 
-    @contextlib.asynccontextmanager
-    async def stream(
-        self, path: str, request: Any, *, idle_s: float
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """POST `request` and give the answer's lines as they come.
+    async def stream(self, path: str, request: Any, *, idle_s: float) -> AsyncGenerator[bytes]:
+        """POST `request` and yield the answer's lines as they come. Close it by hand.
 
         Raises TimeoutError after `idle_s` of silence, which is no failure. Everything else that
-        ends it is RegistryUnavailable, also its end."""
+        ends it is RegistryUnavailable, also its end. A token that etcd refuses is renewed by the
+        next call, and not here."""
         open_s, at = self._timeout_s, self._members[0]
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=open_s)
         try:
@@ -397,32 +395,26 @@ class EtcdClient:
                         failure = read_failure(await response.read())
                 except _FAILURES as exc:
                     raise self._lost(exc, at) from exc
-                if failure.wants_token and self._has_login:
-                    await self._authenticate(open_s)
                 raise self.refused(failure, response.status, at)
-            yield self._lines(response, idle_s)
+            # etcd3-py's `ResponseIter` keeps in its buffer what it has returned, and returns the
+            # first message again and again.
+            while True:
+                try:
+                    async with asyncio.timeout(idle_s) as deadline:
+                        line = await response.content.readline()
+                except _FAILURES as exc:
+                    if deadline.expired():
+                        raise
+                    raise self._lost(exc, at) from exc
+                except (ValueError, HttpProcessingError) as exc:  # by the release of aiohttp
+                    # Another member would send the same.
+                    raise RevisionLost(f"etcd sent a line of more than {_LINE >> 20} MiB") from exc
+                if not line:
+                    raise self._lost(EOFError("etcd ended the stream"), at)
+                yield line
         finally:
             del self._streams[response]
             _abort(response)
-
-    async def _lines(self, response: aiohttp.ClientResponse, idle_s: float) -> AsyncIterator[bytes]:
-        # etcd3-py's `ResponseIter` keeps in its buffer what it has returned, and returns the first
-        # message again and again.
-        at = self._streams[response]
-        while True:
-            try:
-                async with asyncio.timeout(idle_s) as deadline:
-                    line = await response.content.readline()
-            except _FAILURES as exc:
-                if deadline.expired():
-                    raise
-                raise self._lost(exc, at) from exc
-            except (ValueError, HttpProcessingError) as exc:  # by the release of aiohttp
-                # Another member would send the same.
-                raise RevisionLost(f"etcd sent a line of more than {_LINE >> 20} MiB") from exc
-            if not line:
-                raise self._lost(EOFError("etcd ended the stream"), at)
-            yield line
 
     def refused(
         self, failure: Failure, status: int = 200, at: EtcdMember | None = None

@@ -122,7 +122,8 @@ async def _changes(
 ) -> AsyncGenerator[list[Put | Delete], None]:
     """Yield the changes after `revision`, message by message."""
     create = {**range_of(prefix), "start_revision": revision + 1}
-    async with client.stream("/watch", {"create_request": create}, idle_s=idle_s) as lines:
+    answer = client.stream("/watch", {"create_request": create}, idle_s=idle_s)
+    async with contextlib.aclosing(answer) as lines:
         async for line in lines:
             try:
                 message = msgspec.json.decode(line, type=Answer, strict=False)

@@ -104,9 +104,8 @@ async def connect(members: list[Member]) -> tuple[EtcdClient, asyncio.Task[None]
     client = await EtcdClient.connect(",".join(urls), timeout_s=1.0)
 
     async def watch() -> None:
-        async with client.stream("/watch", {"create_request": {}}, idle_s=60.0) as lines:
-            async for _ in lines:
-                watching.set()
+        async for _ in client.stream("/watch", {"create_request": {}}, idle_s=60.0):
+            watching.set()
 
     watching = asyncio.Event()
     task = asyncio.create_task(watch())
