@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pullfill.errors import BadMessage, ConfigError, QueueUnavailable
-from pullfill.ids import is_name
 from pullfill.queue.contract import Urgency
 from pullfill.queue.nats_connection import ApiError, NatsConnection
 from pullfill.runtime import log
@@ -45,16 +44,9 @@ def round_up_tokens(tokens: int) -> int:
 class Names:
     """All names of one queue. compat_hash: the compatibility hash, which covers the model.
 
-    root: the common part of its subjects. all_jobs: wildcard over the subjects of jobs.
-
-    Raises ConfigError on a namespace or hash that cannot be a name."""
+    root: the common part of its subjects. all_jobs: wildcard over the subjects of jobs."""
 
     def __init__(self, namespace: str, compat_hash: str) -> None:
-        for what, text in (("namespace", namespace), ("hash", compat_hash)):
-            if not is_name(text):
-                raise ConfigError(
-                    f"queue {what} {text!r} is not usable: lower-case letters, digits, '-', '_'"
-                )
         root = f"pullfill.{namespace}.{compat_hash}"
         self.stream = f"PULLFILL-{namespace}-{compat_hash}"
         self.dead_stream = f"{self.stream}-dead"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pullfill.errors import BadMessage, ConfigError
+from pullfill.errors import BadMessage
 from pullfill.queue.contract import Urgency, urgency_of
 from pullfill.queue.streams import Names, parse_ack, round_up_tokens, subject_tokens
 
@@ -46,12 +46,6 @@ def test_any_other_text_is_refused(text: str) -> None:
     for subject in (text, f"$JS.ACK.{text}"):
         with pytest.raises(BadMessage):
             parse_ack(subject)
-
-
-@pytest.mark.parametrize(("namespace", "compat"), [("A", "x"), ("a.b", "x"), ("a", "*"), ("", "x")])
-def test_names_that_would_break_a_subject_are_refused(namespace: str, compat: str) -> None:
-    with pytest.raises(ConfigError):
-        Names(namespace, compat)
 
 
 TIGHT, NORMAL, LOOSE = Urgency
