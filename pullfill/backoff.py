@@ -25,8 +25,3 @@ class Backoff:
     def reset(self) -> None:
         """Begin again with the first pause: a try has succeeded."""
         self.pause_s = self._first_s
-
-    @property
-    def begun(self) -> bool:
-        """Whether anything has failed since the last success."""
-        return self.pause_s != self._first_s

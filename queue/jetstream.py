@@ -134,9 +134,8 @@ class JetStreamProducer(QueueEnd):
                 self._hold()
             self._trip(exc)
             raise
-        if self._holds.begun:
-            self._holds.reset()
-            self.health.ok(STORAGE)
+        self._holds.reset()
+        self.health.ok(STORAGE)
         seq, duplicate = int(answer["seq"]), bool(answer.get("duplicate", False))
         if not duplicate:
             self._depth.published(seq, tokens)
