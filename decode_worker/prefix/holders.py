@@ -56,11 +56,10 @@ class LeaseRefused(HandoffError):
 class Holder(PeerLink):
     """One connection to one holder. Made by `Holders.use`.
 
-    reader: reads its KV memory, from the welcome on. over: it has ended for good."""
+    reader: reads its KV memory, from the welcome on."""
 
     heard = ToAsker
     reader: KvReader
-    over = False
 
     def __init__(
         self,
@@ -86,9 +85,6 @@ class Holder(PeerLink):
     def on_lost(self) -> None:
         # A read under way goes on. The holder's fence says whether it may.
         self.reader.leave()
-
-    def on_over(self) -> None:
-        self.over = True
 
     def needed(self) -> bool:
         return self._reads > 0

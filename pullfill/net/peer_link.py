@@ -47,7 +47,8 @@ class PeerLink:
     hello: the first message.
     key: the cluster key. The peer must hold the same one.
     dial_s: longest time from the dial to the welcome.
-    heard: what the peer may say. A message with a `rid` answers the question of that number."""
+    heard: what the peer may say. A message with a `rid` answers the question of that number.
+    over: the peer is not dialled any more."""
 
     heard: ClassVar[Any]
 
@@ -74,7 +75,7 @@ class PeerLink:
         # one has failed, or the peer was silent.
         self._known = asyncio.Event()
         self._why = ""
-        self._welcomed = self._silent = self._over = False
+        self._welcomed = self._silent = self.over = False
         self._task = asyncio.create_task(self._run(), name=f"link to {name}")
 
     # ------------------------------------------------------------------ what a subclass says
@@ -180,7 +181,7 @@ class PeerLink:
     async def _run(self) -> None:
         pauses, told = Backoff(0.05, 2.0), ""
         try:
-            while not self._over:
+            while not self.over:
                 self._why, self._welcomed = "", False
                 try:
                     await self._connect()
@@ -210,8 +211,8 @@ class PeerLink:
 
     def _is_over(self) -> None:
         self._known.set()
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             self.on_over()
 
     async def _connect(self) -> None:
@@ -232,7 +233,7 @@ class PeerLink:
         finally:
             if keeping is not None:
                 keeping.cancel()
-            if self._welcomed and not (self._silent or self._over):
+            if self._welcomed and not (self._silent or self.over):
                 self._known.clear()  # it is dialled again at once, which is worth waiting for
             self._channel = None
             if channel is not None:
