@@ -7,6 +7,7 @@ cluster.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +22,7 @@ PLAIN = CONTENT_TYPE_PLAIN_0_0_4
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
+@dataclass(eq=False, repr=False)
 class ProbeServer:
     """Serves four read-only routes.
 
@@ -29,19 +31,12 @@ class ProbeServer:
     refresh_metrics: called before the metrics are read.
     """
 
-    def __init__(
-        self,
-        host: str,
-        ready: Callable[[], tuple[bool, dict[str, Any]]],
-        status: Callable[[Mapping[str, str]], dict[str, Any]],
-        refresh_metrics: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._host = host
-        self._ready = ready
-        self._status = status
-        self._refresh = refresh_metrics
-        self._runner: web.AppRunner | None = None
-        self.url = ""
+    host: str
+    ready: Callable[[], tuple[bool, dict[str, Any]]]
+    status: Callable[[Mapping[str, str]], dict[str, Any]]
+    refresh_metrics: Callable[[], None] = lambda: None
+    url: str = ""
+    _runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> None:
         """Listen, and set `url`. Raises ConfigError if the port is taken.
@@ -55,11 +50,11 @@ class ProbeServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, port).start()
+            await web.TCPSite(self._runner, self.host, port).start()
         except OSError as exc:
             await self._runner.cleanup()
             raise NotNow(
-                f"cannot listen on {self._host}:{port} ({exc.strerror}): choose another "
+                f"cannot listen on {self.host}:{port} ({exc.strerror}): choose another "
                 "--http-port or --host"
             ) from exc
         host, port = self._runner.addresses[0][:2]
@@ -73,12 +68,12 @@ class ProbeServer:
         return web.json_response({"live": True})
 
     async def _on_ready(self, _: web.Request) -> web.Response:
-        ok, detail = self._ready()
+        ok, detail = self.ready()
         return web.json_response({"ready": ok, **detail}, status=200 if ok else 503)
 
     async def _on_metrics(self, _: web.Request) -> web.Response:
-        self._refresh()
+        self.refresh_metrics()
         return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": PLAIN})
 
     async def _on_status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._status(request.query))
+        return web.json_response(self.status(request.query))
