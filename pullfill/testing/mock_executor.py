@@ -11,7 +11,7 @@ Needs no weights. All methods run on the engine thread, where a step sleeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Annotated, Any
@@ -112,18 +112,9 @@ class MockExecutor(Executor):  # type: ignore[misc]
         self._model = MockModel(self._settings)
         self._connector: Any = None
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
+    def collective_rpc(self, *_: Any, **__: Any) -> list[None]:
         """Do nothing for calls that would only change a model. There is no worker to call."""
-        if not non_block:
-            return [None]
-        return _done([None])
+        return [None]
 
     # ------------------------------------------------------------------ once
 
@@ -190,10 +181,12 @@ class MockExecutor(Executor):  # type: ignore[misc]
             sampled_token_ids=list(output.values()),
             kv_connector_output=self._transfers(scheduler_output),
         )
-        took = self._model.seconds(scheduler_output)
-        if took:
-            time.sleep(took)
-        return _done(result) if non_block else result
+        time.sleep(self._model.seconds(scheduler_output))
+        if not non_block:
+            return result
+        done: Future[Any] = Future()
+        done.set_result(result)
+        return done
 
     def _transfers(self, scheduler_output: Any) -> KVConnectorOutput | None:
         """What vLLM's model runner asks the connector after each forward pass."""
@@ -211,12 +204,3 @@ class MockExecutor(Executor):  # type: ignore[misc]
 
     def check_health(self) -> None:
         """Always well."""
-
-    def shutdown(self) -> None:
-        """The connector belongs to the process."""
-
-
-def _done(result: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
