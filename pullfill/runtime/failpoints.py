@@ -57,17 +57,10 @@ def parse(spec: str) -> dict[str, _Action]:
 
 
 _lock = threading.Lock()
-_active: dict[str, _Action] = {}
-_file = ""
+_spec = os.environ.get(ENV, "")
+_file = _spec[1:] if _spec.startswith("@") else ""
+_active = {} if _file else parse(_spec)
 _seen: tuple[int, int] | None = None
-
-
-def arm(spec: str) -> None:
-    """Set the failpoints, in the environment's form. Raises ConfigError."""
-    global _active, _file, _seen
-    with _lock:
-        _file, _seen = (spec[1:], None) if spec.startswith("@") else ("", None)
-        _active = {} if _file else parse(spec)
 
 
 def armed() -> bool:
@@ -119,6 +112,3 @@ def hit(name: str) -> None:
             armed()
     elif action.verb == "error":
         raise FailpointError(action.argument or name)
-
-
-arm(os.environ.get(ENV, ""))
