@@ -34,7 +34,6 @@ from pullfill.queue.nats_connection import (
 from pullfill.queue.streams import (
     EXPECTED_STREAM,
     MSG_ID,
-    NOT_SET,
     STREAM_NOT_FOUND,
     Names,
     QueueEnd,
@@ -73,9 +72,7 @@ class JetStreamProducer(QueueEnd):
 
     health: of the connection. Here: whether the server counts (JETSTREAM) and stores jobs."""
 
-    def __init__(
-        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
-    ) -> None:
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
         super().__init__(connection, names, settings)
         self._depth = DepthCache()
         self._answering = False
@@ -288,9 +285,7 @@ class JetStreamConsumer(QueueEnd):
 
     health: of the connection. Here: whether the server answers pulls (PULLS)."""
 
-    def __init__(
-        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
-    ) -> None:
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
         super().__init__(connection, names, settings)
         self.letters = DeadLetters(self.connection, self.names)
         self._turns = Turns()

@@ -103,7 +103,6 @@ def subject_tokens(subject: str) -> int:
 
 # --------------------------------------------------------------------------- making them
 
-NOT_SET = QueueSettings()
 ACK_WAIT_S, PUBLISH_TIMEOUT_S = 5.0, 0.5
 # What holds where `queue.*` is not set: for a new stream or consumer, and for a producer.
 DEFAULTS = QueueSettings(
@@ -194,9 +193,7 @@ class QueueEnd(ABC):
     ack_wait_s: float
     max_deliver: int
 
-    def __init__(
-        self, connection: NatsConnection, names: Names, settings: QueueSettings = NOT_SET
-    ) -> None:
+    def __init__(self, connection: NatsConnection, names: Names, settings: QueueSettings) -> None:
         connection.use(self._connected, self._on_down)
         self.connection = connection
         self.health = connection.health

@@ -23,7 +23,7 @@ from pullfill.queue import nats_connection
 from pullfill.queue.contract import Delivery, Receipt, Urgency
 from pullfill.queue.jetstream import BUSY_REFRESH_S, JetStreamConsumer, JetStreamProducer
 from pullfill.queue.nats_connection import NatsConnection
-from pullfill.queue.streams import DEFAULTS, NOT_SET, Names, consumer_of
+from pullfill.queue.streams import DEFAULTS, Names, consumer_of
 from pullfill.wire import QueueSettings
 from tests.support.nats import DeadLetter, NatsServer, dead_letters
 from tests.support.queue_ends import connected
@@ -544,7 +544,7 @@ async def configs(link: NatsConnection, names: Names) -> tuple[dict[str, Any], d
 async def test_what_an_operator_changed_outlives_every_start_and_reconnect(
     nats: NatsServer, names: Names
 ) -> None:
-    first = await both(nats, names, NOT_SET)
+    first = await both(nats, names, QueueSettings())
     link = first[1].connection
     jobs, consumer = await configs(link, names)
     assert (jobs["max_msgs"], consumer["max_deliver"]) == (DEFAULTS.max_jobs, DEFAULTS.max_deliver)

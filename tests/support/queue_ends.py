@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pullfill.queue.nats_connection import NatsConnection
-from pullfill.queue.streams import NOT_SET, Names, QueueEnd
+from pullfill.queue.streams import Names, QueueEnd
 from pullfill.wire import QueueSettings
 
 E = TypeVar("E", bound=QueueEnd)
+NOT_SET = QueueSettings()
 
 
 async def connected(
