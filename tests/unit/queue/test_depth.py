@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pullfill.queue.depth import DepthCache, Snapshot
 from tests.support.fakes import FakeClock
 
 
-def snapshot(
-    jobs: int, tokens: int, last_seq: int, *, in_flight: int = 0, first: int = 0
-) -> Snapshot:
-    return Snapshot(jobs, tokens, in_flight, 1.0, first, last_seq, "s")
+def snapshot(jobs: int, tokens: int, last_seq: int, *, in_flight: int = 0) -> Snapshot:
+    return Snapshot(jobs, tokens, in_flight, 1.0, 0, last_seq, "s")
 
 
 def depth(cache: DepthCache) -> tuple[int, int]:
@@ -50,10 +46,3 @@ def test_own_jobs_that_are_claimed_are_in_flight_at_once() -> None:
     for seq in range(1, 65):
         cache.ended(seq)
     assert (cache.status().depth_jobs, cache.status().in_flight) == (4, 2)
-
-
-def test_what_is_lost_is_before_the_first_message_a_hole_or_in_another_stream() -> None:
-    cache = DepthCache(FakeClock(100.0))
-    cache.store(replace(snapshot(1, 10, 5, first=3), holes=frozenset({4})), 99.0)
-    assert [seq for seq in range(1, 8) if cache.lost(seq, "s")] == [1, 2, 4]
-    assert cache.lost(5, "another")
