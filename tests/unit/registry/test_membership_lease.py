@@ -18,11 +18,6 @@ def judge() -> LeaseJudge:
     return LeaseJudge(ttl_s=6.0, last_ok=1000.0, header=STORE)
 
 
-def test_gone_in_a_continuous_conversation_is_revoked() -> None:
-    later = Header(cluster_id=7, revision=12, raft_term=2)
-    assert judge().revoked(1002.0, later)
-
-
 @pytest.mark.parametrize(
     "header",
     [
