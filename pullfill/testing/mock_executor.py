@@ -55,15 +55,6 @@ class MockSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_size: _Count = 8
 
 
-def settings_of(additional_config: Any) -> MockSettings:
-    """From vLLM's `--additional-config`, key `mock`. Raises ConfigError."""
-    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    try:
-        return MockSettings() if given is None else msgspec.convert(given, MockSettings)
-    except msgspec.ValidationError as exc:
-        raise ConfigError(f"additional config {KEY!r}: {exc}") from None
-
-
 class MockModel:
     """Counts tokens. Knows each scheduled request until vLLM says that it is finished."""
 
@@ -108,7 +99,12 @@ class MockExecutor(Executor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         logger.warning("there is no model here: every token is invented (mock executor)")
-        self._settings = settings_of(self.vllm_config.additional_config)
+        config = self.vllm_config.additional_config
+        given = config.get(KEY) if isinstance(config, Mapping) else None
+        try:
+            self._settings = msgspec.convert({} if given is None else given, MockSettings)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"additional config {KEY!r}: {exc}") from None
         self._model = MockModel(self._settings)
         self._connector: Any = None
 
