@@ -125,20 +125,11 @@ async def test_settings_are_hot_and_a_bad_value_keeps_the_last_good(
 
 
 async def test_settings_set_at_the_same_time_all_stay(client: EtcdClient, ns: str) -> None:
-    await asyncio.gather(
-        store(client, ns, "router.policy", "always_local"),
-        store(client, ns, "router.max_local_prefill_length", "1"),
-        store(client, ns, "router.max_prefill_queue_size", "2"),
-        store(client, ns, "router.remote_timeout_s", "3"),
-    )
-    new = RouterConfig(
-        policy=RouterPolicy.ALWAYS_LOCAL, max_local_prefill_length=1, max_prefill_queue_size=2,
-        remote_timeout_s=3.0,
-    )  # fmt: skip
+    new = {"policy": "always_local", "max_local_prefill_length": 1, "remote_timeout_s": 3.0}
+    await asyncio.gather(*(store(client, ns, f"router.{key}", str(new[key])) for key in new))
+    kinds = {"router": to_builtins(RouterConfig()) | new, "queue": to_builtins(QueueSettings())}
     assert await read_all(client, ns) == {
-        f"{root}.{name}": value
-        for root, settings in (("router", new), ("queue", QueueSettings()))
-        for name, value in to_builtins(settings).items()
+        f"{root}.{name}": value for root, fields in kinds.items() for name, value in fields.items()
     }
 
 
