@@ -94,13 +94,14 @@ class _Own:
 
 
 class DepthCache:
-    """Writers: one loop. `status()`: any thread."""
+    """Writers: one loop. `status()`: any thread.
+
+    snapshot: the last one. Without a stream's id: there was none so far."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._taken = clock.monotonic()
-        # The last one. Without a stream's id: there was none so far.
-        self._snapshot = Snapshot(0, 0, 0, 0.0, 0, 0, "")
+        self.snapshot = Snapshot(0, 0, 0, 0.0, 0, 0, "")
         self._oldest_at = 0.0
         self._own: dict[int, _Own] = {}
         # Jobs, tokens and jobs in flight of others, as of the last snapshot.
@@ -110,7 +111,7 @@ class DepthCache:
         """Our job `seq` is stored."""
         if seq not in self._own:
             own = self._own[seq] = _Own(round_up_tokens(tokens), self._clock.monotonic())
-            if seq <= self._snapshot.last_seq:  # the snapshot came before the answer to our publish
+            if seq <= self.snapshot.last_seq:  # the snapshot came before the answer to our publish
                 self._exclude(own)
 
     def claimed(self, seq: int) -> None:
@@ -122,26 +123,16 @@ class DepthCache:
         """Stop counting our job `seq`. Its message is removed, or will be soon."""
         self._own.pop(seq, None)
 
-    @property
-    def stream_id(self) -> str:
-        """The stream that is counted. Empty: none so far."""
-        return self._snapshot.stream_id
-
-    @property
-    def few_holes(self) -> bool:
-        """Whether the next snapshot may list them."""
-        return self._snapshot.num_holes <= MAX_HOLES
-
     def lost(self, seq: int, stream_id: str) -> bool:
         """Whether a message that was stored in this stream is there no more."""
-        return stream_id != self.stream_id or self._snapshot.lost(seq)
+        return stream_id != self.snapshot.stream_id or self.snapshot.lost(seq)
 
     def store(self, snapshot: Snapshot, asked_at: float) -> None:
         """Take a snapshot that was asked for at `asked_at` (this cache's clock)."""
-        same = snapshot.stream_id == self.stream_id
+        same = snapshot.stream_id == self.snapshot.stream_id
         for seq in [seq for seq in self._own if snapshot.lost(seq) or not same]:
             self.ended(seq)  # unnoticed
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._taken, self._oldest_at = asked_at, asked_at - snapshot.oldest_age_s
         self._others = snapshot.jobs, snapshot.tokens, snapshot.in_flight
         for seq, own in self._own.items():

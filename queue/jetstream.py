@@ -24,7 +24,7 @@ from pullfill.clock import SYSTEM_CLOCK
 from pullfill.errors import BadMessage, ConfigError, QueueFull, QueueUnavailable
 from pullfill.queue.contract import Delivery, Receipt, Turns, Urgency
 from pullfill.queue.dead_letters import DeadLetters, delete_message
-from pullfill.queue.depth import DepthCache, ask_depth
+from pullfill.queue.depth import MAX_HOLES, DepthCache, ask_depth
 from pullfill.queue.nats_connection import (
     ApiError,
     NatsConnection,
@@ -162,13 +162,13 @@ class JetStreamProducer(QueueEnd):
 
     def claimed(self, receipt: Receipt) -> None:
         """Note that the job waits no longer: a prefill worker has it."""
-        if receipt.stream_id == self._depth.stream_id:
+        if receipt.stream_id == self._depth.snapshot.stream_id:
             self._depth.claimed(receipt.seq)
 
     def committed(self, receipt: Receipt) -> None:
         """Stop counting the job in `depth`. It is done, and its message will be acked soon."""
         # Not our `stream_id`: there is none while the stream has no leader.
-        if receipt.stream_id == self._depth.stream_id:
+        if receipt.stream_id == self._depth.snapshot.stream_id:
             self._depth.ended(receipt.seq)
 
     async def nak(self, ack_subject: str, receipt: Receipt | None) -> None:
@@ -243,8 +243,9 @@ class JetStreamProducer(QueueEnd):
             await self.ensure()
         asked_at = SYSTEM_CLOCK.monotonic()
         try:
+            holes = self._depth.snapshot.num_holes <= MAX_HOLES
             snapshot = await ask_depth(
-                self.connection, self.names, self.publish_timeout_s, holes=self._depth.few_holes
+                self.connection, self.names, self.publish_timeout_s, holes=holes
             )
         except ApiError as exc:
             if exc.err_code == STREAM_NOT_FOUND:
