@@ -494,10 +494,9 @@ class EtcdClient:
 
     # ------------------------------------------------------------------ leases
 
-    async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
-        """(lease id, seconds granted, header). etcd rounds a TTL below 2 s up to 2."""
-        lease = await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0})
-        return lease.id, lease.ttl, lease.header
+    async def grant_lease(self, ttl_s: int) -> Answer:
+        """A new lease: its `id` and `ttl`. etcd rounds a TTL below 2 s up to 2."""
+        return await self.call("/lease/grant", {"TTL": ttl_s, "ID": 0})
 
     async def revoke_lease(self, lease_id: int) -> None:
         """End a lease and all keys on it. Raises LeaseNotFound."""

@@ -113,8 +113,8 @@ class EtcdLease:
     async def grant(cls, client: EtcdClient, ttl_s: int) -> EtcdLease:
         """A new lease, which is kept alive. Raises RegistryUnavailable."""
         sent_at = boot_s()
-        lease_id, granted_s, header = await client.grant_lease(ttl_s)
-        return cls(client, lease_id, LeaseJudge(float(granted_s), sent_at, header))
+        lease = await client.grant_lease(ttl_s)
+        return cls(client, lease.id, LeaseJudge(float(lease.ttl), sent_at, lease.header))
 
     async def was_revoked(self) -> bool:
         """Return once the lease has ended: whether somebody has revoked it. Else an outage of etcd

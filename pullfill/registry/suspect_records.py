@@ -91,8 +91,8 @@ class SuspectBoard(Follower):
         self.write(lambda left_s: self._store(key, record, left_s), key, ttl_s)
 
     async def _store(self, key: str, record: SuspectRecord, left_s: float) -> None:
-        lease, _, _ = await self._client.grant_lease(math.ceil(left_s))
-        await self._client.put(key, encode(record), lease)
+        lease = await self._client.grant_lease(math.ceil(left_s))
+        await self._client.put(key, encode(record), lease.id)
 
     def _on_change(self, event: Put | Delete) -> None:
         name = event.key.decode(errors="replace").removeprefix(self._prefix)

@@ -261,7 +261,7 @@ async def test_a_worker_lives_on_the_rights_of_its_namespace(etcd: EtcdServer) -
     client = await EtcdClient.connect(url, wait_s=HANG_S)
     async with followed(client, "/pullfill/demo/", idle_s=0.5) as seen:
         await client.ping(2.0)
-        lease, _, _ = await client.grant_lease(5)
+        lease = (await client.grant_lease(5)).id
         worker = keys.worker("demo", "decode", "decode-1")
         await client.put(worker, b"one", lease)
         assert await client.put_if(keys.record("demo", "config", "router"), b"two", mod_revision=0)

@@ -64,7 +64,7 @@ def test_servers_come_back_with_their_stores(state: Path) -> None:
         await client.jetstream().publish("jobs.1", b"job")
         await client.close()
         etcd = await EtcdClient.connect(before.etcd_url)
-        lease, _, _ = await etcd.grant_lease(60)
+        lease = (await etcd.grant_lease(60)).id
         await etcd.put("/kept", b"key", lease)
         await etcd.close()
         return lease

@@ -67,8 +67,8 @@ async def test_gone_after_this_machine_slept_is_an_outage(monkeypatch: pytest.Mo
 class Client:
     """An etcd that does not know its leases any more."""
 
-    async def grant_lease(self, ttl_s: int) -> tuple[int, int, Header]:
-        return 1, ttl_s, STORE
+    async def grant_lease(self, ttl_s: int) -> Answer:
+        return Answer(STORE, id=1, ttl=ttl_s)
 
     async def keep_alive(self, lease_id: int, *, timeout_s: float | None = None) -> Answer:
         return Answer(STORE)
