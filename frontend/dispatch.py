@@ -116,7 +116,6 @@ class Dispatcher:
         )
         self.requests.begin(record)
         flight = Flight(request, request_id, record, NO_WORKER)
-        flight.deadline = now + self.waits.first
         self.flights[request_id] = flight
         if len(request_id) > wire.MAX_TEXT:  # clients choose ids
             why = f"the request's id has {len(request_id)} characters"
@@ -325,34 +324,31 @@ class Dispatcher:
         if not innocent and (refusal := self.suspects.refusal(flight)):
             self._fail(flight, refusal, REFUSED)
             return
-        if guilty(flight):  # `suspects` soon ends it, or finds that it is not
-            self._hold(flight)
-            return
         ready = [worker for worker in to or self.workers if worker is not flight.avoid]
         workers = ready
         if flight.room:
             workers = [w for w in ready if w.welcome and w.welcome.max_model_len >= flight.room]
-        if not workers:
-            if ready:
+        # `suspects` soon ends one that is guilty, or finds that it is not.
+        if not workers or guilty(flight):
+            if ready and not workers:
                 why = f"no other has room for {flight.room} tokens"
                 flight.failure = flight.failure.replace(NO_WORKER, why)
-            self._hold(flight)
+            if flight.timer is None:
+                self._hold(flight, now + self.waits.first)
             return
         around = self.suspects.around(flight, workers, now)
         if not around:
-            flight.deadline = max(flight.deadline, now + self.waits.first)
-            self._hold(flight)
+            until = now + self.waits.first
+            self._hold(flight, max(until, flight.timer.when()) if flight.timer else until)
             self._loop.call_later(self.waits.look, self._soon, (flight,))
             return
         flight.stop_waiting()
         self._send(flight, self.balancer.choose(flight, around, now))
 
-    def _hold(self, flight: Flight) -> None:
-        """Let a request wait for a worker until its deadline."""
+    def _hold(self, flight: Flight, until: float) -> None:
+        """Let a request wait for a worker. until: when it fails, by the loop's clock."""
         flight.stop_waiting()
-        flight.timer = self._loop.call_at(
-            flight.deadline, lambda: self._fail(flight, flight.failure)
-        )
+        flight.timer = self._loop.call_at(until, lambda: self._fail(flight, flight.failure))
 
     def _soon(self, flights: Iterable[Flight]) -> None:
         """Place these requests soon, in slices, if they wait."""
@@ -428,9 +424,8 @@ class Dispatcher:
         wait = max(waits.least, min(waits.most, worker.heard_at + waits.stalled - now))
         if guilty(flight):
             wait += waits.sure
-        flight.deadline = now + max(wait, waits.restart)
         flight.failure = f"{reason} and {NO_WORKER}"
-        self._hold(flight)
+        self._hold(flight, now + max(wait, waits.restart))
         self._soon((flight,))
 
     def _fail(self, flight: Flight, message: str, result: str = "no_worker") -> None:

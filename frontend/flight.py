@@ -51,7 +51,7 @@ class Flight:
 
     record: what is told of it.
     failure: what to tell the user if it must end now.
-    worker: where it is. None: it waits until `deadline`. timer: ends the waiting.
+    worker: where it is. None: it waits. timer: ends the waiting.
     wire_id: its id at the worker.
     tokens: those that the sink has.
     attempt: number of workers that it has left, or that have not taken it.
@@ -75,7 +75,6 @@ class Flight:
     attempt: int = 0
     avoid: DecodeConnection | None = None
     room: int = 0
-    deadline: float = 0.0
     timer: TimerHandle | None = None
     fingerprint: str = ""
     deaths: dict[str, int] = field(default_factory=dict)
