@@ -196,7 +196,8 @@ class Dispatcher:
     def on_lost(self, worker: DecodeConnection, reason: str, died: bool = True) -> None:
         """Migrate or fail the requests of a lost worker. died: its process may have died."""
         flights, worker.flights = list(worker.flights.values()), {}
-        self.balancer.lost(worker)
+        # It may come back under the same name, with an empty cache.
+        self.balancer.placer.drop(worker.instance_id)
         self.sink.left(worker.instance_id)
         for call in worker.calls.values():
             if not call.done():

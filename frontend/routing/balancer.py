@@ -81,7 +81,7 @@ class Balancer:
     def holder(self, flight: Flight, worker: DecodeConnection) -> PrefixHolder | None:
         """Return another worker that holds more of the prompt than the chosen one, if any."""
         least = self.config().min_fetch_tokens
-        if not least or not self._block or self.prefixes.workers < 2:
+        if not least or not self._block or len(self.placer.views) < 2:
             return None
         if _length(flight) <= least or not (hashes := self._hashed(flight).hashes):
             return None
@@ -129,10 +129,6 @@ class Balancer:
         if (found := self.placer.uneven(by_id, now)) is None:
             return None
         return by_id[found[0]], by_id[found[1]]
-
-    def lost(self, worker: DecodeConnection) -> None:
-        """Forget a worker. It may come back under the same name, with an empty cache."""
-        self.placer.drop(worker.instance_id)
 
     # ---------------------------------------------------------------- inside
 

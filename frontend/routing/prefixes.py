@@ -51,11 +51,6 @@ class Prefixes:
 
     # ---------------------------------------------------------------- questions
 
-    @property
-    def workers(self) -> int:
-        """Number of workers whose blocks are followed."""
-        return len(self._followed)
-
     def control(self, instance_id: str) -> str:
         """Return the address where this worker is asked for its blocks. Empty: not followed."""
         followed = self._followed.get(instance_id)
