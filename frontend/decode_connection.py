@@ -56,8 +56,6 @@ class DecodeConnection:
     key: the cluster key. The worker must hold the same one.
     trouble: why the connection is still connecting, in words for people.
     far: whether the worker runs on another host, whose clock differs.
-    load: what the worker has to do, with the requests of all frontends, as it last said. None: it
-    has said nothing yet.
     made: tokens of answers that it has sent.
     """
 
@@ -78,7 +76,6 @@ class DecodeConnection:
         self.welcome: front_wire.DecodeWelcome | None = None
         self.flights: dict[str, Flight] = {}
         self.calls: dict[int, asyncio.Future[Any]] = {}
-        self.load: front_wire.LoadReport | None = None
         self.made = 0
         self.far = record.host_id != host_id()
         self._ahead: float | None = None
@@ -226,7 +223,6 @@ class DecodeConnection:
             self.lose(f"its address is now used by {welcome.decode_instance}")
             return
         self.welcome, self.trouble = welcome, ""
-        self.load = welcome.load
         self.state = ConnectionState.READY
         self._pool.on_ready(self)
 

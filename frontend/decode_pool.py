@@ -114,11 +114,6 @@ class WorkerPool:
         }
         return [f"{name}: {reason}" for name, reason in sorted(reasons.items())]
 
-    def load_of(self, instance_id: str) -> front_wire.LoadReport | None:
-        """Return what a worker has to do, as it last said. None: it has told nothing."""
-        connection = self._connections.get(instance_id)
-        return None if connection is None else connection.load
-
     def made(self) -> dict[str, int]:
         """Return how many tokens each worker has sent over its connection."""
         return {name: connection.made for name, connection in self._connections.items()}
@@ -175,7 +170,6 @@ class WorkerPool:
         self._refused.pop(connection.instance_id, None)
         self._update()
         self.prefixes.follow(connection, connection.heard_at)
-        self.dispatcher.on_load(connection)
         self.dispatcher.on_ready(connection)
 
     def on_draining(self, connection: DecodeConnection) -> None:

@@ -166,15 +166,16 @@ class Dispatcher:
         assert worker.welcome is not None
         self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self.sink.joined(worker.welcome)
+        if (load := worker.welcome.load) is not None:
+            self.on_load(worker, load)
         self.suspects.on_return(worker.process)
         self.place_all()
 
-    def on_load(self, worker: DecodeConnection) -> None:
+    def on_load(self, worker: DecodeConnection, load: front_wire.LoadReport) -> None:
         """Take what a worker has said about its load. One stream may move to another worker."""
-        if worker.load is not None:
-            self.sink.loaded(worker.instance_id, worker.load)
+        self.sink.loaded(worker.instance_id, load)
         now = self._loop.time()
-        if (uneven := self.balancer.report(worker, self.workers, now)) is None:
+        if (uneven := self.balancer.report(worker.instance_id, load, self.workers, now)) is None:
             return
         source, to = uneven
         flights = [flight for flight in source.flights.values() if self._may_move(flight)]
@@ -219,8 +220,7 @@ class Dispatcher:
         elif kind == front_wire.EXPL:
             self.requests.take(frames[0])
         elif kind == front_wire.LOAD:
-            worker.load = wire.decode(frames[0].bytes, front_wire.LoadReport)
-            self.on_load(worker)
+            self.on_load(worker, wire.decode(frames[0].bytes, front_wire.LoadReport))
         elif kind == front_wire.BACK:
             for wire_id in front_wire.decode_ids(frames[0]):
                 flight = worker.flights.pop(wire_id, None)

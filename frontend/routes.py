@@ -122,11 +122,12 @@ class Admin:
             return row
         prefixes, name = self.pool.prefixes, row.instance_id
         trouble = prefixes.troubles(now).get(name)
+        view = self.pool.dispatcher.balancer.placer.views.get(name)
         return msgspec.structs.replace(
             row,
             troubles=(*row.troubles, trouble) if trouble else row.troubles,
             routing={
-                "load": msgspec.to_builtins(self.pool.load_of(name)),
+                "load": msgspec.to_builtins(view and view.told),
                 "prefix": prefixes.status(name, now),
             },
         )

@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pullfill.engine import migration
+from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend import counters
 from pullfill.frontend.decode_connection import DecodeConnection
 from pullfill.frontend.flight import Flight
@@ -107,20 +108,16 @@ class Balancer:
     # ---------------------------------------------------------------- workers
 
     def report(
-        self, worker: DecodeConnection, workers: Sequence[DecodeConnection], now: float
+        self, instance_id: str, load: LoadReport, workers: Sequence[DecodeConnection], now: float
     ) -> tuple[DecodeConnection, DecodeConnection] | None:
         """Take what a worker has said about its load. now: as for `choose`.
 
         workers: all that take requests. Returns which of them has a stream too many, and which
         shall have it, if any."""
-        if (load := worker.load) is not None:
-            view = self.placer.report(
-                worker.instance_id,
-                load.uncached_tokens_queued,
-                load.active_blocks,
-                load.free_blocks,
-            )
-            view.told, view.told_at = load, now
+        view = self.placer.report(
+            instance_id, load.uncached_tokens_queued, load.active_blocks, load.free_blocks
+        )
+        view.told, view.told_at = load, now
         # All workers are looked at, so not with each report: each worker sends 20 in a second.
         if now < self._even_until or self.config().decode_policy is not DecodePolicy.PACK:
             return None

@@ -33,7 +33,6 @@ class Worker:
         self.instance_id = name
         self.record = SimpleNamespace(control=f"tcp://{name}:1")
         self.original = Original()
-        self.load: front_wire.LoadReport | None = None
         self.asked: list[PrefixFollow] = []
         self.welcome = SimpleNamespace(prefix_block_size=BLOCK)
 
@@ -93,11 +92,11 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
 
     def where(streams: int, now: float) -> set[str]:
         for worker in rig.workers:
-            worker.load = blank(
+            load = blank(
                 front_wire.LoadReport, active_blocks=9, free_blocks=99, requests=streams,
                 streams=streams, prompt_share=0.1, step_s=(0.006, 0.0003, 0.0),
             )  # fmt: skip
-            rig.balancer.report(worker, (), now)
+            rig.balancer.report(worker.instance_id, load, (), now)
         rig.now = now
         return {rig.worker_of(request(f"r{n}", PROMPT[n + streams :])) for n in range(4)}
 
@@ -108,7 +107,7 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
 def test_not_every_report_looks_at_all_workers(rig: Rig) -> None:
     """1,000 workers send 20,000 of them in a second."""
     rig.policy = DecodePolicy.PACK
-    looked = []
+    looked, load = [], blank(front_wire.LoadReport)
 
     class Workers(list[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -117,7 +116,7 @@ def test_not_every_report_looks_at_all_workers(rig: Rig) -> None:
 
     for number in range(100):
         rig.now = 100.0 + number / 100
-        rig.balancer.report(rig.workers[0], Workers(rig.workers), rig.now)
+        rig.balancer.report("a", load, Workers(rig.workers), rig.now)
     assert 4 <= len(looked) <= 6
 
 

@@ -70,10 +70,10 @@ async def test_nothing_counts_that_comes_after_a_break_went_unnoticed(proxy: Pro
     async with rig() as r:
         r.directory.put(behind(proxy, worker))
         await r.ready(1)
-        connection = r.dispatcher.workers[0]
+        view = r.dispatcher.balancer.placer.join("decode-1")
         be_busy()
-        await soon(lambda: r.sink.gone == ["decode-1"] or connection.load == LATE)
-        assert connection.load != LATE
+        await soon(lambda: r.sink.gone == ["decode-1"] or view.told == LATE)
+        assert view.told != LATE
     worker.die()
 
 

@@ -18,6 +18,7 @@ from pullfill.frontend.routing.prefixes import Prefixes
 from pullfill.wire.prefix import PrefixEvents
 from tests.support.fake_vllm import ABORT, Output, answer, request
 from tests.support.frontend_rig import FakeDecode, Rig, rig
+from tests.support.said import blank
 from tests.support.waiting import soon
 
 PROMPT = [5, 6, 7]
@@ -89,7 +90,7 @@ async def test_an_answer_moves_once_to_where_fewer_streams_are(
     """Only one that another worker continues exactly, and that has many tokens to come."""
     one, two = (FakeDecode(f"decode-{n}", stop_after=SOME) for n in (1, 2))
     async with rig(one, two) as r:
-        balancer = r.dispatcher.balancer
+        balancer, load = r.dispatcher.balancer, blank(front_wire.LoadReport)
         monkeypatch.setattr(balancer, "choose", lambda _, workers, now: min(workers, key=by_id))
         for name, fields in (("a", {}), ("b", {"seed": 1}), ("c", {"max_tokens": 80})):
             r.dispatcher.submit(request(name, PROMPT, **{"max_tokens": 200, **fields}))
@@ -97,13 +98,13 @@ async def test_an_answer_moves_once_to_where_fewer_streams_are(
         first = r.dispatcher.flights["a"].worker
         assert first is not None
         monkeypatch.undo()
-        monkeypatch.setattr(balancer, "report", lambda _, workers, now: sorted(workers, key=by_id))
+        monkeypatch.setattr(balancer, "report", lambda *told: sorted(told[2], key=by_id))
         with monkeypatch.context() as patch:
             patch.setattr(dispatch.migration, "why_not", None)  # a bug: it cannot be called
-            r.dispatcher.on_load(first)
+            r.dispatcher.on_load(first, load)
         assert not r.sink.failures
         for _ in range(3):
-            r.dispatcher.on_load(first)
+            r.dispatcher.on_load(first, load)
         await soon(lambda: len(r.sink.tokens["a"]) > SOME)
         assert r.sink.tokens["a"] == answer(PROMPT, 200)[: len(r.sink.tokens["a"])]
         assert [asked.request_id for asked in two.added] == ["a~1"]
