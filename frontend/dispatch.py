@@ -84,7 +84,6 @@ class Dispatcher:
     _queue: dict[str, Flight] = field(default_factory=dict)
     _placing: bool = False
     _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _tasks: tuple[str, ...] | None = None
     _leaving: str = ""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -156,15 +155,11 @@ class Dispatcher:
             for worker in workers:
                 worker.calls.pop(call_id, None)
 
-    def supported_tasks(self) -> tuple[str, ...] | None:
-        return self._tasks
-
     # ---------------------------------------------------------------- from the pool
 
     def on_ready(self, worker: DecodeConnection) -> None:
         """Send waiting requests: this worker takes requests from now on."""
         assert worker.welcome is not None
-        self._tasks = self._tasks or tuple(worker.welcome.supported_tasks)
         self.sink.joined(worker.welcome)
         if (load := worker.welcome.load) is not None:
             self.on_load(worker, load)

@@ -57,6 +57,7 @@ class FrontAdapters:
         self._unread: dict[str, LoRARequest] = {}
         self._reading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+        self._has_worker = False
 
     def follow(self, models: Any) -> None:
         """Serve what is in etcd from now on. models: vLLM's OpenAIServingModels."""
@@ -102,15 +103,16 @@ class FrontAdapters:
 
         Raises PeerUnavailable (a worker cannot load it, or they have different files),
         RegistryUnavailable."""
-        if self._workers.supported_tasks() is None:
-            self._unread[asked.lora_name] = asked
-        else:
+        if self._has_worker:
             await self._read(asked)
+        else:
+            self._unread[asked.lora_name] = asked
         # vLLM sets it. Where it finds one, it warns that KV of the old files may be reused.
         self.served.pop(asked.lora_name, None)
 
     def joined(self) -> None:
         """A worker takes requests now: have it read what was not read yet."""
+        self._has_worker = True
         if self._unread and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._read_all(), name="read-adapters")
 

@@ -69,9 +69,6 @@ class DecodePort(Protocol):
         Raises PeerUnavailable: no worker, none left, no answer in time, or a worker reported a
         failure (its text is in the message)."""
 
-    def supported_tasks(self) -> tuple[str, ...] | None:
-        """Tasks of the workers seen so far. None before the first."""
-
 
 class FrontLLM(AsyncLLM):  # type: ignore[misc]
     """AsyncLLM that tells bad requests from bugs (`blame`).
@@ -192,6 +189,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._telling: asyncio.TimerHandle | None = None
         self._own_len = vllm_config.model_config.max_model_len
         self._lens: dict[str, int] = {}
+        self._tasks: tuple[str, ...] = ()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The pool that feeds us is closed by its owner."""
@@ -282,6 +280,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     def joined(self, welcome: DecodeWelcome) -> None:
         """A worker takes requests now."""
+        self._tasks = self._tasks or tuple(welcome.supported_tasks)
         self._lens[welcome.decode_instance] = welcome.max_model_len
         self._set_max_model_len()
         cache = self._config.cache_config
@@ -310,7 +309,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     # vLLM calls its other ones in its development mode only (VLLM_SERVER_DEV_MODE).
 
     def supported_tasks(self) -> tuple[str, ...]:
-        return self.port.supported_tasks() or ("generate",)
+        return self._tasks or ("generate",)
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return self.supported_tasks()

@@ -30,11 +30,10 @@ __all__ = ["place"]
 class Fleet:
     """Decode workers, as `DecodePort` shows them.
 
-    late: none is ready yet. other: the last one has this directory at every path."""
+    other: the last one has this directory at every path."""
 
     def __init__(self, *workers: Worker) -> None:
         self.workers = workers
-        self.late = False
         self.other: Path | None = None
 
     async def call(self, method: str, args: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -47,9 +46,6 @@ class Fleet:
             return [load(w.core) for w, load in zip(self.workers, loads, strict=True)]
         except BadMessage as exc:
             raise PeerUnavailable(f"decode worker: {exc}") from None
-
-    def supported_tasks(self) -> tuple[str, ...] | None:
-        return None if self.late else ("generate",)
 
 
 class Frontend:
@@ -106,10 +102,13 @@ class Cluster:
     def __init__(self, stack: AsyncExitStack, client: EtcdClient, ns: str) -> None:
         self.fleet, self._stack, self._new = Fleet(Worker(), Worker()), stack, (client, ns)
 
-    async def frontend(self) -> Frontend:
+    async def frontend(self, *, late: bool = False) -> Frontend:
+        """late: it has seen no worker yet."""
         made = Frontend(self.fleet, *self._new)
         self._stack.push_async_callback(made.board.close)
         await made.start()
+        if not late:
+            made.adapters.joined()
         return made
 
 
@@ -159,10 +158,9 @@ async def test_adapters_of_flags_are_read_when_there_is_a_worker(
     first = await cluster.frontend()
     await first.load("x", path)
     (path / "adapter_model.safetensors").write_bytes(b"B")  # then all are started again
-    fleet.late, fleet.workers = True, (Worker(), Worker())
-    one, other = await cluster.frontend(), await cluster.frontend()
+    fleet.workers = Worker(), Worker()
+    one, other = await cluster.frontend(late=True), await cluster.frontend()
     await one.load("x", path)
-    fleet.late = False
     one.adapters.joined()
     await soon(lambda: other.adapters._known["x"].content == content(str(path)))
     assert await one.weights("x") == await other.weights("x") == b"B"
