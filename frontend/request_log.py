@@ -93,13 +93,12 @@ class RequestRecord:
     answer_ms: float | None = None
     answer_tokens: int = 0
     targets_ms: tuple[float | None, float | None] = (None, None)
-    call: HttpCall | None = field(default=None, repr=False)
     told: ExplainRecord | None = None
     serial: int = 0
     over_at: float | None = None
     error: str = ""
 
-    def owed(self, wait_s: float) -> bool:
+    def unsettled(self, wait_s: float) -> bool:
         """Whether its worker's record is still to come, in so many seconds after its end."""
         if self.told is not None or self.error or not self.sent or self.over_at is None:
             return False
@@ -197,7 +196,7 @@ class HttpCall:
 
     request_id: its X-Request-Id. We make one if the client sent none, and add it to the answer.
     response_id: the `id` of its answer. Empty: not known yet.
-    state: ASGI's, until it has ended.
+    state: ASGI's. None: it has ended.
     status: of HTTP. 0: no answer has begun.
     error: what the client was told.
     records: its first engine requests. more: number of the others.
@@ -208,7 +207,6 @@ class HttpCall:
     state: MutableMapping[str, Any] | None = None
     status: int = 0
     error: str = ""
-    ended: bool = False
     arrived_at: float = field(default_factory=time.time)
     records: list[RequestRecord] = field(default_factory=list)
     more: int = 0
@@ -247,7 +245,7 @@ class HttpCall:
     @property
     def state_now(self) -> str:
         """`running`, `failed`, `cancelled` (its client has left) or `answered`."""
-        if not self.ended or any(record.over_at is None for record in self.records):
+        if self.state is not None or any(record.over_at is None for record in self.records):
             return "running"
         if self.status >= 400 or self.error or any(record.error for record in self.records):
             return "failed"
@@ -256,10 +254,11 @@ class HttpCall:
 
     def unsettled(self, wait_s: float) -> bool:
         """Whether more will be known of it in a moment."""
-        if any(record.owed(wait_s) for record in self.records):
+        if any(record.unsettled(wait_s) for record in self.records):
             return True
         # The client may have its last byte, and the application not have returned yet.
-        return bool(self.status) and not self.ended and all(one.over_at for one in self.records)
+        begun = self.status and self.state is not None
+        return bool(begun) and all(one.over_at for one in self.records)
 
     def explained(self, request_id: str) -> Explained:
         """Return what is known of it, in the record of its first engine request."""
@@ -322,7 +321,6 @@ class RequestLog:
 
     def ended(self, call: HttpCall) -> None:
         """Note that an HTTP request has its whole answer, or that its client has left."""
-        call.ended = True
         self._file(call)
         call.state = None
         self._news.set()
@@ -353,7 +351,7 @@ class RequestLog:
 
     def begin(self, record: RequestRecord) -> HttpCall:
         """Enter an engine request into its call. Returns the call."""
-        record.call = call = _call.get() or HttpCall(record.key, ended=True)
+        call = _call.get() or HttpCall(record.key)
         if len(call.records) < MAX_PARTS:
             call.records.append(record)
             self._file(call)
@@ -411,23 +409,22 @@ class RequestLog:
         """Wait until everything is known of the request with this id that has just ended."""
         try:
             async with asyncio.timeout(self._wait_s):
-                while (call := self._call_of(request_id)) and call.unsettled(self._wait_s):
+                while (found := self._find(request_id)) and found.unsettled(self._wait_s):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             pass
 
-    def _call_of(self, request_id: str) -> HttpCall | None:
-        record = self._by_key.get(request_id[:MAX_TEXT])
-        return self._by_id.get(request_id[:MAX_TEXT]) or (record.call if record else None)
+    def _find(self, request_id: str) -> HttpCall | RequestRecord | None:
+        name = request_id[:MAX_TEXT]
+        return self._by_id.get(name) or self._by_key.get(name)
 
     def get(self, request_id: str) -> Explained | None:
         """Return the record of the newest call with this id.
 
         Logs and the live page name engine requests. Such an id finds that one, if no call has it.
         """
-        request_id = request_id[:MAX_TEXT]
-        if (call := self._by_id.get(request_id)) is not None:
-            return call.explained(request_id)
-        record = self._by_key.get(request_id)
-        return None if record is None else record.explained()
+        found = self._find(request_id)
+        if isinstance(found, HttpCall):
+            return found.explained(request_id[:MAX_TEXT])
+        return None if found is None else found.explained()
