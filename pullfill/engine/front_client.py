@@ -43,6 +43,8 @@ _log = log.get("engine.front_client")
 UTILITY_TIMEOUT_S = 10.0
 # To load an adapter, or to end a profile, may take so many times longer.
 _SLOW = 12
+# vLLM asks for them once, to make its routes: before there is a worker.
+_TASKS = ("generate",)
 # Cached properties of vLLM's renderer that hold `max_model_len`.
 _CACHED_LIMITS = ("default_cmpl_tok_params", "default_chat_tok_params")
 # So often vLLM's gauges hear of changed loads, at most.
@@ -109,9 +111,8 @@ class FrontLLM(AsyncLLM):  # type: ignore[misc]
         with _told(request_id):
             _settle(params)
             if isinstance(prompt, dict) and "type" in prompt:
-                tasks = self.engine_core.supported_tasks()
                 self.input_processor.process_inputs(
-                    request_id, prompt, params, supported_tasks=tasks, lora_request=lora_request
+                    request_id, prompt, params, supported_tasks=_TASKS, lora_request=lora_request
                 )
 
     async def add_request(
@@ -189,7 +190,6 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
         self._telling: asyncio.TimerHandle | None = None
         self._own_len = vllm_config.model_config.max_model_len
         self._lens: dict[str, int] = {}
-        self._tasks: tuple[str, ...] = ()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """The pool that feeds us is closed by its owner."""
@@ -280,7 +280,6 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
 
     def joined(self, welcome: DecodeWelcome) -> None:
         """A worker takes requests now."""
-        self._tasks = self._tasks or tuple(welcome.supported_tasks)
         self._lens[welcome.decode_instance] = welcome.max_model_len
         self._set_max_model_len()
         cache = self._config.cache_config
@@ -308,11 +307,8 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
     # ---------------------------------------------------------------- utilities
     # vLLM calls its other ones in its development mode only (VLLM_SERVER_DEV_MODE).
 
-    def supported_tasks(self) -> tuple[str, ...]:
-        return self._tasks or ("generate",)
-
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        return self.supported_tasks()
+        return _TASKS
 
     async def _all(self, method: str, *args: Any, slow: bool = False) -> list[Any]:
         timeout = _SLOW * UTILITY_TIMEOUT_S if slow else UTILITY_TIMEOUT_S

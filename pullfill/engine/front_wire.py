@@ -132,6 +132,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
 class DecodeWelcome(Message, frozen=True, kw_only=True):
     """The decode worker takes requests.
 
+    supported_tasks: vLLM's. Frontends of older builds read them.
     prefix_block_size: tokens of a block of the prefix cache, whose changes can be followed. 0: they
     cannot."""
 
