@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -119,8 +118,6 @@ class Dispatcher:
         if len(request_id) > wire.MAX_TEXT:  # clients choose ids
             why = f"the request's id has {len(request_id)} characters"
             self._fail(flight, f"{why}: give one of at most {wire.MAX_TEXT}", REFUSED)
-        elif request.resumable:
-            self._fail(flight, "streaming input is not supported", REFUSED)
         elif self._leaving:
             self._fail(flight, self._leaving)
         else:
@@ -441,8 +438,7 @@ class Dispatcher:
             _log.exception("nobody could be told that request %s failed", flight.record.key)
 
 
-def _to_come(flight: Flight) -> float:
+def _to_come(flight: Flight) -> int:
     """How many tokens of the answer are to come at most."""
-    params = flight.request.sampling_params
-    most = None if params is None else params.max_tokens
-    return math.inf if most is None else most - len(flight.tokens)
+    most: int = flight.request.sampling_params.max_tokens
+    return most - len(flight.tokens)

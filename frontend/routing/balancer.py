@@ -148,10 +148,9 @@ def hashes_of(request: Any, tokens: Sequence[int], block: int) -> list[int]:
     Of a prompt with images only the blocks before the first one: what follows depends on their
     content. Empty: there are no token ids, or the request does not read the prefix cache."""
     ids = request.prompt_token_ids
-    params = request.sampling_params
     if not ids or request.prompt_embeds is not None:
         return []
-    if params is not None and params.skip_reading_prefix_cache:
+    if request.sampling_params.skip_reading_prefix_cache:
         return []
     if request.mm_features:
         ids = ids[: min(feature.mm_position.offset for feature in request.mm_features)]

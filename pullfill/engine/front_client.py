@@ -212,7 +212,7 @@ class DecodeClient(EngineCoreClient):  # type: ignore[misc]
                 self.failed(request.request_id, str(exc), fault)
             if request.request_id not in self._processor.request_states:
                 return  # it has failed, or was aborted meanwhile
-        if request.sampling_params is not None and self._config.watermark_config is None:
+        if self._config.watermark_config is None:
             # vLLM 0.31 leaves True in all requests, and such a request does not migrate.
             request.sampling_params.watermarking = False
         self.port.submit(request)

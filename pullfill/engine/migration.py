@@ -82,8 +82,6 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
     tokens: those that are out.
     """
     params = request.sampling_params
-    if params is None or request.resumable:
-        return "it is not a single text generation"
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return "its prompt is not made of tokens only"
     if choice_of(request.request_id, request.external_req_id):
@@ -97,7 +95,7 @@ def why_not(request: Any, tokens: Sequence[int]) -> str:
         return "it is sampled with a seed, and the state of the generator is lost"
     if any(_begun(word, tokens) for word in params.bad_words_token_ids or ()):
         return "one of its bad words is half said"
-    if params.max_tokens is not None and params.max_tokens <= len(tokens):
+    if params.max_tokens <= len(tokens):
         return "all its tokens are out, but not why it ended"
     return ""
 
@@ -107,8 +105,7 @@ def migration_request(request: Any, tokens: Sequence[int]) -> Any:
 
     Call it only if `why_not` returns "". `request` is not changed."""
     params = copy.copy(request.sampling_params)
-    if params.max_tokens is not None:
-        params.max_tokens -= len(tokens)
+    params.max_tokens -= len(tokens)
     params.min_tokens = max(0, params.min_tokens - len(tokens))
     if any(getattr(params, name) is not None for name in _PROMPT_LOGPROBS):
         # They came with the first token. They were also why the prefix cache was not read.
@@ -122,10 +119,9 @@ def migration_request(request: Any, tokens: Sequence[int]) -> Any:
 
 def room_for(request: Any) -> int:
     """Return how many tokens prompt and answer may have together. 0: not known."""
-    params = request.sampling_params
-    if params is None or params.max_tokens is None or request.prompt_token_ids is None:
+    if request.prompt_token_ids is None:
         return 0
-    return len(request.prompt_token_ids) + int(params.max_tokens)
+    return len(request.prompt_token_ids) + int(request.sampling_params.max_tokens)
 
 
 def choice_of(request_id: str, external_id: str | None) -> str:
@@ -173,10 +169,7 @@ def fingerprint(request: Any) -> str:
         add("feature", f"{feature.identifier} {where.offset} {where.length}".encode())
     if request.lora_request is not None:
         add("lora", f"{request.lora_request.lora_name} {request.lora_request.lora_path}".encode())
-    if request.sampling_params is not None:
-        add("sampling", _normal(_sampling(request)))
-    if request.pooling_params is not None:
-        add("pooling", _normal(request.pooling_params))
+    add("sampling", _normal(_sampling(request)))
     return hashed.hexdigest()
 
 

@@ -51,8 +51,6 @@ def test_only_what_depends_on_lost_state_is_not_continued(
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"sampling_params": None}, "text generation"),
-        ({"resumable": True}, "text generation"),
         ({"prompt_token_ids": None}, "tokens only"),
         ({"prompt_embeds": "x"}, "tokens only"),
         ({"request_id": "1_cmpl-x-0-abcd", "external_req_id": "cmpl-x-0"}, "n > 1"),

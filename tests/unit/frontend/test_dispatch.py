@@ -316,14 +316,6 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed(fault: Fault) 
     assert list(desk.dispatcher.flights) == ["b"], "the other choice of that answer ended too"
 
 
-async def test_streaming_input_is_refused_in_each_of_its_parts() -> None:
-    part = request("a")
-    part.resumable = True
-    desk = Desk(part, part)
-    assert (desk.refused, desk.failures) == ({"a"}, {"a": "streaming input is not supported"})
-    assert not desk.workers[0].flights
-
-
 async def test_a_request_that_no_wire_can_carry_is_refused() -> None:
     desk = Desk(request("a"))
     share = desk.dispatcher.flights["a"].share
