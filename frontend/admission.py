@@ -44,8 +44,6 @@ TEXT_PATHS = frozenset({
     "/v1/completions/render", "/v1/messages/render", "/v1/responses/render",
     "/cohere/v2/chat/render", "/v1/chat/completions/derender", "/v1/completions/derender",
 })  # fmt: skip
-# Routes whose body is a form with a recording, and no JSON.
-FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 BODY_BYTES = 256 << 20
 # Most bytes of the bodies of all counted requests. vLLM keeps each until its answer has ended.
 ALL_BYTES = 1 << 30
@@ -127,8 +125,15 @@ class Admission:
             return
         body = b"".join(parts)
         parts[:] = [body]
-        if refusal := _refusal(path, body):
-            await self._refuse(send, *refusal)
+        if why := why_too_much(path, body):
+            await self._refuse(send, 413, "too_large", why)
+            return
+        if half := lone_surrogate(body):
+            await self._refuse(
+                send, 400, "not_text",
+                f"the request has {half}, half of a surrogate pair: no text can hold it. Send both "
+                "halves, or leave it out",
+            )  # fmt: skip
             return
         if path in ENGINE_PATHS:
             end = time.monotonic() + self.wait_s
@@ -179,20 +184,6 @@ class Admission:
 # In JSON: an escaped backslash, or both halves of a pair.
 _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\xed[\xa0-\xbf][\x80-\xbf]")
-
-
-def _refusal(path: str, body: bytes) -> tuple[int, str, str] | None:
-    """Return status, reason and message if the body may not reach vLLM."""
-    if path in FORM_PATHS:  # recordings: any bytes
-        return None
-    if why := why_too_much(path, body):
-        return 413, "too_large", why
-    if half := lone_surrogate(body):
-        return 400, "not_text", (
-            f"the request has {half}, half of a surrogate pair: no text can hold it. Send both "
-            "halves, or leave it out"
-        )  # fmt: skip
-    return None
 
 
 def lone_surrogate(data: bytes) -> str:
