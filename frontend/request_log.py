@@ -182,10 +182,8 @@ def _send_spans(record: RequestRecord, error: str) -> None:
     )
 
 
-def key_of(request_id: str, external_id: str | None) -> str:
+def key_of(request_id: str, external_id: str) -> str:
     """`0_cmpl-x-0-1234abcd` with external id `cmpl-x-0` → `0_cmpl-x-0`. MAX_TEXT at most."""
-    if not external_id:
-        return request_id[:MAX_TEXT]
     choice = choice_of(request_id, external_id)
     return (f"{choice}_{external_id}" if choice else external_id)[:MAX_TEXT]
 

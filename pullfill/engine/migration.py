@@ -124,13 +124,13 @@ def room_for(request: Any) -> int:
     return len(request.prompt_token_ids) + int(request.sampling_params.max_tokens)
 
 
-def choice_of(request_id: str, external_id: str | None) -> str:
+def choice_of(request_id: str, external_id: str) -> str:
     """Return which of n > 1 choices a request is. Empty: it is not one of several.
 
     For `2_cmpl-x-0-1234abcd` of `cmpl-x-0` it is `2`."""
     # With n > 1 vLLM makes one request for each choice, each with n = 1.
     choice, _, rest = request_id.partition("_")
-    if not external_id or not choice.isdigit() or request_id.startswith(external_id):
+    if not choice.isdigit() or request_id.startswith(external_id):
         return ""
     return choice if rest.startswith(external_id) else ""
 

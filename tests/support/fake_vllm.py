@@ -40,7 +40,7 @@ class Request(msgspec.Struct, array_like=True, omit_defaults=True):
     priority: int = 0
     trace_headers: Any = None
     resumable: bool = False
-    external_req_id: str | None = None
+    external_req_id: str = ""
 
 
 class Params(msgspec.Struct, omit_defaults=True):
