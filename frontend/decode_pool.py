@@ -125,8 +125,7 @@ class WorkerPool:
         if self._stopped:
             return
         records = dict(self.directory.workers(DECODE))
-        for name in [n for n in self._refused if n not in records]:
-            del self._refused[name]
+        self._refused = {name: why for name, why in self._refused.items() if name in records}
         for name, record in records.items():
             self._follow(name, record)
         for name, connection in list(self._connections.items()):
@@ -182,8 +181,7 @@ class WorkerPool:
         self._update()
 
     def on_lost(self, connection: DecodeConnection, reason: str, died: bool = True) -> None:
-        if self._connections.get(connection.instance_id) is connection:
-            del self._connections[connection.instance_id]
+        self._connections.pop(connection.instance_id, None)
         if connection.flights or connection.record.state is WorkerState.READY:
             _log.warning("decode worker %s is lost: %s", connection.instance_id, reason)
         self._update()

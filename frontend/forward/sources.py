@@ -194,7 +194,10 @@ class Heartbeats:
 
         sender: its IP address."""
         try:
-            if not self._may_send(sender):
+            address = ipaddress.ip_address(sender)
+            # At a socket of IPv6, senders of IPv4 have addresses like ::ffff:10.0.0.1.
+            address = getattr(address, "ipv4_mapped", None) or address
+            if not (address.is_loopback or any(address in network for network in self.networks)):
                 raise ConfigError(
                     f"a heartbeat came from {sender}, which is in no network of --heartbeats-from: "
                     "add it if it is a stock vLLM server"
@@ -226,14 +229,6 @@ class Heartbeats:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close(linger=0)
-
-    # ---------------------------------------------------------------- inside
-
-    def _may_send(self, sender: str) -> bool:
-        address = ipaddress.ip_address(sender)
-        # At a socket of IPv6, senders of IPv4 have addresses like ::ffff:10.0.0.1.
-        address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or any(address in network for network in self.networks)
 
     def _note(self, entry: StockEntry) -> None:
         key = entry.role, entry.url

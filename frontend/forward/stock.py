@@ -318,7 +318,10 @@ class Stock:
                     pick.share.end()
                 call.picks.clear()
         assert failed is not None
-        await refuse(failed, send)
+        if failed.body and message_of(failed.body):  # a server's own error
+            await send_json(send, failed.status, failed.body)
+        else:
+            await respond(send, _status(failed), failed.why)
 
     async def _attempt(self, call: ClientCall, send: Send) -> None:
         """Go through the stages once, and pass the answer on. Raises StageFailed."""
@@ -571,14 +574,6 @@ def message_of(body: bytes) -> str:
 
 
 # --------------------------------------------------------------------------- to the client
-
-
-async def refuse(failed: StageFailed, send: Send) -> None:
-    """Tell the client that it gets no answer. A server's own error is passed on with its status."""
-    if failed.body and message_of(failed.body):
-        await send_json(send, failed.status, failed.body)
-    else:
-        await respond(send, _status(failed), failed.why)
 
 
 def _status(failed: StageFailed) -> int:
