@@ -210,11 +210,6 @@ class HttpCall:
     more: int = 0
     filed: set[str] = field(default_factory=set)
 
-    def names(self) -> set[str]:
-        if self.state is not None:
-            self.response_id = front_app.answer_id(self.state)[:MAX_TEXT] or self.response_id
-        return {name for name in (self.request_id, self.response_id) if name}
-
     def noting(self, send: Send, begun: Callable[[HttpCall], None], *, made: bool) -> Send:
         """Return a `send` that notes status and error.
 
@@ -328,7 +323,9 @@ class RequestLog:
         self._drop(call)
         (self._served if call.records else self._refused)[call] = None
         self._by_key.update((record.key, record) for record in call.records)
-        call.filed = call.names()
+        if call.state is not None:
+            call.response_id = front_app.answer_id(call.state)[:MAX_TEXT] or call.response_id
+        call.filed = {name for name in (call.request_id, call.response_id) if name}
         self._by_id.update(dict.fromkeys(call.filed, call))
         while max(len(self._served), len(self._by_key)) > self._limit:
             self._drop(next(iter(self._served)))

@@ -91,7 +91,7 @@ async def forwarding(
                 options.heartbeats_from,
                 lambda heard: servers.set((*named, *heard)),
             )
-            stack.callback(heartbeats.close)
+            stack.callback(heartbeats.socket.close)
             stack.callback(asyncio.create_task(heartbeats.run(), name="heartbeats").cancel)
         yield Stock(options.forwarder, servers, options.stock_silence_s)
 

@@ -148,7 +148,7 @@ def bind_heartbeats(address: str, networks: Sequence[Network]) -> zmq.Socket[byt
 
 @dataclass(slots=True, eq=False)
 class Heartbeats:
-    """Stock servers that register themselves over ZMQ. `run` it as a task, `close` it at the end.
+    """Stock servers that register themselves over ZMQ. `run` it as a task, then close its socket.
 
     A server is known from its first heartbeat until it has sent none for `silence_s`. Then it
     finishes the requests it has, and gets no more. Its health is looked at as that of any other
@@ -225,10 +225,6 @@ class Heartbeats:
         if entries != self._published:
             self._published = entries
             self.publish(entries)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.socket.close(linger=0)
 
     def _note(self, entry: StockEntry) -> None:
         key = entry.role, entry.url

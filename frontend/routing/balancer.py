@@ -103,7 +103,6 @@ class Balancer:
         """The request has ended or leaves its worker. May be called again without effect."""
         if flight.share is not None:
             flight.share.end(len(flight.tokens) - flight.record.migrated_tokens)
-            flight.share = None
 
     # ---------------------------------------------------------------- workers
 

@@ -608,4 +608,4 @@ async def test_servers_that_send_heartbeats_over_zmq_serve_until_they_are_silent
             async with running(beats()):
                 await rig.states(ready=2)
         dealer.close(linger=0)
-        heard.close()
+        socket.close()

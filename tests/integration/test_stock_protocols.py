@@ -102,4 +102,4 @@ async def test_the_heartbeats_of_moriio_are_heard(tmp_path: Path) -> None:
             process.kill()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            heard.close()
+            heard.socket.close()

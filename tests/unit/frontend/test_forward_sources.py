@@ -115,7 +115,7 @@ class Rig:
 def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
-    made.beats.close()
+    made.beats.socket.close()
 
 
 def test_a_frontend_that_was_stopped_forgets_nobody(rig: Rig) -> None:
