@@ -97,10 +97,12 @@ async def test_nothing_is_asked_when_nobody_looks(view: View) -> None:
 async def test_a_snapshot_has_the_last_requests_and_the_figures_of_a_minute(view: View) -> None:
     requests = RequestLog()
     for number in range(RECENT + 3):
-        finish(requests, f"r{number}", ago_s=90.0 if number == RECENT else 1.0)
+        last = finish(requests, f"r{number}", ago_s=90.0 if number == RECENT else 1.0)
+    requests.tell(last, blank(ExplainRecord, path="remote"))
     stream: Any = live_of(view, requests).watch()
     first = await next_of(stream)
     assert [row.id for row in first.ended] == [f"r{number}" for number in range(3, RECENT + 3)]
+    assert first.ended[-1].path == "remote", "told twice, shown once"
     assert first.now.done_per_s == (RECENT + 2) / 60
     assert [row.instance_id for row in first.workers] == ["d"]
     finish(requests, "last")

@@ -211,18 +211,6 @@ async def test_a_record_that_never_comes_is_not_waited_for() -> None:
     assert (found.state, found.path) == ("answered", "unknown")
 
 
-def test_records_since_a_number_come_newest_first_and_each_once() -> None:
-    requests = RequestLog(limit=3)
-    for number in range(5):
-        finish(requests, f"k{number}")
-    assert [one.key for one in requests.since(0)] == ["k4", "k3", "k2"]
-    _, again, _ = requests.since(0)
-    requests.tell(again, record("k3"))
-    assert [(one.key, one.serial) for one in requests.since(0)] == [("k3", 6), ("k4", 5)]
-    assert [one.key for one in requests.since(5)] == ["k3"]
-    assert list(requests.since(6)) == []
-
-
 # --------------------------------------------------------------------------- spans
 
 
