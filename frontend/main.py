@@ -198,13 +198,7 @@ class _Frontend:
                 security=cluster.security.etcd,
             )
             stack.push_async_callback(etcd.close)
-            prepared = await asyncio.to_thread(
-                front_app.prepare,
-                options.model,
-                self.vllm_args,
-                options.host,
-                options.port or self.listeners[0].getsockname()[1],
-            )
+            prepared = await asyncio.to_thread(front_app.prepare, options.model, self.vllm_args)
             tracing.begin(prepared.args.otlp_traces_endpoint, "frontend", self.instance_id)
             tls = prepared.args.ssl_certfile is not None
             self._url = options.advertise or url_of(self.listeners[0], tls=tls)

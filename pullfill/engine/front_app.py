@@ -76,7 +76,7 @@ def set_environment(model: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepared:
+def prepare(model: str, vllm_args: Sequence[str]) -> Prepared:
     """Parse vLLM's server flags and read the model's config and generation defaults.
 
     Flags that only concern an engine are accepted and unused, so that all roles can be given the
@@ -85,7 +85,6 @@ def prepare(model: str, vllm_args: Sequence[str], host: str, port: int) -> Prepa
 
     _do_without_device()
     args = _parse(model, vllm_args)
-    args.host, args.port = host, port
     from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import SamplingParams

@@ -21,14 +21,14 @@ def test_a_pooling_model_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     made = SimpleNamespace(runner_type="pooling")
     monkeypatch.setattr(arg_utils.AsyncEngineArgs, "create_model_config", lambda _: made)
     with pytest.raises(ConfigError, match=f"'{tmp_path}' is a pooling model"):
-        front_app.prepare(str(tmp_path), [], "127.0.0.1", 1)
+        front_app.prepare(str(tmp_path), [])
 
 
 def test_a_frontend_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CUDA build finds no platform on a host without a GPU."""
     monkeypatch.setattr("vllm.platforms.builtin_platform_plugins", {})
     monkeypatch.setattr("vllm.platforms._current_platform", None)
-    prepared = front_app.prepare(str(tiny_checkpoint()), [], "127.0.0.1", 1)
+    prepared = front_app.prepare(str(tiny_checkpoint()), [])
     assert prepared.config.device_config.device_type == "cpu"
 
 
@@ -50,5 +50,5 @@ def test_what_vllms_parser_refuses_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_text("max-model-len: [1\n")
     with pytest.raises(ConfigError, match=says) as refused:
-        front_app.prepare(str(tiny_checkpoint()), flags, "127.0.0.1", 1)
+        front_app.prepare(str(tiny_checkpoint()), flags)
     assert "\n" not in str(refused.value)
