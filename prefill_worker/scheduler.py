@@ -194,13 +194,12 @@ class PrefillScheduler(SchedulerHalf):
         order = BlockOrder(self._kept_from(task.job.hit_tokens))  # what this engine keeps of it
         local = order.ids(tables, start, end)
         read = Copy(task, "read", local, task.source(order, start, end), self._read_done)
-        if not self._scheduled and self.tier is None:
-            task.transfer_worker.copy(read)
-            return
-        # A step that still runs may write into these blocks, for a request that has ended since.
         with task.lock:
             task.outstanding += 1
-        if self.tier is None:
+        if not self._scheduled and self.tier is None:
+            task.transfer_worker.copy(read)
+        elif self.tier is None:
+            # A step that still runs may write into these blocks, of a request that has ended since.
             self._scheduled[-1].copies.append(read)
         else:
             # And the tier may copy from them until the step that is being scheduled.
@@ -261,7 +260,7 @@ class PrefillScheduler(SchedulerHalf):
         for plan in self._scheduled:
             for write in [copy for copy in plan.copies if copy.task is task]:
                 plan.copies.remove(write)
-                self._let_go(task)
+                self._write_done(task, None)
         if not task.transfer_worker.flush(task):
             task.cancel()
             task.end(HandoffError("a copy did not end in time for a preemption"))
@@ -291,13 +290,6 @@ class PrefillScheduler(SchedulerHalf):
                 if copy.last:
                     task.on_computed()
                 task.transfer_worker.copy(copy)
-                self._let_go(task)  # the transfer worker counts the copy itself now
-
-    def _let_go(self, task: PrefillTask) -> None:
-        """Stop counting one planned copy."""
-        with task.lock:
-            task.outstanding -= 1
-        self._write_done(task, None)
 
     def finished(self, request: Any, tables: Any = ()) -> bool:
         """Note that vLLM is done with the request.
@@ -308,27 +300,25 @@ class PrefillScheduler(SchedulerHalf):
         if task is None:
             return False
         with task.lock:
-            busy = task.outstanding > 0
             # A pending prefix read is reported as a receive, which also frees the blocks.
-            kept = busy and not (task.read_asked and task.first_step == 0.0)
-            task.freed_by_report = kept
+            reading = task.read_asked and task.first_step == 0.0
+            task.freed_by_report = task.outstanding > 0 and not reading
         if task.scheduled < task.positions:
             task.cancel()
             task.end(HandoffError("the engine ended the request early"))
-        # Not the flag: the transfer worker may have made its report by now, and reset it.
-        return kept
+        return task.freed_by_report
 
     # ------------------------------------------------------------------ any thread
 
     def _read_done(self, task: PrefillTask, failure: BaseException | None) -> None:
+        self._write_done(task, failure)
         self._turns.read_ended(task, failure)
         self._wake()
 
     def _write_done(self, task: PrefillTask, failure: BaseException | None) -> None:
         with task.lock:
+            task.outstanding -= 1
             report = task.freed_by_report and task.outstanding == 0
-            if report:
-                task.freed_by_report = False
         if report:
             # No wake-up for that: only a request that waits for blocks needs these soon, and the
             # engine looks around for it (engine/host.py). Else it hears of them in its next step.

@@ -111,7 +111,7 @@ class PrefillTask:
         self.first_step = self.last_compute = 0.0
         # Any thread, under the lock.
         self.lock = threading.Lock()
-        self.outstanding = 0  # copies that are planned, submitted or kept
+        self.outstanding = 0  # copies that are planned, and whose callback was not called
         self.submitted = 0  # copies that are submitted, and whose callback has not returned
         self.cancelled = self.ended = False
         self.failure: BaseException | None = None  # what ended it, if it ended badly
@@ -120,7 +120,7 @@ class PrefillTask:
         # `TransferWorker.let_go`, which calls `on_let_go`.
         self.kept: dict[int, int] = {}
         self.kept_bytes = 0
-        self.on_let_go: Callable[[PrefillTask, BaseException | None], None] | None = None
+        self.on_let_go: list[Callable[[PrefillTask, BaseException | None], None]] = []
         # The thread that copies: the transfer worker's or, for a small copy, the engine's. Never
         # both at once.
         self.written_blocks = 0

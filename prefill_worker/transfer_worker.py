@@ -7,7 +7,7 @@ are kept until `let_go`, for the decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`SerialExecutor`). Every copy ends with exactly
-one callback. With `pull` a task has one callback, which comes with `let_go`.
+one callback. With `pull` that of a write comes with `let_go`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class TransferWorker:
         if copy.verb == "write" and task.mode is KvMode.PULL:
             return self._keep(copy)
         with task.lock:
-            task.outstanding += 1
             task.submitted += 1
         copy.nbytes = len(copy.remote) * self._block_bytes
         self._charge(copy, 1)
@@ -120,15 +119,13 @@ class TransferWorker:
         Cancel the task first, or it goes on to keep blocks. Call this only when the decode worker
         reads the blocks no more. A second call does nothing."""
         with task.lock:
-            done, task.on_let_go = task.on_let_go, None
+            done, task.on_let_go = task.on_let_go, []
             nbytes, task.kept_bytes = task.kept_bytes, 0
-            if done is not None:
-                task.outstanding -= 1
-        if done is not None:
-            with self._lock:
-                self._keeping -= 1
-            self._credits.add(self._account, -nbytes)
-            done(task, None)
+        with self._lock:
+            self._keeping -= len(done)
+        self._credits.add(self._account, -nbytes)
+        for tell in done:
+            tell(task, None)
 
     def flush(self, task: PrefillTask, timeout_s: float = 30.0) -> bool:
         """Block until all copies submitted for the task are over. Other tasks do not count.
@@ -160,17 +157,17 @@ class TransferWorker:
         The engine frees none of the task's blocks before `done` was called."""
         task = copy.task
         with task.lock:
-            if task.cancelled:
-                return
-            fresh = [block for block in copy.remote if block not in task.kept]
-            task.kept.update(zip(copy.remote, copy.local, strict=True))
-            nbytes = len(fresh) * self._block_bytes
-            task.kept_bytes += nbytes
-            if task.on_let_go is None:
-                task.on_let_go = copy.done
-                task.outstanding += 1
+            kept = not task.cancelled
+            if kept:
+                fresh = [block for block in copy.remote if block not in task.kept]
+                task.kept.update(zip(copy.remote, copy.local, strict=True))
+                nbytes = len(fresh) * self._block_bytes
+                task.kept_bytes += nbytes
+                task.on_let_go.append(copy.done)
                 with self._lock:
                     self._keeping += 1
+        if not kept:
+            return copy.done(task, None)
         self._credits.add(self._account, nbytes)
         if self._closed:
             task.cancel()
@@ -244,8 +241,6 @@ class TransferWorker:
     def _over(self, copy: Copy, failure: BaseException | None) -> None:
         task = copy.task
         self._charge(copy, -1)
-        with task.lock:
-            task.outstanding -= 1
         try:
             try:
                 copy.done(task, failure)

@@ -41,14 +41,10 @@ class Copies:
 
     def copy(self, copy: Copy) -> None:
         task = copy.task
-        with task.lock:
-            task.outstanding += 1
 
         def end() -> None:
             if copy.verb == "read" and self.held is not None:
                 self.held.wait(60)
-            with task.lock:
-                task.outstanding -= 1
             if copy.last:
                 task.end(None)
             copy.done(task, None)

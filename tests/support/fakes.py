@@ -202,7 +202,6 @@ class FakeTransferWorker:
         self.log: list[tuple[str, Sequence[int], Sequence[int]]] = []
 
     def copy(self, copy: Copy) -> None:
-        copy.task.outstanding += 1
         self.queue.append(copy)
 
     def flush(self, task: Any = None) -> bool:
@@ -217,7 +216,6 @@ class FakeTransferWorker:
         self.log.append((copy.verb, copy.local, copy.remote))
         if copy.verb == "write":
             copy.task.written_blocks += len(copy.remote)
-        copy.task.outstanding -= 1
         copy.done(copy.task, failure)
         if copy.last:
             copy.task.end(None)

@@ -100,18 +100,6 @@ def test_preemption_that_cannot_be_flushed_ends_the_task() -> None:
 # ------------------------------------------------------------------ who frees the blocks
 
 
-def test_the_last_copy_ending_as_the_request_does() -> None:
-    """The transfer worker counts down before it calls back; a finish in between frees by itself."""
-    engine = Engine(2 * BLOCK)
-    engine.admit()
-    engine.run(2 * BLOCK)
-    copy = engine.transfer_worker.queue.pop()
-    copy.task.outstanding -= 1
-    assert engine.side.finished(engine.request) is False
-    copy.done(copy.task, None)
-    assert engine.run(0).sent == set(), "freed already"
-
-
 def test_abort_while_reading() -> None:
     """vLLM frees when the read is reported; a `sent` besides would free twice."""
     engine = Engine(4 * BLOCK, hit=2 * BLOCK)
