@@ -377,7 +377,6 @@ class Handoff:
         if isinstance(why, Revoked):
             metrics.STALE_REFUSED.labels("revoked").inc()
         if self.task is not None:
-            self.task.cancel()
             self.task.end(why)
         else:
             self._resume(why)

@@ -244,7 +244,6 @@ class PrefillScheduler(SchedulerHalf):
         tables = self._by_position(self._manager.get_block_ids(task.request_id))
         local = task.written.ids(tables, start, upto)
         if any(task.written.begins) and EMPTY in local:
-            task.cancel()
             task.end(HandoffError("a sliding window has freed a block that is not written yet"))
             return
         task.scheduled = upto
@@ -262,7 +261,6 @@ class PrefillScheduler(SchedulerHalf):
                 plan.copies.remove(write)
                 self._write_done(task, None)
         if not task.transfer_worker.flush(task):
-            task.cancel()
             task.end(HandoffError("a copy did not end in time for a preemption"))
         with task.lock:
             task.written_blocks = 0
@@ -304,7 +302,6 @@ class PrefillScheduler(SchedulerHalf):
             reading = task.read_asked and task.first_step == 0.0
             task.freed_by_report = task.outstanding > 0 and not reading
         if task.scheduled < task.positions:
-            task.cancel()
             task.end(HandoffError("the engine ended the request early"))
         return task.freed_by_report
 

@@ -201,8 +201,10 @@ class PrefillTask:
         )
 
     def end(self, failure: BaseException | None) -> None:
-        """End the task, and call `on_done` with the failure. Later calls do nothing."""
+        """End the task, and call `on_done` with the failure, the first time only. A failure also
+        cancels the task, each time."""
         with self.lock:
+            self.cancelled = self.cancelled or failure is not None
             if self.ended:
                 return
             self.ended, self.failure = True, failure

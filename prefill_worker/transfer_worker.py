@@ -170,7 +170,6 @@ class TransferWorker:
             return copy.done(task, None)
         self._credits.add(self._account, nbytes)
         if self._closed:
-            task.cancel()
             task.end(HandoffError(_ENDED))
         elif copy.last:
             task.end(None)
@@ -245,7 +244,6 @@ class TransferWorker:
             try:
                 copy.done(task, failure)
                 if failure is not None and copy.verb != "read":
-                    task.cancel()
                     task.end(failure)
                 elif copy.last:
                     task.last_compute = task.last_compute or time.monotonic()
