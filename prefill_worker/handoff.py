@@ -251,13 +251,13 @@ class Handoff:
     async def commit(self, task: PrefillTask) -> None:
         """Tell the decode worker that all blocks are written, or kept in pull mode. Then ack."""
         failpoints.hit("prefill.before_commit")
-        timings = task.timings((self._granted - self._asked) * 1e3)
         within_s = 10.0
         if task.mode is KvMode.PULL:
             blocks = task.kept_blocks
             self._reads = self._puller.fences.open(blocks, len(blocks))  # to be read only
             within_s = 24 * 3600.0  # a safety net: the decode worker replies when its read ends
-        reply = await self.link.commit(task.done(timings, self._reads), within_s)
+        done = task.done((self._granted - self._asked) * 1e3, self._reads)
+        reply = await self.link.commit(done, within_s)
         failpoints.hit("prefill.before_ack")
         self.succeeded = reply.ok
         if not reply.ok:

@@ -169,23 +169,20 @@ class PrefillTask:
         over = self.last_compute > 0 and self.scheduled >= self.positions
         return max(0.0, now - self.last_compute) if over else None
 
-    def timings(self, claim_ms: float) -> StageTimings:
-        """What was measured until now, when the commit (or `Ready`) goes out."""
+    def done(self, claim_ms: float, reads: FenceToken | None) -> Commit | Ready:
+        """Return the message that the KV is complete: written, or in pull mode kept to be read.
+
+        It tells what was measured until now. The link fills in `rid`.
+
+        reads: the fence under which the decode worker reads kept blocks. None: not pull mode."""
         computed = self.last_compute or self.started
-        return StageTimings(
+        timings = StageTimings(
             claim_ms=claim_ms,
             prefix_read_ms=self.seconds("read") * 1e3,
             prefill_ms=max(0.0, computed - (self.first_step or self.started)) * 1e3,
             kv_write_ms=self.seconds("write") * 1e3,
             tail_ms=max(0.0, time.monotonic() - computed) * 1e3,
         )
-
-    def done(self, timings: StageTimings, reads: FenceToken | None) -> Commit | Ready:
-        """Return the message that the KV is complete: written, or in pull mode kept to be read.
-
-        The link fills in `rid`.
-
-        reads: the fence under which the decode worker reads kept blocks. None: not pull mode."""
         about: dict[str, Any] = {
             "rid": 0, "job_id": self.job_id, "attempt": self.attempt,
             "incarnation": self.grant.incarnation, "timings": timings,
