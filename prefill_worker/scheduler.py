@@ -350,8 +350,7 @@ class Turns:
     def __init__(self, most: int = 0) -> None:
         self._most = most
         self._taken: set[str] = set()
-        self._ended: deque[Read] = deque()
-        self._held: list[Read] = []  # reads that have ended, and wait for a turn
+        self._ended: list[Read] = []  # those that vLLM was not told of. Any thread adds to it
 
     def free(self, request_id: str) -> bool:
         """Whether the request has a turn, or could take one."""
@@ -375,17 +374,15 @@ class Turns:
 
     @property
     def has_reads(self) -> bool:
-        """Whether `reads` has something to look at. It may still return nothing."""
-        return bool(self._ended) or any(self._passes(task) for task, _ in self._held)
+        """Whether `reads` returns something."""
+        return any(self._passes(task) for task, _ in list(self._ended))
 
     def reads(self) -> list[Read]:
         """Return the reads that vLLM can be told of now. Their prompts take their turns."""
-        while self._ended:
-            self._held.append(self._ended.popleft())
         told: list[Read] = []
-        for read in list(self._held):
+        for read in list(self._ended):
             if self._passes(task := read[0]):
-                self._held.remove(read)
+                self._ended.remove(read)
                 told.append(read)
                 if not task.cancelled:
                     self.take(task.request_id)
