@@ -213,21 +213,15 @@ def _fold(a: KvLayout, b: KvLayout) -> tuple[int, Rows]:
     return unit, rows
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """A part of a stream as it lies in one side's memory, in the order of the stream.
-
-    iovec: the runs. The other side has the same bytes, but cut into other runs.
-    total: bytes of all runs. The same on both sides.
-    """
-
-    iovec: Iovec
-    total: int
+def size_of(iovec: Iovec) -> int:
+    """Bytes of all runs."""
+    return int(iovec[:, 1].sum())
 
 
-def stream_of(memory: LocalMemory, blocks: Offsets) -> Runs:
+def stream_of(memory: LocalMemory, blocks: Offsets) -> Iovec:
     """Some blocks of one memory as a stream: for each layer, for each block, for each head, one
-    page. What is contiguous in this memory is one run.
+    page. What is contiguous in this memory is one run. The other side's stream has the same bytes,
+    but cut into other runs.
 
     blocks: ids, as the operation lists them (ascending ids of the owner). The caller has checked
     them."""
@@ -242,10 +236,10 @@ def stream_of(memory: LocalMemory, blocks: Offsets) -> Runs:
     iovec = np.empty((len(starts), 2), np.uint64)
     iovec[:, 0] = pages[starts]
     iovec[:, 1] = np.diff(starts, append=len(pages)) * layout.page_bytes
-    return Runs(iovec, len(pages) * layout.page_bytes)
+    return iovec
 
 
-def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
+def pieces(iovec: Iovec, step: int) -> Iterator[Iovec]:
     """Cut a list of runs every `step` bytes; the last piece has what is left.
 
     Both sides that cut the same bytes get pieces of the same lengths."""
@@ -259,13 +253,13 @@ def pieces(iovec: Iovec, step: int) -> Iterator[Runs]:
     lasts = np.searchsorted(ends, stops, side="left")
     skipped = starts - (ends[firsts] - iovec[firsts, 1].astype(np.int64))
     beyond = ends[lasts] - stops
-    columns = (firsts, lasts + 1, skipped, beyond, stops - starts)
-    for first, last, before, after, total in zip(*(c.tolist() for c in columns), strict=True):
+    columns = (firsts, lasts + 1, skipped, beyond)
+    for first, last, before, after in zip(*(c.tolist() for c in columns), strict=True):
         piece = iovec[first:last].copy()
         piece[-1, 1] -= after
         piece[0, 0] += before
         piece[0, 1] -= before
-        yield Runs(piece, total)
+        yield piece
 
 
 def pairs(ours: Iovec, theirs: Iovec) -> tuple[Iovec, Iovec]:

@@ -18,7 +18,7 @@ from pullfill.errors import Fenced, TransferFailed
 from pullfill.transfer.contract import Direction, PeerSession
 from pullfill.transfer.nccl.gpu_turns import TURNS, Laid, Turn
 from pullfill.transfer.nccl.nccl_backend import PEER
-from pullfill.transfer.runs import stream_of
+from pullfill.transfer.runs import size_of, stream_of
 from pullfill.wire import FenceToken
 from tests.support.fake_nccl import World
 from tests.support.nccl_rig import FakeKind, PairKind, clean_world
@@ -247,4 +247,4 @@ def test_a_batch_that_cannot_be_staged_is_refused(make: Make) -> None:
     place = make(layout="padded-heads")
     runs = stream_of(place.region.memory, np.arange(40))
     with pytest.raises(TransferFailed, match="can be staged"):
-        Laid(runs, 8 << 10, Turn(0, runs.total - 1, place.kind.gpu))
+        Laid(runs, 8 << 10, Turn(0, size_of(runs) - 1, place.kind.gpu))

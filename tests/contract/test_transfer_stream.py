@@ -32,7 +32,7 @@ from pullfill.prefill_worker.transfer_worker import Copy, Credits, TransferWorke
 from pullfill.runtime import metrics
 from pullfill.transfer.contract import Direction
 from pullfill.transfer.layout import dense_layout
-from pullfill.transfer.runs import Runs
+from pullfill.transfer.runs import Iovec
 from pullfill.transfer.shm.fence import ShmHold
 from pullfill.transfer.stream import kv_protocol, stream_server
 from pullfill.transfer.stream.kv_protocol import Answer, Operation, Status
@@ -74,7 +74,7 @@ class Held(Call):
         name = "send" if verb == "write" else "receive"
         real = getattr(backend, name)
 
-        def stop(runs: Runs) -> None:
+        def stop(runs: Iovec) -> None:
             calls[0] += 1
             if calls[0] == 2:
                 self.stopped.set()

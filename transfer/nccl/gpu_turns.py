@@ -17,7 +17,7 @@ import numpy as np
 from pullfill.errors import TransferFailed
 from pullfill.transfer.gpu.copies import BATCH_RUNS, lane_of
 from pullfill.transfer.gpu.cuda import Addresses, CudaStream, load, settle
-from pullfill.transfer.runs import Iovec, Runs, pieces
+from pullfill.transfer.runs import Iovec, pieces, size_of
 
 # A kernel of NCCL's occupies multiprocessors while it waits for the other side. So only so many of
 # each side are on a GPU at a time. A worker with both sides on is a peer of some workers and the
@@ -94,24 +94,24 @@ class Laid:
     blocks, ring: the runs that are copied between the blocks and the turn's memory.
     """
 
-    def __init__(self, runs: Runs, step: int, turn: Turn) -> None:
+    def __init__(self, runs: Iovec, step: int, turn: Turn) -> None:
         """Raises TransferFailed when the turn's memory is too small."""
-        messages = list(pieces(runs.iovec, step))
-        staged = [message.iovec for message in messages if len(message.iovec) > 1]
-        self.blocks: Iovec = np.concatenate(staged) if staged else runs.iovec[:0]
+        messages = list(pieces(runs, step))
+        staged = [message for message in messages if len(message) > 1]
+        self.blocks: Iovec = np.concatenate(staged) if staged else runs[:0]
         self.ring = self.blocks.copy()
-        nbytes, at = int(self.blocks[:, 1].sum()), turn.address
+        nbytes, at = size_of(self.blocks), turn.address
         if nbytes > turn.nbytes:
             raise TransferFailed(f"{nbytes} bytes in one batch, {turn.nbytes} can be staged")
         ends = np.cumsum(self.blocks[:, 1])
         self.ring[:, 0] = np.uint64(at) + ends - self.blocks[:, 1]
         self.places: list[tuple[int, int]] = []
         for message in messages:
-            if len(message.iovec) == 1:
-                self.places.append((int(message.iovec[0, 0]), message.total))
+            if len(message) == 1:
+                self.places.append((int(message[0, 0]), size_of(message)))
             else:
-                self.places.append((at, message.total))
-                at += message.total
+                self.places.append((at, size_of(message)))
+                at += size_of(message)
 
 
 class CudaGpu:

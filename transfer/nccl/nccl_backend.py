@@ -27,7 +27,7 @@ from pullfill.transfer.nccl import library
 from pullfill.transfer.nccl.device import Communicator, Device
 from pullfill.transfer.nccl.gpu_turns import CudaGpu, Laid
 from pullfill.transfer.nccl.library import NcclMove, setting
-from pullfill.transfer.runs import Runs
+from pullfill.transfer.runs import Iovec
 from pullfill.transfer.stream.backends import (
     Backend,
     BackendKind,
@@ -102,14 +102,14 @@ class _NcclBackend(LazyBackend[Communicator]):
             raise TransferFailed(f"both workers are on the same GPU ({SHARING})")
         super().start(connection, theirs)
 
-    def send(self, runs: Runs) -> None:
+    def send(self, runs: Iovec) -> None:
         with self._call() as comm, self._turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)
             turn.copy(laid.ring, laid.blocks)
             self._meet()
             comm.run([NcclMove(True, *place) for place in laid.places], self._watch())
 
-    def receive(self, runs: Runs) -> None:
+    def receive(self, runs: Iovec) -> None:
         """See Backend. However it ends, no kernel writes into `runs` any more: device.py."""
         with self._call() as comm, self._turns.take(self._watch()) as turn:
             laid = Laid(runs, self._step, turn)

@@ -19,7 +19,7 @@ from pullfill.errors import BadMessage
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, pause
-from pullfill.transfer.runs import Iovec, Runs, pairs
+from pullfill.transfer.runs import Iovec, pairs, size_of
 from pullfill.transfer.stream.backends import Backend, BackendKind, LazyBackend
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
@@ -60,23 +60,23 @@ class NixlOwner(LazyBackend[Agent]):
         super().__init__()
         self._memory = memory
 
-    def send(self, runs: Runs) -> None:
+    def send(self, runs: Iovec) -> None:
         self._move("WRITE", runs)
 
-    def receive(self, runs: Runs) -> None:
+    def receive(self, runs: Iovec) -> None:
         """See Backend. However it ends, nothing lands in `runs` afterwards: see `agent.py`."""
         self._move("READ", runs)
 
-    def _move(self, verb: str, runs: Runs) -> None:
+    def _move(self, verb: str, runs: Iovec) -> None:
         said = decode(self._link.receive(MAX_FRAME), NixlRuns)
-        theirs = _checked(said, runs.total)
+        theirs = _checked(said, size_of(runs))
         try:
             if self.resource is None:
                 if not said.metadata:
                     raise BadMessage("a new NIXL agent without its metadata")
                 self.resource = Agent(self._memory)
                 self.resource.connect(said.metadata)
-            ours, there = pairs(runs.iovec, theirs)
+            ours, there = pairs(runs, theirs)
             self.resource.move(verb, ours, there, said.device, self._watch(_LOOK_EVERY))
         except BaseException:
             self.close()
@@ -91,7 +91,7 @@ class NixlPeer(LazyBackend[Agent]):
         super().__init__()
         self._memory = memory
 
-    def send(self, runs: Runs) -> None:
+    def send(self, runs: Iovec) -> None:
         """Name the bytes of a batch, and wait until the owner has moved them."""
         metadata = b""
         if self.resource is None:
@@ -100,7 +100,7 @@ class NixlPeer(LazyBackend[Agent]):
         said = NixlRuns(
             metadata=metadata,
             device=-1 if self._memory.device is None else self._memory.device,
-            iovec=runs.iovec.astype("<u8").tobytes(),
+            iovec=runs.astype("<u8").tobytes(),
         )
         self._link.send(encode(said))
         self._help(self.resource)

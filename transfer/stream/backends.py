@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pullfill.errors import BadMessage, TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.runs import Runs
+from pullfill.transfer.runs import Iovec
 from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.wire import decode
 
@@ -61,11 +61,11 @@ class Backend(ABC):
         return self._connection
 
     @abstractmethod
-    def send(self, runs: Runs) -> None:
+    def send(self, runs: Iovec) -> None:
         """Returns when the bytes of `runs` may change again. Raises TransferFailed."""
 
     @abstractmethod
-    def receive(self, runs: Runs) -> None:
+    def receive(self, runs: Iovec) -> None:
         """Returns when all bytes are in `runs` and visible to this process (and to kernels that
         start later). Raises TransferFailed."""
 

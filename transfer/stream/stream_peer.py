@@ -25,7 +25,7 @@ from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
 from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
-from pullfill.transfer.runs import Runs, checked_pairs, pieces, stream_of
+from pullfill.transfer.runs import Iovec, checked_pairs, pieces, size_of, stream_of
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import (
     ANSWER,
@@ -138,11 +138,11 @@ class StreamSession(PeerSession):
         with self._busy:
             if self._ended:
                 raise TransferFailed(self._ended)
-            if stream.total:
+            if len(stream):
                 self._converse(operation, stream)
-        return MoveResult(len(ours), stream.total, time.perf_counter() - started)
+        return MoveResult(len(ours), size_of(stream), time.perf_counter() - started)
 
-    def _converse(self, operation: Operation, stream: Runs) -> None:
+    def _converse(self, operation: Operation, stream: Iovec) -> None:
         connection, backend = self._connected()
         run = self._send if operation.verb == "write" else self._receive
         try:
@@ -201,19 +201,19 @@ class StreamSession(PeerSession):
             self._drop()
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
-    def _send(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
-        for batch in pieces(stream.iovec, self._kind.batch_bytes):
+    def _send(self, connection: SocketConnection, backend: Backend, stream: Iovec) -> Answer:
+        for batch in pieces(stream, self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
             if connection.input_waits():  # refused: nothing more is wanted
                 break
             connection.mark(BATCH)
             failpoints.hit("stream.write.batch")
             backend.send(batch)
-            self.moved_bytes += batch.total
+            self.moved_bytes += size_of(batch)
         return decode(connection.receive(), Answer)
 
-    def _receive(self, connection: SocketConnection, backend: Backend, stream: Runs) -> Answer:
-        for batch in pieces(stream.iovec, self._kind.batch_bytes):
+    def _receive(self, connection: SocketConnection, backend: Backend, stream: Iovec) -> Answer:
+        for batch in pieces(stream, self._kind.batch_bytes):
             failpoints.hit("stream.read.before_batch")
             mark = connection.take_mark()
             if mark == ANSWER:
@@ -225,7 +225,7 @@ class StreamSession(PeerSession):
                 raise BadMessage(f"{mark!r} where a batch must begin")
             failpoints.hit("stream.read.batch")
             backend.receive(batch)
-            self.moved_bytes += batch.total
+            self.moved_bytes += size_of(batch)
         if connection.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
         return decode(connection.receive(), Answer)

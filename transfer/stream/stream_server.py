@@ -37,7 +37,7 @@ from pullfill.runtime import failpoints, log
 from pullfill.runtime.metrics import AUTH_REFUSED, KV_CONNECTIONS, KV_REFUSED, STALE_REFUSED
 from pullfill.transfer.contract import LocalMemory, Rect
 from pullfill.transfer.layout import crop
-from pullfill.transfer.runs import Offsets, Runs, checked_ids, pieces, stream_of
+from pullfill.transfer.runs import Iovec, Offsets, checked_ids, pieces, stream_of
 from pullfill.transfer.shm.fence import ShmFences
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import (
@@ -150,16 +150,16 @@ class ServedPeer:
             self._answer(Status.REFUSED, str(exc), marked=reads)
             self._connection.linger()
             raise
-        marked, move = reads and stream.total > 0, self._send if reads else self._receive
+        marked, move = reads and len(stream) > 0, self._send if reads else self._receive
         try:
-            if stream.total:
+            if len(stream):
                 move(token, stream)
             else:
                 with self._inside(token, "check"):
                     pass
         except Fenced as exc:
             self._answer(Status.FENCED, str(exc), marked=marked)
-            if stream.total and not reads:
+            if len(stream) and not reads:
                 # What the peer sends until it hears that is thrown away. It connects anew.
                 self._connection.linger()
                 raise TransferFailed("a write was refused") from exc
@@ -182,15 +182,15 @@ class ServedPeer:
             raise BadMessage("a block is outside the grant")
         return blocks
 
-    def _receive(self, token: FenceToken, stream: Runs) -> None:
-        for batch in pieces(stream.iovec, self._batch_bytes):
+    def _receive(self, token: FenceToken, stream: Iovec) -> None:
+        for batch in pieces(stream, self._batch_bytes):
             if (mark := self._connection.take_mark()) != BATCH:
                 raise BadMessage(f"{mark!r} where a batch must begin")
             with self._inside(token, "write"):
                 self._backend.receive(batch)
 
-    def _send(self, token: FenceToken, stream: Runs) -> None:
-        for batch in pieces(stream.iovec, self._batch_bytes):
+    def _send(self, token: FenceToken, stream: Iovec) -> None:
+        for batch in pieces(stream, self._batch_bytes):
             with self._inside(token, "read"):
                 self._connection.mark(BATCH)
                 self._backend.send(batch)

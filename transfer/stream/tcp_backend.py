@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
-from pullfill.transfer.runs import Iovec, Runs
+from pullfill.transfer.runs import Iovec
 from pullfill.transfer.stream.backends import Backend, BackendKind
 from pullfill.transfer.stream.kv_protocol import as_failures
 
@@ -44,12 +44,12 @@ for _name in ("sendmsg", "recvmsg"):
 class TcpBackend(Backend):
     """Borrows the connection's socket."""
 
-    def send(self, runs: Runs) -> None:
+    def send(self, runs: Iovec) -> None:
         """See Backend. When it returns, the kernel has the bytes."""
-        self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs.iovec)
+        self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs)
 
-    def receive(self, runs: Runs) -> None:
-        self._move(_libc.recvmsg, socket.MSG_WAITALL, runs.iovec)
+    def receive(self, runs: Iovec) -> None:
+        self._move(_libc.recvmsg, socket.MSG_WAITALL, runs)
 
     def _move(self, call: _Call, flags: int, iovec: Iovec) -> None:
         fd = self._link.fd
