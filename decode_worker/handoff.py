@@ -242,18 +242,18 @@ class Handoff:
         watch = asyncio.create_task(self._watch_read(peer, ready, entry.stall_s))
         try:
             source = u32.unpack(ready.block_ids)
-            moved, transport = await peer.reader.read(
+            nbytes, seconds, transport = await peer.reader.read(
                 ready.fence, source, blocks, lambda: entry.state is JobState.READING
             )
             took_ms = (time.monotonic() - began) * 1e3
             timings = msgspec.structs.replace(
                 ready.timings,
-                kv_write_ms=moved.seconds * 1e3,
+                kv_write_ms=seconds * 1e3,
                 tail_ms=ready.timings.tail_ms + took_ms,
             )
             failpoints.hit("decode.before_commit")
-            self.traces.committed(entry.request_id, timings, moved.nbytes, transport)
-            self.links.wrote(peer.instance_id, len(blocks), moved.seconds)
+            self.traces.committed(entry.request_id, timings, nbytes, transport)
+            self.links.wrote(peer.instance_id, len(blocks), seconds)
             good = True
         except Fenced:
             metrics.STALE_REFUSED.labels("read").inc()

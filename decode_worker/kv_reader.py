@@ -21,7 +21,7 @@ from pullfill.options import WorkerOptions
 from pullfill.runtime import failpoints, log, metrics
 from pullfill.runtime.serial_executor import SerialExecutor
 from pullfill.transfer.connect import choose, connect, peer_transports, pulled_over
-from pullfill.transfer.contract import LocalMemory, MoveResult, PeerSession
+from pullfill.transfer.contract import LocalMemory, PeerSession
 from pullfill.wire import FenceToken, RegionDescriptor
 
 logger = log.get("decode_worker.reader")
@@ -70,9 +70,9 @@ class KvReader:
         source: Sequence[int],
         target: Sequence[int],
         wanted: Callable[[], bool],
-    ) -> tuple[MoveResult, str]:
-        """Copy the worker's blocks `source` into our blocks `target`. Returns what moved, and the
-        transport.
+    ) -> tuple[int, float, str]:
+        """Copy the worker's blocks `source` into our blocks `target`. Returns how many bytes moved
+        in how many seconds, and the transport.
 
         After it has returned or raised, no thread touches the blocks. If it is cancelled, the copy
         goes on. Raises HandoffError, BadMessage and whatever `open_session` raises.
@@ -115,26 +115,26 @@ class KvReader:
         source: Sequence[int],
         target: Sequence[int],
         wanted: Callable[[], bool],
-    ) -> tuple[MoveResult, str]:
+    ) -> tuple[int, float, str]:
         """Do one read. On its thread."""
         if not wanted():
             raise HandoffError("its job ended before it was read")
-        started = time.perf_counter()
         session = self._session or self._connect()
         if self._closing:
             raise HandoffError("this worker is leaving")
         if not wanted():  # opening the session may have taken seconds
             raise HandoffError("its job ended before it was read")
         failpoints.hit("decode.before_read")
+        started = time.perf_counter()
         try:
-            result = session.move("read", fence, source, target)
+            nbytes = session.move("read", fence, source, target)
         except TransferFailed:
             self._let_go()  # whether it can be reached at all shows when it is made anew
             raise
-        transport = session.transport
-        metrics.KV_READ_BYTES.labels(transport).inc(result.nbytes)
-        metrics.KV_READ_SECONDS.labels(transport).observe(time.perf_counter() - started)
-        return result, transport
+        seconds, transport = time.perf_counter() - started, session.transport
+        metrics.KV_READ_BYTES.labels(transport).inc(nbytes)
+        metrics.KV_READ_SECONDS.labels(transport).observe(seconds)
+        return nbytes, seconds, transport
 
     def _connect(self) -> PeerSession:
         try:

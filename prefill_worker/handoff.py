@@ -514,9 +514,9 @@ class Handoff:
             began, ended = task.first_step, task.last_compute or now
             send("prefill.compute", span.child(), span, began, ended, tokens, error=failure)
         transport = task.transfer_worker.transport
-        for verb, ended, move in task.moves:
-            about = {"pullfill.transport": transport, "pullfill.bytes": move.nbytes}
-            send(f"transfer.{verb}", span.child(), span, ended - move.seconds, ended, about)
+        for verb, nbytes, began, ended in task.moves:
+            about = {"pullfill.transport": transport, "pullfill.bytes": nbytes}
+            send(f"transfer.{verb}", span.child(), span, began, ended, about)
 
 
 def patience(timeout_s: float, delivery: int, max_deliver: int) -> float | None:

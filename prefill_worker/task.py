@@ -16,7 +16,7 @@ from pullfill.engine import features
 from pullfill.engine.groups import BlockOrder
 from pullfill.errors import BadMessage, HandoffError
 from pullfill.ids import job_digest
-from pullfill.transfer.contract import Direction, MoveResult
+from pullfill.transfer.contract import Direction
 from pullfill.wire import (
     MAX_TEXT,
     Commit,
@@ -124,12 +124,12 @@ class PrefillTask:
         # The thread that copies: the transfer worker's or, for a small copy, the engine's. Never
         # both at once.
         self.written_blocks = 0
-        # Each read of the prefix and write of blocks that has ended, and when.
-        self.moves: list[tuple[Direction, float, MoveResult]] = []
+        # Each read of the prefix and write of blocks that has ended: bytes, begin, end.
+        self.moves: list[tuple[Direction, int, float, float]] = []
 
     def seconds(self, verb: Direction) -> float:
         """How long its reads, or its writes, have taken so far."""
-        return sum(move.seconds for did, _, move in self.moves if did == verb)
+        return sum(ended - began for did, _, began, ended in self.moves if did == verb)
 
     @property
     def targets(self) -> list[int]:
@@ -191,7 +191,7 @@ class PrefillTask:
             return Ready(block_ids=u32.pack(self.kept_blocks), fence=reads, **about)
         return Commit(
             blocks=self.written_blocks,
-            kv_bytes=sum(move.nbytes for verb, _, move in self.moves if verb == "write"),
+            kv_bytes=sum(nbytes for verb, nbytes, *_ in self.moves if verb == "write"),
             transport=self.transfer_worker.transport[:MAX_TEXT],
             why_not_better=tuple(self.transfer_worker.why_not_better),
             **about,

@@ -228,13 +228,15 @@ class TransferWorker:
         source, target = copy.local, copy.remote
         if verb == "read":
             source, target = target, source
-        result = self._session.move(verb, task.grant.fence, source, target)
-        task.moves.append((verb, time.monotonic(), result))
-        nbytes, seconds = _METRICS[verb]
-        nbytes.labels(transport).inc(result.nbytes)
-        seconds.labels(transport).observe(result.seconds)
+        began = time.monotonic()
+        nbytes = self._session.move(verb, task.grant.fence, source, target)
+        ended = time.monotonic()
+        task.moves.append((verb, nbytes, began, ended))
+        moved, seconds = _METRICS[verb]
+        moved.labels(transport).inc(nbytes)
+        seconds.labels(transport).observe(ended - began)
         if verb == "write":
-            task.written_blocks += result.blocks
+            task.written_blocks += len(target)
             failpoints.hit("prefill.after_write")
 
     def _over(self, copy: Copy, failure: BaseException | None) -> None:

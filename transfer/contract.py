@@ -102,15 +102,6 @@ class LocalMemory:
         return Rect(self.first_head, layout.num_kv_heads, self.first_layer, layout.num_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class MoveResult:
-    """One finished read or write."""
-
-    blocks: int
-    nbytes: int
-    seconds: float
-
-
 class PeerSession(Protocol):
     """A prefill worker's connection to one region of one decode worker.
 
@@ -128,9 +119,9 @@ class PeerSession(Protocol):
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        """Copy blocks `source[i]` to `target[i]`, all layers and heads. Returns when all bytes are
-        there.
+    ) -> int:
+        """Copy blocks `source[i]` to `target[i]`, all layers and heads. Returns how many bytes
+        that was, once all are there.
 
         verb: `write` copies local blocks to remote ones, `read` remote blocks to local ones.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -23,7 +22,6 @@ from pullfill.transfer.contract import (
     Direction,
     KvLayout,
     LocalMemory,
-    MoveResult,
     PeerSession,
 )
 from pullfill.transfer.copying import copy_batch
@@ -70,8 +68,7 @@ class MappedSession(PeerSession):
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
-        started = time.perf_counter()
+    ) -> int:
         todo = (self._writes if verb == "write" else self._reads).plan(source, target)
         transport, src, dst = self.transport, self._local.address, self._remote_address
         if verb == "read":
@@ -88,7 +85,7 @@ class MappedSession(PeerSession):
                 finally:
                     self._hold.leave(fence)
                 self.moved_bytes += batch.total
-        return MoveResult(len(source), todo.total, time.perf_counter() - started)
+        return todo.total
 
     def close(self) -> None:
         """Wait for a batch under way, then let go of the region. Idempotent."""
@@ -120,13 +117,11 @@ class GroupSession(PeerSession):
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
+    ) -> int:
         """See PeerSession. If a member fails, the move fails once the others have ended. They may
         have written."""
-        started = time.perf_counter()
         moves = [partial(part.move, verb, fence, source, target) for part in self._parts[verb]]
-        nbytes = sum(result.nbytes for result in _side_by_side(moves))
-        return MoveResult(len(source), nbytes, time.perf_counter() - started)
+        return sum(_side_by_side(moves))
 
     def interrupt(self) -> None:
         for member in self._members:
@@ -139,10 +134,10 @@ class GroupSession(PeerSession):
                 members.callback(member.close)
 
 
-def _side_by_side(parts: Sequence[Callable[[], MoveResult]]) -> list[MoveResult]:
+def _side_by_side(parts: Sequence[Callable[[], int]]) -> list[int]:
     """Run all parts at the same time, each on a thread, and wait for all of them. Raises the error
     of a part that failed, or RuntimeError if a thread cannot be started."""
-    ends: list[Future[MoveResult]] = []
+    ends: list[Future[int]] = []
     try:
         for part in parts:
             ends.append(SerialExecutor(linger_s=0.0).submit(part))

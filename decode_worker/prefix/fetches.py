@@ -371,10 +371,9 @@ class PrefixFetches:
         """Copy, and have the holder confirm that the lease was valid until the end."""
         first = (fetch.begin_at - fetch.start) // self.context.blocks.block_size
         source = u32.unpack(lease.block_ids)[first : first + len(blocks)]
-        moved, fetch.transport = await holder.read(
+        fetch.kv_bytes, _, fetch.transport = await holder.read(
             lease, source, blocks, lambda: fetch.wanted, fetch.copy_s
         )
-        fetch.kv_bytes = moved.nbytes
         valid = await holder.end_lease(lease)
         fetch.outcome = FetchOutcome.FETCHED if valid else FetchOutcome.EXPIRED
 

@@ -21,7 +21,6 @@ from pullfill.errors import BadMessage, HandoffError, PeerUnavailable, PullfillE
 from pullfill.net.peer_link import NotInTime, PeerLink
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import log
-from pullfill.transfer.contract import MoveResult
 from pullfill.wire import (
     Lease,
     LeaseAsk,
@@ -107,7 +106,7 @@ class Holder(PeerLink):
         target: Sequence[int],
         wanted: Callable[[], bool],
         within_s: float,
-    ) -> tuple[MoveResult, str]:
+    ) -> tuple[int, float, str]:
         """Copy leased blocks into ours. See `KvReader.read`. It must not be cancelled.
 
         within_s: a copy that takes longer is interrupted. If it has not begun by then, it never

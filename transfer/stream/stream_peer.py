@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ from pullfill.errors import (
 from pullfill.net.channel import split_address
 from pullfill.net.security import ClusterKey
 from pullfill.runtime import failpoints
-from pullfill.transfer.contract import Direction, LocalMemory, MoveResult, PeerSession, Rect
+from pullfill.transfer.contract import Direction, LocalMemory, PeerSession, Rect
 from pullfill.transfer.layout import both_sides, rect_of
 from pullfill.transfer.runs import Iovec, checked_pairs, pieces, size_of, stream_of
 from pullfill.transfer.stream.backends import Backend, BackendKind
@@ -123,7 +122,7 @@ class StreamSession(PeerSession):
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
+    ) -> int:
         here, there = self._local.layout.num_blocks, self._descriptor.num_blocks
         if verb == "write":
             ours, theirs = checked_pairs(source, here, target, there)
@@ -131,7 +130,6 @@ class StreamSession(PeerSession):
             theirs, ours = checked_pairs(source, there, target, here)
         if len(np.unique(theirs if verb == "write" else ours)) != len(target):
             raise BadMessage("a target block appears twice")
-        started = time.perf_counter()
         order = np.argsort(theirs, kind="stable")
         stream = stream_of(self._local, ours[order])
         operation = Operation(verb=verb, fence=fence, blocks=theirs[order].astype("<u4").tobytes())
@@ -140,7 +138,7 @@ class StreamSession(PeerSession):
                 raise TransferFailed(self._ended)
             if len(stream):
                 self._converse(operation, stream)
-        return MoveResult(len(ours), size_of(stream), time.perf_counter() - started)
+        return size_of(stream)
 
     def _converse(self, operation: Operation, stream: Iovec) -> None:
         connection, backend = self._connected()

@@ -12,7 +12,7 @@ from pullfill.errors import Fenced, HandoffError
 from pullfill.prefill_worker.task import PrefillTask
 from pullfill.prefill_worker.transfer_worker import Copy, Credits, TransferWorker
 from pullfill.runtime import metrics
-from pullfill.transfer.contract import Direction, MoveResult, PeerSession
+from pullfill.transfer.contract import Direction, PeerSession
 from pullfill.transfer.layout import dense_layout
 from pullfill.wire import FenceToken, KvMode
 from tests.support.fakes import prefill_task
@@ -41,14 +41,14 @@ class Session(PeerSession):
 
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
-    ) -> MoveResult:
+    ) -> int:
         assert fence == FENCE
         self.entered.set()
         assert self.gate.wait(10)
         if self.fenced:
             raise Fenced("revoked")
         self.done.append((verb, list(source), list(target)))
-        return MoveResult(len(source), 100 * len(source), 0.001)
+        return 100 * len(source)
 
     def interrupt(self) -> None:
         self.interrupted += 1

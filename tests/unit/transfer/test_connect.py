@@ -132,7 +132,7 @@ def test_blocks_reach_every_rank_and_come_back(
     assert session.transport == transport.name
     token = decode.owner.fences.open([5, 3, 2])
     before = decode.block(2)
-    assert session.move("write", token, [0, 1], [5, 3]).blocks == 2
+    session.move("write", token, [0, 1], [5, 3])
     assert decode.block(5) == prefill.block(0)
     assert decode.block(3) == prefill.block(1)
     assert decode.block(2) == before

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer.contract import Direction, MoveResult
+from pullfill.transfer.contract import Direction
 from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken
 
@@ -27,14 +27,9 @@ class _Scripted:
     def interrupt(self) -> None:
         self.moves.append("interrupt")
 
-    def move(
-        self, verb: Direction, fence: FenceToken, s: Sequence[int], t: Sequence[int]
-    ) -> MoveResult:
-        self.moves.append(verb)
-        if verb == "read":
-            return MoveResult(len(s), 7, 0.5)
+    def move(self, verb: Direction, *_: object) -> int:
         self.act()
-        return MoveResult(len(s), 10, 0.5)
+        return 10
 
     def close(self) -> None:
         self.closed = True
