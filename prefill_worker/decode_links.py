@@ -191,7 +191,7 @@ class DecodeLinks:
         self._directory = directory
         self._appear_s = appear_s
         self.hello = hello
-        self._compat = compat
+        self.compat = compat
         self.open_transfer_worker = open_transfer_worker
         self.key = key
         self.load = load
@@ -344,13 +344,13 @@ class DecodeLinks:
     def _came(self, new: WorkerRecord) -> None:
         """A decode worker is new, or its record has changed."""
         name, theirs = new.instance_id, new.compat
-        differences = self._compat.differs_from(theirs) if theirs is not None else ()
+        differences = self.compat.differs_from(theirs) if theirs is not None else ()
         if theirs is not None and not differences and new.control:
             self._records[name] = new
         else:
             self._records.pop(name, None)
         # It serves our model, but is not compatible.
-        if differences and theirs is not None and theirs.model == self._compat.model:
+        if differences and theirs is not None and theirs.model == self.compat.model:
             field, our_value, their_value = differences[0]
             logger.warning(
                 "not connecting to %s: its %s is %r, ours is %r",

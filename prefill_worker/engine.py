@@ -36,7 +36,6 @@ class PrefillEngine:
     """Submits and ends tasks. Methods are called on the asyncio thread.
 
     tasks: see `PrefillScheduler`.
-    block_size: number of tokens of a block, here and at each decode worker.
     limit: how many multimodal inputs of a modality a prompt may have."""
 
     def __init__(
@@ -44,17 +43,12 @@ class PrefillEngine:
         requests: EngineLoop,
         tasks: dict[str, PrefillTask],
         context: WorkerContext,
-        *,
-        block_size: int,
-        compat_hash: str,
         limit: Callable[[str], int],
     ) -> None:
         self._requests = requests
         self._tasks = tasks
         self._adapters = context.adapters
-        self.block_size = block_size
         self.groups = max(1, len(context.groups.layers))
-        self.compat_hash = compat_hash
         self._files = AdapterFiles()
         self._limit = limit
 

@@ -125,7 +125,7 @@ class Handoff:
 
     async def _steps(self) -> None:
         self._read_message()
-        too_long = len(self._token_ids) > self._puller.max_prompt_tokens
+        too_long = len(self._token_ids) > self._puller.links.hello.max_prompt_tokens
         # Another worker may take it. The last delivery is claimed all the same, so that the decode
         # worker learns at once.
         if too_long and not self._trial and not self._last_delivery:
@@ -195,8 +195,8 @@ class Handoff:
             await engine.check_adapter(self.job.adapter)
             self._check_alive()
         self.task = task = PrefillTask(
-            self.job, self.grant, self._token_ids, engine.block_size, transfer_worker,
-            self._on_done, self._on_computed,
+            self.job, self.grant, self._token_ids, self._puller.links.compat.block_size,
+            transfer_worker, self._on_done, self._on_computed,
         )  # fmt: skip
         engine.submit(task)
         await self._until_written(task, until)
@@ -284,7 +284,7 @@ class Handoff:
         """Give a job back that was not claimed. Its next delivery comes later each time."""
         logger.info(
             "job %s: a prompt of %d tokens is longer than this worker takes (%d); left to others",
-            self.job_id, len(self._token_ids), self._puller.max_prompt_tokens,
+            self.job_id, len(self._token_ids), self._puller.links.hello.max_prompt_tokens,
         )  # fmt: skip
         delay_s = _AGAIN_RENEWED_S * (self.first.number - 1) or AGAIN_S
         self._puller.leave_to_others(delay_s)
@@ -294,15 +294,14 @@ class Handoff:
         """Check that the job is the one that was granted, and that it fits here.
 
         If it is not, give up for good, and raise BadMessage or TooLong."""
-        engine = self._puller.engine
+        links, groups = self._puller.links, self._puller.engine.groups
         try:
             brought = ""
             if self.grant.features:  # on a thread: 8 MiB take 10 ms
                 brought = await asyncio.to_thread(features.digest, self.grant.features)
             check(
-                self.job, self.first.body, self._token_ids, self.grant, brought,
-                block_size=engine.block_size, compat_hash=engine.compat_hash,
-                max_prompt_tokens=self._puller.max_prompt_tokens, groups=engine.groups,
+                self.job, self.first.body, self._token_ids, self.grant, brought, links.hello,
+                block_size=links.compat.block_size, groups=groups,
             )  # fmt: skip
         except Exception as exc:
             self._give_up(str(exc), retry=False)

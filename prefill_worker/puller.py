@@ -153,7 +153,6 @@ class Puller:
 
     fences: over our own memory. Decode workers read it in pull mode, under one of these only. They
     say their mode with a grant, so the memory is always open.
-    max_prompt_tokens: length of the longest prompt that the engine takes.
     max_jobs: jobs with a grant, at most.
     patience_s: how long a decode worker without KV credit keeps all jobs waiting.
     take_back: takes a delivery whose job this process has asked for itself. Returns False for any
@@ -168,7 +167,6 @@ class Puller:
         credits: Credits,
         fences: ShmFences,
         *,
-        max_prompt_tokens: int,
         max_jobs: int = MAX_JOBS,
         patience_s: float = SILENT_S,
         take_back: Callable[[Delivery], bool] = lambda _: False,
@@ -180,7 +178,6 @@ class Puller:
         self.credits = credits
         self.fences = fences
         self._nats = consumer.health
-        self.max_prompt_tokens = max_prompt_tokens
         self._max_jobs = max_jobs
         self._patience_s = patience_s
         self._take_back = take_back

@@ -98,12 +98,7 @@ class PrefillRole(Role):
 
         tokens = budget_of(config.scheduler_config.max_num_batched_tokens)
         tasks = PrefillEngine(
-            engine.loop,
-            scheduler.tasks,
-            context,
-            block_size=engine.compat.block_size,
-            compat_hash=engine.compat.hash(),
-            limit=features.limits(config.model_config),
+            engine.loop, scheduler.tasks, context, features.limits(config.model_config)
         )
         budget = Budget(tokens, scheduler.concurrency)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, budget.room.set)
@@ -127,9 +122,8 @@ class PrefillRole(Role):
         parts.push_async_callback(links.close)
 
         puller = Puller(
-            consumer, links, tasks, budget, credits, context.owner.fences,
-            max_prompt_tokens=hello.max_prompt_tokens, take_back=self._own,
-        )  # fmt: skip
+            consumer, links, tasks, budget, credits, context.owner.fences, take_back=self._own
+        )
         parts.push_async_callback(puller.close)
         if self._beside is not None:
             yields = asyncio.create_task(self._yield(self._beside, puller), name="slack")

@@ -22,6 +22,7 @@ from pullfill.wire import (
     Commit,
     FenceToken,
     Grant,
+    Hello,
     PrefillJob,
     Ready,
     StageTimings,
@@ -34,8 +35,8 @@ class TooLong(HandoffError):
 
 
 def check(
-    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, brought: str, *,
-    block_size: int, compat_hash: str, max_prompt_tokens: int, groups: int,
+    job: PrefillJob, body: bytes, token_ids: list[int], grant: Grant, brought: str, hello: Hello, *,
+    block_size: int, groups: int,
 ) -> None:  # fmt: skip
     """Check that the pulled job is the one that the decode worker granted, and that it fits here.
 
@@ -44,10 +45,11 @@ def check(
 
     body: the job as it was pulled.
     brought: digest of the multimodal inputs that came with the grant.
+    hello: what decode workers are told of this worker.
     block_size: number of tokens of a block."""
     if job_digest(body) != grant.job_digest:
         raise BadMessage("the job differs from what the decode worker published")
-    if job.compat != compat_hash:
+    if job.compat != hello.compat:
         raise BadMessage("its compatibility hash is not this worker's")
     hit, positions = job.hit_tokens // block_size, -(-len(token_ids) // block_size)
     kept = BlockOrder(job.kept_from)
@@ -61,10 +63,10 @@ def check(
         )
     if brought != job.features:
         raise BadMessage("the grant brings other multimodal inputs than the job names")
-    if len(token_ids) > max_prompt_tokens:
+    if len(token_ids) > hello.max_prompt_tokens:
         raise TooLong(
             f"prompt of {len(token_ids)} tokens is longer than this prefill worker takes "
-            f"({max_prompt_tokens})"
+            f"({hello.max_prompt_tokens})"
         )
 
 

@@ -157,9 +157,7 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
         scheduler.built(View(core))
         loop = EngineLoop(host, core, life, context.adapters, [scheduler])
         host.use(loop)
-        engine = PrefillEngine(
-            loop, scheduler.tasks, context, block_size=BLOCK, compat_hash="c", limit=lambda _: 0
-        )
+        engine = PrefillEngine(loop, scheduler.tasks, context, lambda _: 0)
         made.append(Prefills(host, scheduler, engine))
         made[0].watch()
         if flags:

@@ -255,7 +255,7 @@ class PrefillHalf:
         self.budget = Budget(400)
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, self.budget.room.set)
         self.credits = Credits(cluster.credit_blocks * LAYOUT.block_bytes, on_room=wake)
-        self.engine = KvEngine(self.region.pages, chunk=chunk, compat_hash=COMPATIBLE.hash())
+        self.engine = KvEngine(self.region.pages, chunk=chunk)
         self.links = DecodeLinks(
             cluster.directory,  # type: ignore[arg-type]
             Hello(
@@ -276,7 +276,6 @@ class PrefillHalf:
             self.budget,
             self.credits,
             self.region.owner.fences,
-            max_prompt_tokens=longest,
             max_jobs=16,
             patience_s=cluster.patience_s,
         )

@@ -85,8 +85,8 @@ class KvEngine:
     warm: the prefix cache.
     """
 
-    def __init__(self, pages: Pages, *, chunk: int, compat_hash: str) -> None:
-        self.block_size, self.compat_hash, self.groups = BLOCK, compat_hash, 1
+    def __init__(self, pages: Pages, *, chunk: int) -> None:
+        self.groups = 1
         self.pages, self.chunk = pages, chunk
         self.gate = threading.Event()
         self.gate.set()

@@ -292,7 +292,7 @@ async def test_a_prefill_worker_takes_a_job_only_with_the_files_that_the_job_nam
     path, worker = an_adapter(tmp_path / "x", b"old"), Worker(most=1)
     parts: Any = SimpleNamespace(adapters=worker.adapters, groups=SimpleNamespace(layers=()))
     none: Any = None
-    engine = PrefillEngine(none, {}, parts, block_size=1, compat_hash="", limit=lambda _: 0)
+    engine = PrefillEngine(none, {}, parts, lambda _: 0)
     old = Adapter(name="x", path=str(path), content=content(str(path)))
     await engine.check_adapter(old)
     worker.adapters.load(worker.core, worker.adapters.named(lora_request(old)))

@@ -28,6 +28,7 @@ from pullfill.wire import (
     FenceToken,
     GiveUp,
     Grant,
+    Hello,
     KvMode,
     PrefillJob,
     Progress,
@@ -109,12 +110,12 @@ class Worker:
         self.known = True
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known,
-            pause=self.told.append, trials=asyncio.Queue(),
+            pause=self.told.append, trials=asyncio.Queue(), compat=SimpleNamespace(block_size=4),
+            hello=Hello(prefill_instance="p", compat="c", max_prompt_tokens=100),
         )  # fmt: skip
         engine: Any = SimpleNamespace(
-            block_size=4, groups=1, compat_hash="c", submit=self._submit,
-            end=lambda _: None, check_adapter=self._check_adapter,
-        )  # fmt: skip
+            groups=1, submit=self._submit, end=lambda _: None, check_adapter=self._check_adapter
+        )
         self.budget = budget or Budget(10**6)
         self.credits = Credits(1)
         self.nats = ServerHealth("nats", "nats://h:1")
@@ -125,9 +126,8 @@ class Worker:
             health=self.nats,
         )  # fmt: skip
         self.puller = Puller(
-            consumer, links, engine, self.budget, self.credits, LoopbackFences(2),
-            max_prompt_tokens=100, **more,
-        )  # fmt: skip
+            consumer, links, engine, self.budget, self.credits, LoopbackFences(2), **more
+        )
 
     async def _pull(self, wait_s: float) -> Any:
         raise NotImplementedError

@@ -15,7 +15,7 @@ from pullfill.errors import BadMessage
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.engine import PrefillEngine
 from pullfill.prefill_worker.task import TooLong, check
-from pullfill.wire import FenceToken, Grant, PrefillJob, encode, u32
+from pullfill.wire import FenceToken, Grant, Hello, PrefillJob, encode, u32
 from tests.support.fakes import prefill_task
 
 JOB = PrefillJob(
@@ -35,9 +35,10 @@ def checked(job: PrefillJob, *, groups: int = 1, most: int = 100, brought: bytes
         rid=1, job_id="j", attempt=1, incarnation="i", deadline_s=60,
         job_digest=job_digest(body), fence=FenceToken(slot=0, epoch=1), features=brought,
     )  # fmt: skip
+    hello = Hello(prefill_instance="p", compat="c", max_prompt_tokens=most)
     check(
-        job, body, u32.unpack(job.token_ids), grant, features.digest(brought),
-        block_size=4, compat_hash="c", max_prompt_tokens=most, groups=groups,
+        job, body, u32.unpack(job.token_ids), grant, features.digest(brought), hello,
+        block_size=4, groups=groups,
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def test_its_target_counts_from_when_the_request_was_decided(
 
     requests: Any = SimpleNamespace(add=add)
     parts: Any = SimpleNamespace(adapters=None, groups=SimpleNamespace(layers=()))
-    engine = PrefillEngine(requests, {}, parts, block_size=4, compat_hash="", limit=lambda _: 0)
+    engine = PrefillEngine(requests, {}, parts, lambda _: 0)
     task = prefill_task(None)
     task.job = msgspec.structs.replace(task.job, due_s=due_s)
     task.grant = msgspec.structs.replace(task.grant, due_s=left_s)
