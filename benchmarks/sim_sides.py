@@ -26,7 +26,7 @@ from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import few
-from pullfill.prefill_worker.puller import MAX_JOBS, budget_of
+from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.scheduler import Meter
 from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
@@ -309,7 +309,7 @@ class Product(Rule):
                 return None
         if engine.sides == "decode":
             return None
-        if engine.jobs >= MAX_JOBS:
+        if engine.jobs >= Puller.max_jobs:
             return 0
         now, most = engine.world.now, budget_of(engine.options.step_tokens)
         return most - sum(r.left for r in engine.undone.values() if r.due > now)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -165,37 +166,20 @@ class DecodeLink(PeerLink):
         return Heartbeat(why=why, load=self._links.load())
 
 
+@dataclass(eq=False, repr=False)
 class DecodeLinks:
-    """See the module.
+    """See the module."""
 
-    hello: what this worker says of itself.
-    compat: decode workers with another one are never connected.
-    open_transfer_worker: connects to a decode worker's KV memory, on a thread.
-    key: the cluster key. Decode workers must hold the same one.
-    load: returns the load of this worker.
-    kept: the results of self-checks. None: every decode worker gets our KV.
-    appear_s: how long a job waits for the connection to its decode worker."""
+    directory: Directory
+    hello: Hello  # what this worker says of itself
+    compat: Compat  # decode workers with another one are never connected
+    open_transfer_worker: OpenTransferWorker  # connects to a decode worker's KV memory, on a thread
+    key: ClusterKey | None = None  # the cluster key. Decode workers must hold the same one
+    load: Callable[[], Load] = Load  # returns the load of this worker
+    kept: SelfChecks | None = None  # results of self-checks. None: every decode worker gets our KV
+    appear_s: float = 2.0  # how long a job waits for the connection to its decode worker
 
-    def __init__(
-        self,
-        directory: Directory,
-        hello: Hello,
-        compat: Compat,
-        open_transfer_worker: OpenTransferWorker,
-        key: ClusterKey | None = None,
-        *,
-        load: Callable[[], Load] = Load,
-        kept: SelfChecks | None = None,
-        appear_s: float = 2.0,
-    ) -> None:
-        self._directory = directory
-        self._appear_s = appear_s
-        self.hello = hello
-        self.compat = compat
-        self.open_transfer_worker = open_transfer_worker
-        self.key = key
-        self.load = load
-        self._kept = kept
+    def __post_init__(self) -> None:
         self._on_checked: Callable[[], None] = lambda: None
         self._was_checking: str | None = None
         self._records: dict[str, WorkerRecord] = {}
@@ -208,8 +192,8 @@ class DecodeLinks:
         # The jobs of self-checks that decode workers have sent.
         self.trials: asyncio.Queue[Trial] = asyncio.Queue()
         # Before `start`: this worker registers before that, and `checking` says as what.
-        self._unsubscribe = [directory.subscribe(self._on_change)]
-        for record in directory.workers("decode").values():
+        self._unsubscribe = [self.directory.subscribe(self._on_change)]
+        for record in self.directory.workers("decode").values():
             self._on_change(None, record)
 
     def start(self, on_checked: Callable[[], None] = lambda: None) -> None:
@@ -218,8 +202,8 @@ class DecodeLinks:
         on_checked: called now, because this worker may have registered with another `checking`, and
         when `checking` has changed."""
         self._on_checked = on_checked
-        if self._kept is not None:
-            self._unsubscribe.append(self._kept.subscribe(self._refresh))
+        if self.kept is not None:
+            self._unsubscribe.append(self.kept.subscribe(self._refresh))
         self._started = True
         self._refresh()
 
@@ -268,16 +252,16 @@ class DecodeLinks:
         return pair_of(self.hello.compat, record.computes, self.hello.computes)
 
     def _unchecked(self, record: WorkerRecord) -> str:
-        if self._kept is None:
+        if self.kept is None:
             return ""
         ours = self.hello.prefill_instance
-        return self._kept.why_not(self._pair(record), record.instance_id, ours)
+        return self.kept.why_not(self._pair(record), record.instance_id, ours)
 
     # ------------------------------------------------------------------ for jobs
 
     def knows(self, instance_id: str) -> bool:
         """Whether the decode worker is in the directory, as far as etcd tells."""
-        return instance_id in self._records or not self._directory.reachable
+        return instance_id in self._records or not self.directory.reachable
 
     def is_up(self, instance_id: str) -> bool:
         """Whether `find` succeeds at once."""
@@ -294,7 +278,7 @@ class DecodeLinks:
         # again (`patience`).
         if (link := self.links.get(instance_id)) is None:
             raise PeerUnavailable(f"decode worker {instance_id} is not listed")
-        await link.wait_up(self._appear_s)
+        await link.wait_up(self.appear_s)
         if not trial and (why := self._unchecked(link.record)):
             raise PeerUnavailable(why)
         return link

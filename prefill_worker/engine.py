@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,33 +33,26 @@ FILES_S = 20.0
 """How long a prefill worker may take to read an adapter's files. A network drive may hang."""
 
 
+@dataclass(eq=False, repr=False)
 class PrefillEngine:
-    """Submits and ends tasks. Methods are called on the asyncio thread.
+    """Submits and ends tasks. Methods are called on the asyncio thread."""
 
-    tasks: see `PrefillScheduler`.
-    limit: how many multimodal inputs of a modality a prompt may have."""
+    requests: EngineLoop
+    tasks: dict[str, PrefillTask]  # see `PrefillScheduler`
+    context: WorkerContext
+    limit: Callable[[str], int]  # how many multimodal inputs of a modality a prompt may have
 
-    def __init__(
-        self,
-        requests: EngineLoop,
-        tasks: dict[str, PrefillTask],
-        context: WorkerContext,
-        limit: Callable[[str], int],
-    ) -> None:
-        self._requests = requests
-        self._tasks = tasks
-        self._adapters = context.adapters
-        self.groups = max(1, len(context.groups.layers))
+    def __post_init__(self) -> None:
+        self.groups = max(1, len(self.context.groups.layers))
         self._files = AdapterFiles()
-        self._limit = limit
 
     def submit(self, task: PrefillTask) -> None:
         """Start computing. The task ends through its `on_done`."""
-        self._tasks[task.request_id] = task
+        self.tasks[task.request_id] = task
         try:
             lora_request = None
             if task.job.adapter is not None:
-                lora_request = self._adapters.named(adapters.lora_request(task.job.adapter))
+                lora_request = self.context.adapters.named(adapters.lora_request(task.job.adapter))
             self._check_features(task)
         except OutOfReach as exc:
             task.end(exc)
@@ -76,13 +70,13 @@ class PrefillEngine:
             lora_request=lora_request,
             mm_features=task.features,
         )
-        self._requests.add(request).add_done_callback(partial(_ended, task))
+        self.requests.add(request).add_done_callback(partial(_ended, task))
 
     async def check_adapter(self, adapter: Adapter) -> None:
         """Check that this worker has the adapter's files, as they are for the decode worker.
 
         Raises OutOfReach."""
-        if self._adapters.has(adapter):
+        if self.context.adapters.has(adapter):
             return
         try:
             async with asyncio.timeout(FILES_S):
@@ -99,14 +93,14 @@ class PrefillEngine:
         """Forget the task, and abort its request if it still runs.
 
         The engine keeps its blocks until no copy reads them."""
-        self._requests.abort(task.request_id, lambda: self._tasks.pop(task.request_id, None))
+        self.requests.abort(task.request_id, lambda: self.tasks.pop(task.request_id, None))
 
     def _check_features(self, task: PrefillTask) -> None:
         """Check that the engine takes so many inputs. Else its scheduler would wait for ever.
 
         Raises OutOfReach."""
         for modality, count in Counter(f.modality for f in task.features).items():
-            if count > (most := self._limit(modality)):
+            if count > (most := self.limit(modality)):
                 raise OutOfReach(
                     f"the prompt has {count} inputs of type {modality}, and this worker takes "
                     f"{most} (--limit-mm-per-prompt)"

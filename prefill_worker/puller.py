@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = log.get("prefill_worker.puller")
 
-MAX_JOBS = 32
-"""Stop pulling at this many jobs with a grant, unless told another number."""
 MAX_WAITING = 64
 """Stop pulling at this many deliveries without a grant."""
 WAIT_S = 2.0
@@ -148,39 +146,26 @@ class Budget:
             self.failed += not succeeded
 
 
+@dataclass(eq=False, repr=False)
 class Puller:
-    """See the module. Its public attributes are what the handoffs share.
+    """See the module. Its public attributes are what the handoffs share."""
 
-    fences: over our own memory. Decode workers read it in pull mode, under one of these only. They
-    say their mode with a grant, so the memory is always open.
-    max_jobs: jobs with a grant, at most.
-    patience_s: how long a decode worker without KV credit keeps all jobs waiting.
-    take_back: takes a delivery whose job this process has asked for itself. Returns False for any
-    other. Raises ClaimRefused if another prefill worker has the job."""
+    consumer: JetStreamConsumer
+    links: DecodeLinks
+    engine: PrefillEngine
+    budget: Budget
+    credits: Credits
+    # Over our own memory. Decode workers read it in pull mode, under one of these only. They say
+    # their mode with a grant, so the memory is always open.
+    fences: ShmFences
+    max_jobs: int = 32  # with a grant, at most
+    patience_s: float = SILENT_S  # how long a decode worker without KV credit keeps all waiting
+    # Takes a delivery whose job this process has asked for itself. Returns False for any other.
+    # Raises ClaimRefused if another prefill worker has the job.
+    take_back: Callable[[Delivery], bool] = lambda _: False
 
-    def __init__(
-        self,
-        consumer: JetStreamConsumer,
-        links: DecodeLinks,
-        engine: PrefillEngine,
-        budget: Budget,
-        credits: Credits,
-        fences: ShmFences,
-        *,
-        max_jobs: int = MAX_JOBS,
-        patience_s: float = SILENT_S,
-        take_back: Callable[[Delivery], bool] = lambda _: False,
-    ) -> None:
-        self.consumer = consumer
-        self.links = links
-        self.engine = engine
-        self.budget = budget
-        self.credits = credits
-        self.fences = fences
-        self._nats = consumer.health
-        self._max_jobs = max_jobs
-        self._patience_s = patience_s
-        self._take_back = take_back
+    def __post_init__(self) -> None:
+        self._nats = self.consumer.health
         self._jobs: dict[str, Handoff] = {}
         self._kept = Tasks()
         self._tasks: list[asyncio.Task[None]] = []
@@ -326,7 +311,7 @@ class Puller:
         # others each time, and a stopped one only once: its connection ends after that time of
         # silence, which writes its credits off.
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._patience_s
+        until = loop.time() + self.patience_s
         while self.credits.gone and (left := until - loop.time()) > 0:
             await self._wait_for_room(left)
 
@@ -340,7 +325,7 @@ class Puller:
         """Pull one job and start it. If there is no room for it, or no job, wait for a while."""
         await self._wait_for_credits()
         waiting, free = self.budget.waiting, self.budget.free
-        full = len(self._jobs) - waiting >= self._max_jobs or waiting >= MAX_WAITING
+        full = len(self._jobs) - waiting >= self.max_jobs or waiting >= MAX_WAITING
         if self.paused or full or free <= 0:
             await self._wait_for_room(WAIT_S)
             return
@@ -417,7 +402,7 @@ class Puller:
         """Whether this process has asked for the job itself. Then its message is cared for here."""
         last = delivery.number >= self.consumer.max_deliver  # or it would become a dead letter
         try:
-            if not self._take_back(delivery):
+            if not self.take_back(delivery):
                 return False
         except ClaimRefused as exc:
             if not last:

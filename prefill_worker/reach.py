@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from pullfill.backoff import Backoff
@@ -72,6 +73,7 @@ class OutOfReach(PeerUnavailable):
 OpenTransferWorker = Callable[[str, Sequence[RegionDescriptor]], Awaitable[TransferWorker]]
 
 
+@dataclass(eq=False, repr=False)
 class SharedTransferWorker:
     """One decode worker's transfer worker, shared by all its jobs, connected at first use.
 
@@ -80,15 +82,11 @@ class SharedTransferWorker:
     name: the decode worker's.
     current: the transfer worker. None before the first success, and after `drop`."""
 
-    def __init__(
-        self,
-        open_transfer_worker: OpenTransferWorker,
-        name: str,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        self._open = open_transfer_worker
-        self._name = name
-        self._clock = clock
+    open: OpenTransferWorker
+    name: str
+    clock: Clock = SYSTEM_CLOCK
+
+    def __post_init__(self) -> None:
         self._attempt: asyncio.Task[TransferWorker] | None = None
         self._backoff = Backoff(2.0, longest_s=30.0)
         self._again_at = 0.0
@@ -108,7 +106,7 @@ class SharedTransferWorker:
         # A KV port that drops packets, or accepts and then says nothing, takes seconds to fail. So
         # all jobs wait for one attempt, and this worker can serve other decode workers meanwhile.
         attempt = self._attempt
-        again = self.current is None and self._clock.monotonic() >= self._again_at
+        again = self.current is None and self.clock.monotonic() >= self._again_at
         if attempt is None or (attempt.done() and again):
             attempt = self._attempt = asyncio.create_task(self._connect())
             # Or asyncio logs its failure as an error if nobody waits for it any more.
@@ -134,18 +132,18 @@ class SharedTransferWorker:
         self.drop()
 
     def _failure(self, why: str) -> OutOfReach:
-        return OutOfReach(f"the KV memory of decode worker {self._name}: {why}")
+        return OutOfReach(f"the KV memory of decode worker {self.name}: {why}")
 
     async def _connect(self) -> TransferWorker:
         """Try to connect. Raises OutOfReach."""
         if self._closed:
             raise self._failure("it is gone")
         try:
-            made = await self._open(self._name, self._regions)
+            made = await self.open(self.name, self._regions)
         except Exception as exc:
             if not isinstance(exc, PullfillError):
-                logger.exception("connecting to %s failed", self._name)
-            self._again_at = self._clock.monotonic() + self._backoff.next()
+                logger.exception("connecting to %s failed", self.name)
+            self._again_at = self.clock.monotonic() + self._backoff.next()
             raise self._failure(str(exc) or repr(exc)) from exc
         if self._closed:
             made.close()

@@ -784,7 +784,7 @@ async def test_memory_that_cannot_be_reached_costs_a_moment_and_no_dead_letter(m
     async with make(timeout_s=2.0) as cluster:
         cut, fine = await cluster.decode("decode-1"), await cluster.decode("decode-2")
         prefill = await cluster.prefill()
-        prefill.links.links["decode-1"].transfer._open = nonsense
+        prefill.links.links["decode-1"].transfer.open = nonsense
         lost = [cut.send(prompt(20 + i)) for i in range(6)]
         served = fine.send(prompt(30))
         await settled(*lost, served)
