@@ -146,7 +146,7 @@ def copy_rows(device: Device, moved: int, rounds: int, directory: Path) -> Itera
         with GpuProgram("owner", directory, LAYERS, blocks, 1, page) as owner:
             session = CudaIpcTransport([device.number]).connect(mine.memory, owner.descriptor())
             token = owner.open()
-            there = session._remote_address  # type: ignore[attr-defined]
+            there = session.remote_address  # type: ignore[attr-defined]
             here = mine.memory.address
             ways: Ways = {
                 "write": lambda: session.move("write", token, source, target),  # noqa: B023

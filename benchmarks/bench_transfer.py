@@ -166,7 +166,7 @@ def fence_rows(rig: Rig, rounds: int) -> list[Row]:
     session = rig.connect(local, region)
     token = region.owner.fences.open(range(layout.num_blocks))
     assert isinstance(session, MappedSession)
-    hold = session._hold
+    hold = session.hold
     assert isinstance(hold, ShmHold)
     src, dst = local.memory.address, region.memory.address
 

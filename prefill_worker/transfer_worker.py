@@ -55,29 +55,23 @@ class Copy:
     nbytes: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class TransferWorker:
     """Owns one session.
 
     `close` ends it. Copies that are queued then fail. Copies that are submitted later fail at once,
-    on the caller's thread.
+    on the caller's thread."""
 
-    name: the decode worker's.
-    memories: the memory of each rank that the session copies from.
-    why_not_better: why no better transport than the session's is used, for people."""
+    session: PeerSession
+    name: str  # the decode worker's
+    memories: Sequence[LocalMemory]  # of each rank that the session copies from
+    credits: Credits
+    # Why no better transport than the session's is used, for people.
+    why_not_better: Sequence[str] = ()
 
-    def __init__(
-        self,
-        session: PeerSession,
-        name: str,
-        memories: Sequence[LocalMemory],
-        credits: Credits,
-        why_not_better: Sequence[str] = (),
-    ) -> None:
-        self._session = session
-        self.why_not_better = tuple(why_not_better)
-        self._credits, self._account = credits, credits.open(name)
-        self._block_bytes = sum(memory.layout.block_bytes for memory in memories)
-        self._name = name
+    def __post_init__(self) -> None:
+        self._account = self.credits.open(self.name)
+        self._block_bytes = sum(memory.layout.block_bytes for memory in self.memories)
         self._thread = SerialExecutor()
         self._lock = threading.Lock()
         self._closed = False
@@ -85,12 +79,12 @@ class TransferWorker:
 
     @property
     def transport(self) -> str:
-        return self._session.transport
+        return self.session.transport
 
     @property
     def moved_bytes(self) -> int:
         """See PeerSession. Grows while the session copies anything, for any job."""
-        return self._session.moved_bytes
+        return self.session.moved_bytes
 
     @property
     def busy(self) -> bool:
@@ -123,7 +117,7 @@ class TransferWorker:
             nbytes, task.kept_bytes = task.kept_bytes, 0
         with self._lock:
             self._keeping -= len(done)
-        self._credits.add(self._account, -nbytes)
+        self.credits.add(self._account, -nbytes)
         for tell in done:
             tell(task, None)
 
@@ -144,8 +138,8 @@ class TransferWorker:
                 self._closed = True
                 if not self._put(self._end_session):
                     self._end_session()  # nothing runs where a new thread is needed
-        self._session.interrupt()
-        self._credits.add(self._account, 0, close=True)
+        self.session.interrupt()
+        self.credits.add(self._account, 0, close=True)
 
     def join(self, timeout_s: float) -> bool:
         """After `close`: wait until nothing is copied any more. False: not in time."""
@@ -168,7 +162,7 @@ class TransferWorker:
                     self._keeping += 1
         if not kept:
             return copy.done(task, None)
-        self._credits.add(self._account, nbytes)
+        self.credits.add(self._account, nbytes)
         if self._closed:
             task.end(HandoffError(_ENDED))
         elif copy.last:
@@ -177,14 +171,14 @@ class TransferWorker:
     def _charge(self, copy: Copy, sign: int) -> None:
         """Charge a write. sign: -1 when it is over."""
         if copy.verb == "write":
-            self._credits.add(self._account, sign * copy.nbytes)
+            self.credits.add(self._account, sign * copy.nbytes)
 
     def _is_quick(self, copy: Copy) -> bool:
         """Whether to do it now, on the caller's thread: it comes next, and waits for nobody."""
         return (
             copy.nbytes <= _AT_ONCE
             and self.transport == "shm"  # other transports wait for the decode worker
-            and not isinstance(self._session, GroupSession)  # it waits for a thread of each part
+            and not isinstance(self.session, GroupSession)  # it waits for a thread of each part
             and not self._thread.busy
             and not failpoints.armed()  # a failpoint may stop the copy, and not the engine
         )
@@ -196,15 +190,13 @@ class TransferWorker:
         try:
             self._thread.submit(call)
         except RuntimeError as exc:
-            logger.warning(
-                "no thread for copies, so no KV moves to or from %s: %s", self._name, exc
-            )
+            logger.warning("no thread for copies, so no KV moves to or from %s: %s", self.name, exc)
             return False
         return True
 
     def _end_session(self) -> None:
         try:
-            self._session.close()
+            self.session.close()
         except Exception:
             logger.exception("closing a session failed")
 
@@ -229,7 +221,7 @@ class TransferWorker:
         if verb == "read":
             source, target = target, source
         began = time.monotonic()
-        nbytes = self._session.move(verb, task.grant.fence, source, target)
+        nbytes = self.session.move(verb, task.grant.fence, source, target)
         ended = time.monotonic()
         task.moves.append((verb, nbytes, began, ended))
         moved, seconds = _METRICS[verb]

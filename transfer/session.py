@@ -13,6 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 
 from pullfill.errors import Fenced, TransferFailed
@@ -32,37 +33,26 @@ from pullfill.wire import FenceToken
 Copier = Callable[[int, int, Copies], None]
 
 
+@dataclass(eq=False, repr=False)
 class MappedSession(PeerSession):
     """Over memory mapped at `remote_address`. Owns the hold; closes it once."""
 
+    transport: str
+    # Both sides of what is moved (`layout.both_sides`).
+    local: LocalMemory
+    remote: KvLayout
+    remote_address: int
+    hold: ShmHold
+    copier: Copier = copy_batch  # copies a batch
+    limits: tuple[int, int] = LIMITS  # of a batch, see `Copies.batches`
+    # Gives the mapping back. Called once, after the hold is closed.
+    on_close: Callable[[], None] = lambda: None
+
     moved_bytes = 0
 
-    def __init__(
-        self,
-        transport: str,
-        local: LocalMemory,
-        remote: KvLayout,
-        remote_address: int,
-        hold: ShmHold,
-        *,
-        copier: Copier = copy_batch,
-        limits: tuple[int, int] = LIMITS,
-        on_close: Callable[[], None] = lambda: None,
-    ) -> None:
-        """
-        local, remote: both sides of what is moved (`layout.both_sides`).
-        copier: copies a batch.
-        limits: of a batch, see `Copies.batches`.
-        on_close: gives the mapping back. Called once, after the hold is closed.
-        """
-        self._writes = Planner(local.layout, remote)
-        self._reads = Planner(remote, local.layout)
-        self.transport = transport
-        self._local = local
-        self._remote_address = remote_address
-        self._hold = hold
-        self._copy, self._limits = copier, limits
-        self._on_close = on_close
+    def __post_init__(self) -> None:
+        self._writes = Planner(self.local.layout, self.remote)
+        self._reads = Planner(self.remote, self.local.layout)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -70,20 +60,20 @@ class MappedSession(PeerSession):
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> int:
         todo = (self._writes if verb == "write" else self._reads).plan(source, target)
-        transport, src, dst = self.transport, self._local.address, self._remote_address
+        transport, src, dst = self.transport, self.local.address, self.remote_address
         if verb == "read":
             src, dst = dst, src
         with self._busy:
             if self._closed:
                 raise TransferFailed("the session is closed")
-            for batch in todo.batches(*self._limits):
+            for batch in todo.batches(*self.limits):
                 failpoints.hit(f"{transport}.{verb}.before_batch")
-                self._hold.enter(fence)
+                self.hold.enter(fence)
                 try:
                     failpoints.hit(f"{transport}.{verb}.batch")
-                    self._copy(src, dst, batch)
+                    self.copier(src, dst, batch)
                 finally:
-                    self._hold.leave(fence)
+                    self.hold.leave(fence)
                 self.moved_bytes += batch.total
         return todo.total
 
@@ -93,8 +83,8 @@ class MappedSession(PeerSession):
         with self._busy:
             if not self._closed:
                 self._closed = True
-                self._hold.close()
-                self._on_close()
+                self.hold.close()
+                self.on_close()
 
 
 class GroupSession(PeerSession):

@@ -117,8 +117,8 @@ def test_nothing_is_copied_outside_the_fence(gpu_rig: Rig, gpu_region: Region) -
     """Many batches: each is over (synchronised) when its fence is left."""
     driver, mine = driver_of(gpu_rig.transport), gpu_rig.local(DENSE)
     session = gpu_rig.connect(mine, gpu_region)
-    session._limits = 4096, 8
-    hold, left = session._hold, []
+    session.limits = 4096, 8
+    hold, left = session.hold, []
     leave = hold.leave
 
     def watched(token: FenceToken) -> None:

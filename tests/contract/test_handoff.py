@@ -375,7 +375,7 @@ def slow(cluster: Cluster, half: DecodeHalf | PrefillHalf) -> None:
 
     def connect_for_small_batches(*arguments: object) -> Any:
         session = connect(*arguments)
-        session._limits = (LAYOUT.block_bytes, 1000)
+        session.limits = (LAYOUT.block_bytes, 1000)
         return session
 
     transport.connect = connect_for_small_batches

@@ -51,7 +51,7 @@ def held(session: PeerSession, verb: Direction, token: FenceToken) -> tuple[Faul
     """A move that stops inside the fence, before the first byte, until it is told to go on."""
     assert isinstance(session, MappedSession)
     faults = Faults().hold()
-    session._copy = faults.copy
+    session.copier = faults.copy
     call = Call(session.move, verb, token, [0, 1, 2], [3, 4, 5])
     assert faults.wait_held()
     return faults, call

@@ -95,5 +95,5 @@ class LoopbackTransport(ShmTransport):
         self, local: LocalMemory, descriptor: RegionDescriptor, part: Rect | None = None
     ) -> PeerSession:
         session = super().connect(local, descriptor, part)
-        session._copy = self.faults(descriptor).copy  # type: ignore[attr-defined]
+        session.copier = self.faults(descriptor).copy  # type: ignore[attr-defined]
         return session

@@ -152,7 +152,7 @@ def main() -> None:
             session.close()
             return "closed"
         if token is None:
-            lock.unlock(session._hold._fd, 0, 0)  # to the end of the file
+            lock.unlock(session.hold._fd, 0, 0)  # to the end of the file
             return "unlocked"
         if verb == "start":
             gpus.before_sync = never_end
