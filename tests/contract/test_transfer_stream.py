@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from pullfill.transfer.stream.tcp_backend import TcpKind
 from pullfill.wire import FenceToken, decode, encode
 from tests.support.fake_nccl import World
 from tests.support.fakes import prefill_task
+from tests.support.loopback import Faults
 from tests.support.nccl_rig import PairKind
 from tests.support.proxy import Proxy
 from tests.support.transfer_rigs import DENSE, Local, Region, Rig, assert_same, shm_rig, stream_rig
@@ -421,25 +421,19 @@ BLOCKS = range(64)
 FOREVER_S = 1000.0
 
 
-class Stuck:
-    """Owners' threads stop inside their first batch, as those of a stopped process do."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-        def enter(hold: ShmHold, token: FenceToken, real: Any = ShmHold.enter) -> None:
-            real(hold, token)
-            self.reached.set()
-            self.go_on.wait(60)
-
-        monkeypatch.setattr(ShmHold, "enter", enter)
-
-
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
-    made = Stuck(monkeypatch)
-    yield made
-    made.go_on.set()
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """Owners' threads stop inside their first batch, as those of a stopped process do."""
+    faults = Faults()
+    faults.hold()
+
+    def enter(hold: ShmHold, token: FenceToken, real: Any = ShmHold.enter) -> None:
+        real(hold, token)
+        faults.inside_batch()
+
+    monkeypatch.setattr(ShmHold, "enter", enter)
+    yield faults
+    faults.resume()
 
 
 @pytest.fixture(params=["tcp", "nccl"])
@@ -451,31 +445,22 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def pair(rig: Rig, stuck: Stuck) -> tuple[Region, Local]:
+def pair(rig: Rig, stuck: Faults) -> tuple[Region, Local]:
     return rig.region(BIG), rig.local(BIG)
-
-
-def failure_of(move: Callable[[], object], reached: threading.Event, end: Callable[[], None]):
-    """What `move` raises on another thread when `end` comes after it got stuck."""
-    with ThreadPoolExecutor(1) as thread:
-        moving = thread.submit(move)
-        assert reached.wait(20)
-        end()
-        return moving.exception(20)
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_move_that_waits_for_its_owner(
-    rig: Rig, pair: tuple[Region, Local], stuck: Stuck, verb: Direction
+    rig: Rig, pair: tuple[Region, Local], stuck: Faults, verb: Direction
 ) -> None:
     region, mine = pair
     session, token = rig.connect(mine, region), region.owner.fences.open(BLOCKS)
-    failure = failure_of(
-        lambda: session.move(verb, token, BLOCKS, BLOCKS), stuck.reached, session.interrupt
-    )
-    assert isinstance(failure, TransferFailed)
-    assert len(region.owner._server.peers) == 1, "the owner is not asked for its reasons"
-    stuck.go_on.set()
+    moving = Call(session.move, verb, token, BLOCKS, BLOCKS)
+    assert stuck.wait_held(20)
+    session.interrupt()
+    assert isinstance(moving.end(), TransferFailed)
+    assert len(served(region)) == 1, "the owner is not asked for its reasons"
+    stuck.resume()
     session.interrupt()
     with pytest.raises(TransferFailed, match="interrupted"):
         session.move(verb, token, [1], [1])
@@ -488,22 +473,19 @@ def test_a_connection_being_made(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kv_protocol, "HELLO_S", FOREVER_S)
     region, mine = rig.region(DENSE), rig.local(DENSE)
     address, _, detail = region.descriptor.endpoints[rig.name].partition("#")
-    with Proxy(split_address(address)) as proxy, ThreadPoolExecutor(1) as thread:
+    with Proxy(split_address(address)) as proxy:
         endpoints = {rig.name: f"tcp://{proxy.address}#{detail}"}
-        session, token = (
-            rig.connect(mine, region, endpoints=endpoints),
-            region.owner.fences.open([1]),
-        )
+        session = rig.connect(mine, region, endpoints=endpoints)
         proxy.blackhole()
         proxy.reset()
-        moving = thread.submit(session.move, "write", token, [1], [1])
+        moving = Call(session.move, "write", region.owner.fences.open([1]), [1], [1])
         eventually(lambda: proxy.accepted == 2, "it does not connect again")
         session.interrupt()
-        assert isinstance(moving.exception(20), TransferFailed)
+        assert isinstance(moving.end(), TransferFailed)
 
 
 def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
-    rig: Rig, pair: tuple[Region, Local], stuck: Stuck
+    rig: Rig, pair: tuple[Region, Local], stuck: Faults
 ) -> None:
     region, mine = pair
     transfer_worker = TransferWorker(
@@ -516,27 +498,25 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     )
     copy = Copy(task, "write", list(BLOCKS), list(BLOCKS), lambda *_: None, last=True)
     transfer_worker.copy(copy)
-    step = threading.Thread(target=transfer_worker.flush, args=(task,))  # before a preemption
-    step.start()
-    assert stuck.reached.wait(20)
+    step = Call(transfer_worker.flush, task)  # before a preemption
+    assert stuck.wait_held(20)
     transfer_worker.close()
-    step.join(20)
-    assert not step.is_alive(), "the step waits for as long as a flush may take"
+    assert step.end() is None
     assert transfer_worker.flush(task, 20)
     assert isinstance(ends[0], TransferFailed)
     assert transfer_worker.join(20)
 
 
 def test_a_reader_that_is_closed_waits_for_nobody(
-    rig: Rig, pair: tuple[Region, Local], stuck: Stuck
+    rig: Rig, pair: tuple[Region, Local], stuck: Faults
 ) -> None:
     region, mine = pair
     reader = KvReader("prefill-1", lambda: rig.connect(mine, region), set())
     token = region.owner.fences.open(BLOCKS)
-    failure = failure_of(
-        lambda: reader._read(token, BLOCKS, BLOCKS, lambda: True), stuck.reached, reader.close
-    )
-    assert isinstance(failure, TransferFailed)
+    reading = Call(reader._read, token, BLOCKS, BLOCKS, lambda: True)
+    assert stuck.wait_held(20)
+    reader.close()
+    assert isinstance(reading.end(), TransferFailed)
 
 
 def test_a_reader_that_is_closed_begins_nothing(tmp_path: Path) -> None:

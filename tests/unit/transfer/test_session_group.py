@@ -4,46 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pullfill.errors import Fenced, TransferFailed
-from pullfill.transfer.contract import Direction
 from pullfill.transfer.session import GroupSession
 from pullfill.wire import FenceToken
 
 TOKEN = FenceToken(slot=0, epoch=1)
 
 
-class _Scripted:
-    """A PeerSession that does what it is told when it writes and when it is closed."""
-
-    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
-        self.act, self.transport = act, "shm"
-        self.moves: list[str] = []
-        self.closed = False
-
-    def interrupt(self) -> None:
-        self.moves.append("interrupt")
-
-    def move(self, verb: Direction, *_: object) -> int:
-        self.act()
-        return 10
-
-    def close(self) -> None:
-        self.closed = True
-        self.act()
-
-
-def failing(exc: Exception, begun: threading.Event | None = None) -> _Scripted:
-    """Once `begun` is set."""
-
-    def fail() -> None:
-        assert begun is None or begun.wait(10)
-        raise exc
-
-    return _Scripted(fail)
+def member(act: Any = None) -> Mock:
+    """A PeerSession that calls `act`, or raises it, when it writes and when it is closed."""
+    made = Mock(transport="shm")
+    made.move.side_effect = made.close.side_effect = act
+    return made
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -53,15 +30,17 @@ def test_a_grant_that_is_gone_is_told_before_anything_else_and_nothing_is_writte
     """The owner takes the blocks back when a move has failed, and gives them to others."""
     data, begun = bytearray(20), threading.Event()
 
-    def write_slowly() -> None:
+    def write_slowly(*_: object) -> None:
         for index in range(len(data)):
             time.sleep(0.001)
             data[index] = 1
             begun.set()
 
-    sessions = [
-        failing(TransferFailed("broken")), failing(Fenced("gone"), begun), _Scripted(write_slowly)
-    ][::order]  # fmt: skip
+    def is_gone(*_: object) -> None:
+        assert begun.wait(10)
+        raise Fenced("gone")
+
+    sessions = [member(TransferFailed("broken")), member(is_gone), member(write_slowly)][::order]
     whole = GroupSession(sessions, sessions)
     with pytest.raises(Fenced):
         whole.move("write", TOKEN, [1], [2])
@@ -71,10 +50,11 @@ def test_a_grant_that_is_gone_is_told_before_anything_else_and_nothing_is_writte
 
 
 def test_interrupt_and_close_reach_everyone() -> None:
-    members = [_Scripted(), failing(TransferFailed("x")), _Scripted()]
+    members = [member(), member(TransferFailed("x")), member()]
     whole = GroupSession(members, members)
     whole.interrupt()
-    assert all(s.moves == ["interrupt"] for s in members)
     with pytest.raises(TransferFailed):
         whole.close()
-    assert all(s.closed for s in members)
+    for each in members:
+        each.interrupt.assert_called_once_with()
+        each.close.assert_called_once_with()
