@@ -52,14 +52,6 @@ def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         library.load()
 
 
-def test_blocking_communicators_by_force_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("0", ""):
-        monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
-        assert library.blocking_forced() is None
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
-    assert "NCCL_COMM_BLOCKING=1 in the environment" in str(library.blocking_forced())
-
-
 def no_entry(user: int) -> None:
     raise KeyError(user)
 
@@ -77,7 +69,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("place", ["home/.nccl.conf", "etc", "own"])
-def test_they_are_refused_too_where_a_file_of_nccl_forces_them(
+def test_blocking_communicators_by_force_are_refused(
     places: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "own":
@@ -87,5 +79,8 @@ def test_they_are_refused_too_where_a_file_of_nccl_forces_them(
         "#NCCL_COMM_BLOCKING=0\r\nNCCL_DEBUG=WARN\nNCCL_COMM_BLOCKING=1\r\n"
     )
     assert f"NCCL_COMM_BLOCKING=1 in {places / place}" in str(library.blocking_forced())
-    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    assert library.blocking_forced() is None, "the environment comes first"
+    for value in ("0", ""):
+        monkeypatch.setenv("NCCL_COMM_BLOCKING", value)
+        assert library.blocking_forced() is None, "the environment comes first"
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    assert "NCCL_COMM_BLOCKING=1 in the environment" in str(library.blocking_forced())

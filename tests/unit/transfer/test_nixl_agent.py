@@ -24,48 +24,33 @@ class _Core:
     """What UCX is destroyed with."""
 
 
-class _NixlAgent:
+def nixl_agent(driver: FakeDriver) -> SimpleNamespace:
     """nixl's nixl_agent. A transfer is queued and never reported as done; destroying the agent
     waits for nothing, as nothing in NIXL's or UCX's documentation promises that it does."""
+    stream = driver.stream(0)
 
-    def __init__(self, driver: FakeDriver) -> None:
-        self.agent = _Core()
-        self.backends = {"UCX": None}
-        self._stream = driver.stream(0)
-
-    def register_memory(self, regions: list[tuple[int, int, int, str]], kind: str) -> None:
-        assert kind == "VRAM"
-
-    def get_agent_metadata(self) -> bytes:
-        return b"m"
-
-    def add_remote_agent(self, metadata: bytes) -> str:
-        return "them"
-
-    def remove_remote_agent(self, name: str) -> None: ...
-
-    def deregister_memory(self, registered: None) -> None: ...
-
-    def get_xfer_descs(self, rows: np.ndarray, kind: str) -> np.ndarray:
-        return rows
-
-    def initialize_xfer(self, verb: str, ours: np.ndarray, theirs: np.ndarray, name: str) -> object:
+    def queue(verb: str, ours: np.ndarray, theirs: np.ndarray, name: str) -> object:
         assert verb == "READ"
-        columns = (np.ascontiguousarray(c) for c in (ours[:, 0], theirs[:, 0], ours[:, 1]))
-        self._stream.copy_batch(*columns)
+        stream.copy_batch(*map(np.ascontiguousarray, (ours[:, 0], theirs[:, 0], ours[:, 1])))
         return object()
 
-    def transfer(self, handle: object) -> str:
-        return "PROC"
+    def register(regions: object, kind: str) -> None:
+        assert kind == "VRAM"
 
-    check_xfer_state = transfer
+    return SimpleNamespace(
+        agent=_Core(), backends={"UCX": None}, register_memory=register, initialize_xfer=queue,
+        get_agent_metadata=lambda: b"m", add_remote_agent=lambda _: "them",
+        remove_remote_agent=lambda _: None, deregister_memory=lambda _: None,
+        get_xfer_descs=lambda rows, _: rows, transfer=lambda _: "PROC",
+        check_xfer_state=lambda _: "PROC",
+    )  # fmt: skip
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     made = FakeDriver()
     api = SimpleNamespace(
-        nixl_agent_config=lambda **_: None, nixl_agent=lambda *_: _NixlAgent(made)
+        nixl_agent_config=lambda **_: None, nixl_agent=lambda *_: nixl_agent(made)
     )
     monkeypatch.setattr(nixl, "_import", lambda: api)
     monkeypatch.setattr(cuda, "load", lambda: made)
