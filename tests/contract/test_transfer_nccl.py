@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -230,10 +231,7 @@ def test_a_gpu_without_room_for_turns_offers_no_nccl(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, kind = make(), PairKind(World())
-
-    def refuse(_: int) -> int:
-        raise TransferFailed("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
-
+    refuse = Mock(side_effect=TransferFailed("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"))
     monkeypatch.setattr(kind.gpu, "allocate", refuse)
     assert kind.detail(place.mine.memory) is None
     with pytest.raises(TransferFailed, match=r"no 128 MiB .* --gpu-memory-utilization"):

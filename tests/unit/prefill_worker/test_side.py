@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,10 +46,7 @@ async def test_its_engine_is_told_when_gpu_copies_have_failed(
     told: list[str] = []
     role = PrefillRole(ClusterRef("n", "http://e", "nats://q"), WorkerOptions(model="m"))
 
-    def enough(_: Any) -> None:
-        raise StopAsyncIteration
-
-    monkeypatch.setattr(role, "_hello", enough)
+    monkeypatch.setattr(role, "_hello", Mock(side_effect=StopAsyncIteration))
     role.make_half(lambda: None)
     monkeypatch.setattr(copies, "_watchers", [])
     view = SimpleNamespace(config=None)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,12 +71,10 @@ def test_a_process_has_ended_when_the_kernel_says_so_and_before_it_is_waited_for
 def test_not_being_able_to_look_is_no_proof(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(pid: int) -> int:
-        raise OSError(24, "Too many open files")
-
     word = process_word(child.pid)
     child.kill()
     child.wait()
+    refuse = Mock(side_effect=OSError(24, "Too many open files"))
     monkeypatch.setattr(os, "pidfd_open", refuse)
     assert not has_ended(word)
 
@@ -97,11 +96,7 @@ def test_many_descriptors_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc may be mounted so that it shows no processes of other users (hidepid=2)."""
     word = process_word(os.getpid())
-
-    def hidden(path: Path) -> bytes:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Path, "read_bytes", hidden)
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=FileNotFoundError))
     assert not has_ended(word)
 
 
@@ -155,8 +150,6 @@ def test_no_record_is_left_for_more_sessions_than_there_are(fds: list[int]) -> N
 def test_a_kernel_that_does_not_tell_of_ends_gives_no_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(pid: int) -> int:
-        raise OSError(38, "Function not implemented")
-
+    refuse = Mock(side_effect=OSError(38, "Function not implemented"))
     monkeypatch.setattr(os, "pidfd_open", refuse)
     assert "pidfd_open: [Errno 38]" in (why_no_proof(FakeDriver(), 0) or "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -229,14 +230,11 @@ def test_one_that_cannot_be_made_is_freed_when_nothing_else_runs(
 
 
 def test_who_waits_for_a_dead_owner_thread_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(comm: object) -> int:
-        raise MemoryError("no more")
-
     world = World()
     device = Device(FakeGpu(world, "GPU-0"), Nccl(world))
     waiting, other = (device.communicator(device.unique_id(patient), 0) for _ in range(2))
     eventually(lambda: len(world.comms) == 2, "not begun")
-    world.ncclCommAbort = fail  # type: ignore[method-assign]
+    world.ncclCommAbort = Mock(side_effect=MemoryError("no more"))  # type: ignore[method-assign]
     other.close()
     with pytest.raises(TransferFailed, match="restart this worker"):
         waiting.wait_ready(impatient(20))

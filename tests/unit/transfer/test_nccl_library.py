@@ -6,6 +6,7 @@ import ctypes
 import pwd
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -37,10 +38,7 @@ def test_calls_that_wait_for_the_gpu_give_up_the_gil(monkeypatch: pytest.MonkeyP
 
 
 def test_none_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, mode: int = 0) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("cannot open shared object file")))
     with pytest.raises(TransferFailed, match="nvidia-nccl-cu13"):
         library.load()
 
@@ -52,10 +50,6 @@ def test_one_that_is_too_old_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         library.load()
 
 
-def no_entry(user: int) -> None:
-    raise KeyError(user)
-
-
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where NCCL's files may be: `home`, `etc`, `own`. None is there."""
@@ -63,7 +57,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_CONF_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     monkeypatch.setattr(library, "SYSTEM", tmp_path / "etc")
     return tmp_path
 
