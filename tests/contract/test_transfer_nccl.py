@@ -198,7 +198,7 @@ def test_a_communicator_that_never_comes_up_ends_the_operation_only(make: Make) 
     """As behind a firewall: the hosts reach each other's KV port, but not NCCL's."""
     place = make()
     session, token = place.connect(), place.token()
-    session._connection.set_stall(0.5)
+    session._backend.link.set_stall(0.5)
     place.world.set(hang_init=True)
     with pytest.raises(TransferFailed):
         session.move("write", token, range(40), range(40))
@@ -235,7 +235,7 @@ def test_a_gpu_without_room_for_turns_offers_no_nccl(
     monkeypatch.setattr(kind.gpu, "allocate", refuse)
     assert kind.detail(place.mine.memory) is None
     with pytest.raises(TransferFailed, match=r"no 128 MiB .* --gpu-memory-utilization"):
-        kind.make(place.mine.memory, owner=True)
+        kind.make(place.mine.memory, Mock(), owner=True)
     monkeypatch.undo()
     assert kind.detail(place.mine.memory) is not None
 

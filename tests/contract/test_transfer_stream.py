@@ -140,7 +140,7 @@ def test_a_revoke_does_not_wait_for_a_peer_that_says_or_takes_nothing(
 
 def test_a_writer_between_batches_is_refused_early(make: Make) -> None:
     _, region, mine, session, token = start(make)
-    connection = session._connection
+    connection = session._backend.link
     real, calls = connection.input_waits, [0]
 
     def revoke_after_two() -> bool:
@@ -194,7 +194,7 @@ def test_block_ids_that_only_a_faulty_peer_sends_are_refused(make: Make, blocks:
     if blocks == [64]:  # of a live token, the grant refuses it
         revoke(region, token)
     ids = np.array(blocks, "<u4").tobytes()
-    connection = session._connection
+    connection = session._backend.link
     connection.send(encode(Operation(verb="write", fence=token, blocks=ids)))
     assert decode(connection.receive(), Answer).status is Status.REFUSED
 
@@ -239,7 +239,7 @@ def test_with_the_cluster_key_blocks_move_and_frames_are_sealed(make: Make) -> N
     session.move("read", token, range(64), range(64))
     assert_same(region.pages, mine.pages)
     assert isinstance(session, StreamSession)
-    connection = session._connection
+    connection = session._backend.link
     connection._out.of_next(b"")  # from here on our numbers are not the ones expected
     before = region.data.copy()
     mine.data[:] = 1

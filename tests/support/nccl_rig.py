@@ -19,6 +19,7 @@ from pullfill.transfer.nccl.device import Communicator, Device
 from pullfill.transfer.nccl.library import Nccl, NcclMove
 from pullfill.transfer.nccl.nccl_backend import NcclKind
 from pullfill.transfer.stream.backends import Backend
+from pullfill.transfer.stream.kv_protocol import SocketConnection
 from tests.support.fake_nccl import FakeStream, World
 from tests.support.waiting import Call, eventually
 
@@ -81,8 +82,9 @@ class PairKind(FakeKind):
         super().__init__(world, **settings)
         self.peer = FakeKind(world, "GPU-1", **settings)
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        return super().make(memory, owner=True) if owner else self.peer.make(memory, owner=False)
+    def make(self, memory: LocalMemory, link: SocketConnection, *, owner: bool) -> Backend:
+        make = super().make if owner else self.peer.make
+        return make(memory, link, owner=owner)
 
 
 @contextmanager

@@ -89,18 +89,17 @@ class _NcclBackend(LazyBackend[Communicator]):
 
     rank: int
 
-    def __init__(self, device: Device, kind: NcclKind) -> None:
+    def __init__(self, link: SocketConnection, device: Device, kind: NcclKind) -> None:
         # The other side learns which GPU this side is on.
-        super().__init__(device.gpu.uuid.encode())
+        super().__init__(link, device.gpu.uuid.encode())
         self._device = device
         self._turns = device.turns[self.rank]
         self._kind = kind
         self._step = kind.message_bytes
 
-    def start(self, connection: SocketConnection, theirs: bytes) -> None:
+    def start(self, theirs: bytes) -> None:
         if theirs == self.setup and not self._kind.shared:
             raise TransferFailed(f"both workers are on the same GPU ({SHARING})")
-        super().start(connection, theirs)
 
     def send(self, runs: Iovec) -> None:
         with self._call() as comm, self._turns.take(self._watch()) as turn:
@@ -153,7 +152,7 @@ class NcclOwner(_NcclBackend):
         if self._announced().fresh:
             self.close()
             unique_id = self._device.unique_id(self._watch())
-            self._link.send(encode(NcclStart(unique_id=unique_id)))
+            self.link.send(encode(NcclStart(unique_id=unique_id)))
             self._make(unique_id)
             self._announced()
         if self.resource is None:
@@ -161,12 +160,12 @@ class NcclOwner(_NcclBackend):
         return self.resource
 
     def _announced(self) -> NcclUse:
-        said = decode(self._link.receive(), NcclUse)
+        said = decode(self.link.receive(), NcclUse)
         self._step = said.message_bytes
         return said
 
     def _meet(self) -> None:
-        self._link.send(encode(NcclReady()))
+        self.link.send(encode(NcclReady()))
 
 
 class NcclPeer(_NcclBackend):
@@ -182,7 +181,7 @@ class NcclPeer(_NcclBackend):
         failpoints.hit("nccl.ready")
 
     def _ask(self, wanted: type[T], *, fresh: bool) -> T:
-        self._link.send(encode(NcclUse(fresh=fresh, message_bytes=self._step)))
+        self.link.send(encode(NcclUse(fresh=fresh, message_bytes=self._step)))
         return self._hear(wanted)
 
 
@@ -263,11 +262,11 @@ class NcclKind(BackendKind):
             return f"it is on the same GPU as we are ({SHARING})"
         return None
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
+    def make(self, memory: LocalMemory, link: SocketConnection, *, owner: bool) -> Backend:
         device = self.device_of(memory)
         assert device is not None  # else it has no `detail`
         device.turns[OWNER if owner else PEER].make(self.batch_bytes)
-        return (NcclOwner if owner else NcclPeer)(device, self)
+        return (NcclOwner if owner else NcclPeer)(link, device, self)
 
 
 def _dotted(version: int) -> str:

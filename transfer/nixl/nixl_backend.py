@@ -21,6 +21,7 @@ from pullfill.transfer.nixl import agent as nixl
 from pullfill.transfer.nixl.agent import Agent, pause
 from pullfill.transfer.runs import Iovec, pairs, size_of
 from pullfill.transfer.stream.backends import Backend, BackendKind, LazyBackend
+from pullfill.transfer.stream.kv_protocol import SocketConnection
 from pullfill.wire.codec import WIRE_VERSION, Count, Message, Version, decode, encode
 
 MAX_METADATA = 1 << 20
@@ -56,8 +57,8 @@ class NixlMoved(Message, tag="nixl_moved", frozen=True, kw_only=True):
 class NixlOwner(LazyBackend[Agent]):
     """The owner's side: starts every transfer."""
 
-    def __init__(self, memory: LocalMemory) -> None:
-        super().__init__()
+    def __init__(self, link: SocketConnection, memory: LocalMemory) -> None:
+        super().__init__(link)
         self._memory = memory
 
     def send(self, runs: Iovec) -> None:
@@ -68,7 +69,7 @@ class NixlOwner(LazyBackend[Agent]):
         self._move("READ", runs)
 
     def _move(self, verb: str, runs: Iovec) -> None:
-        said = decode(self._link.receive(MAX_FRAME), NixlRuns)
+        said = decode(self.link.receive(MAX_FRAME), NixlRuns)
         theirs = _checked(said, size_of(runs))
         try:
             if self.resource is None:
@@ -81,14 +82,14 @@ class NixlOwner(LazyBackend[Agent]):
         except BaseException:
             self.close()
             raise
-        self._link.send(encode(NixlMoved()))
+        self.link.send(encode(NixlMoved()))
 
 
 class NixlPeer(LazyBackend[Agent]):
     """The peer's side: names its memory, and lets UCX make progress until the owner is done."""
 
-    def __init__(self, memory: LocalMemory) -> None:
-        super().__init__()
+    def __init__(self, link: SocketConnection, memory: LocalMemory) -> None:
+        super().__init__(link)
         self._memory = memory
 
     def send(self, runs: Iovec) -> None:
@@ -102,7 +103,7 @@ class NixlPeer(LazyBackend[Agent]):
             device=-1 if self._memory.device is None else self._memory.device,
             iovec=runs.astype("<u8").tobytes(),
         )
-        self._link.send(encode(said))
+        self.link.send(encode(said))
         self._help(self.resource)
         self._hear(NixlMoved)
 
@@ -113,7 +114,7 @@ class NixlPeer(LazyBackend[Agent]):
     def _help(self, agent: Agent) -> None:
         """Let UCX answer the owner until the owner says something or leaves."""
         began, watch = time.monotonic(), self._watch(_LOOK_EVERY)
-        while not self._link.input_waits():
+        while not self.link.input_waits():
             watch()
             agent.progress()
             pause(began)
@@ -151,5 +152,5 @@ class NixlKind(BackendKind):
             return f"it has NIXL {detail[:32] or 'of no version'}, we have {ours}"
         return None
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        return (NixlOwner if owner else NixlPeer)(memory)
+    def make(self, memory: LocalMemory, link: SocketConnection, *, owner: bool) -> Backend:
+        return (NixlOwner if owner else NixlPeer)(link, memory)

@@ -29,6 +29,7 @@ from pullfill.wire import decode
 class Backend(ABC):
     """What one side of one connection moves its batches with.
 
+    link: the connection, which it borrows.
     setup: what the other side's `start` gets. At most 64 KiB.
 
     Pairing: each `send` on one side meets exactly one `receive` on the other side, in the same
@@ -44,21 +45,14 @@ class Backend(ABC):
     must not return, and not raise, while the machine may still write into the runs of a `receive`.
     """
 
-    def __init__(self, setup: bytes = b"") -> None:
-        self.setup = setup
-        self._connection: SocketConnection | None = None
+    def __init__(self, link: SocketConnection, setup: bytes = b"") -> None:
+        self.link, self.setup = link, setup
 
-    def start(self, connection: SocketConnection, theirs: bytes) -> None:
+    def start(self, theirs: bytes) -> None:
         """Get ready to move batches. Raises TransferFailed, BadMessage.
 
         theirs: the other side's `setup`, from the network."""
-        self._connection = connection
-
-    @property
-    def _link(self) -> SocketConnection:
-        """After `start`."""
-        assert self._connection is not None
-        return self._connection
+        return None
 
     @abstractmethod
     def send(self, runs: Iovec) -> None:
@@ -104,7 +98,7 @@ class BackendKind(Protocol):
         Called by the peer. `detail` comes from the network."""
         return None
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
+    def make(self, memory: LocalMemory, link: SocketConnection, *, owner: bool) -> Backend:
         """Return the backend for a new connection: the owner's, or the peer's.
 
         Raises TransferFailed if it cannot be made, ConfigError if its settings are wrong."""
@@ -125,8 +119,8 @@ class LazyBackend(Backend, Generic[R]):
     The first batch makes it. It lives until a fault, or until the session ends: a prefill worker
     closes a session that it has not used for 60 s."""
 
-    def __init__(self, setup: bytes = b"") -> None:
-        super().__init__(setup)
+    def __init__(self, link: SocketConnection, setup: bytes = b"") -> None:
+        super().__init__(link, setup)
         self.resource: R | None = None
         self._stop = threading.Event()
 
@@ -142,7 +136,7 @@ class LazyBackend(Backend, Generic[R]):
     def _hear(self, wanted: type[M]) -> M:
         """Peer: the next word of the owner's backend. Raises TransferFailed."""
         try:
-            return decode(self._link.receive(), wanted)
+            return decode(self.link.receive(), wanted)
         except BadMessage as exc:  # the owner refuses the batch
             raise TransferFailed(str(exc)) from None
 
@@ -151,8 +145,8 @@ class LazyBackend(Backend, Generic[R]):
         interrupt, when the peer has left, and when the stall time is over.
 
         look_every: look at the connection and the clock once in so many calls."""
-        stall_s, poll = self._link.stall_s, select.poll()
-        poll.register(self._link.fd, select.POLLRDHUP)
+        stall_s, poll = self.link.stall_s, select.poll()
+        poll.register(self.link.fd, select.POLLRDHUP)
         until = time.monotonic() + stall_s
         calls = itertools.count(1)
 

@@ -86,31 +86,31 @@ class StreamSession(PeerSession):
         self._theirs = local.rect.within(rect_of(descriptor))
         self._busy = threading.Lock()
         self._ended = ""  # why it moves nothing more, for people
-        self._connection: SocketConnection | None = None
-        self._backend: Backend | None = None
+        self._backend: Backend | None = None  # with its connection
 
-    def open(self) -> None:
+    def open(self) -> Backend:
         """Connect. Raises what `PeerTransport.connect` raises."""
-        backend = self._backend = self._kind.make(self._local, owner=False)
+        link = SocketConnection(self._dial())
         try:
-            connection = self._connection = SocketConnection(self._dial())
+            backend = self._backend = self._kind.make(self._local, link, owner=False)
             if self._ended:
                 raise TransferFailed(self._ended)
-            welcome = introduce(connection, self._over.key, self._hello(backend.setup))
-            connection.set_stall(self._over.stall_s)
-            backend.start(connection, welcome.setup)
-        except TransferFailed as exc:
+            welcome = introduce(link, self._over.key, self._hello(backend.setup))
+            link.set_stall(self._over.stall_s)
+            backend.start(welcome.setup)
+            return backend
+        except BaseException as exc:
             self._drop()
-            raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
-        except BaseException:
-            self._drop()
+            link.close()
+            if isinstance(exc, TransferFailed):
+                raise PeerUnavailable(f"{self._descriptor.instance_id}: {exc}") from exc
             raise
 
     def interrupt(self) -> None:
         self._ended = "the session was interrupted"
-        for one in (self._backend, self._connection):
-            if one is not None:
-                one.interrupt()
+        if (backend := self._backend) is not None:
+            backend.interrupt()
+            backend.link.interrupt()
 
     def close(self) -> None:
         """Wait for an operation under way, then disconnect. Idempotent."""
@@ -141,11 +141,11 @@ class StreamSession(PeerSession):
         return size_of(stream)
 
     def _converse(self, operation: Operation, stream: Iovec) -> None:
-        connection, backend = self._connected()
+        backend = self._connected()
         run = self._send if operation.verb == "write" else self._receive
         try:
-            connection.send(encode(operation))
-            answer = run(connection, backend, stream)
+            backend.link.send(encode(operation))
+            answer = run(backend, stream)
         except (TransferFailed, BadMessage, AuthFailed) as exc:
             self._drop()
             if isinstance(exc, TransferFailed) and not self._ended:
@@ -158,34 +158,32 @@ class StreamSession(PeerSession):
             self._drop()  # the owner ends it: bytes that it does not want may be on their way
         self._judge(answer)
 
-    def _connected(self) -> tuple[SocketConnection, Backend]:
-        """The connection and its backend, made anew if there is none or the owner ended it."""
-        if self._connection is not None and self._connection.input_waits():
+    def _connected(self) -> Backend:
+        """The backend with its connection, made anew if there is none or the owner ended it."""
+        if (backend := self._backend) is not None:
+            if not backend.link.input_waits():
+                return backend
             try:
-                farewell = decode(self._connection.receive(), Answer)
+                farewell = decode(backend.link.receive(), Answer)
             except (TransferFailed, BadMessage, AuthFailed):
                 farewell = None
             self._drop()
             if farewell is not None:
                 self._judge(farewell)
-        if self._connection is None:
-            try:
-                self.open()
-            except StalePeer as exc:
-                raise Fenced(str(exc)) from exc
-            except (PeerUnavailable, IncompatibleError, AuthFailed, BadMessage) as exc:
-                raise TransferFailed(str(exc)) from exc
-        assert self._connection is not None
-        assert self._backend is not None
-        return self._connection, self._backend
+        try:
+            return self.open()
+        except StalePeer as exc:
+            raise Fenced(str(exc)) from exc
+        except (PeerUnavailable, IncompatibleError, AuthFailed, BadMessage) as exc:
+            raise TransferFailed(str(exc)) from exc
 
     def _ask_why(self, fence: FenceToken, broken: TransferFailed) -> None:
         """After the connection broke, ask the owner anew. Raises Fenced if the grant is gone."""
         # The owner ends connections to enforce a revoke. Only it knows whether the grant stands.
         try:
-            connection, _ = self._connected()
-            connection.send(encode(Operation(verb="write", fence=fence, blocks=b"")))
-            answer = decode(connection.receive(), Answer)
+            link = self._connected().link
+            link.send(encode(Operation(verb="write", fence=fence, blocks=b"")))
+            answer = decode(link.receive(), Answer)
         except (TransferFailed, BadMessage, AuthFailed):
             self._drop()
             return
@@ -199,7 +197,8 @@ class StreamSession(PeerSession):
             self._drop()
             raise BadMessage(f"the owner refuses: {answer.reason}")
 
-    def _send(self, connection: SocketConnection, backend: Backend, stream: Iovec) -> Answer:
+    def _send(self, backend: Backend, stream: Iovec) -> Answer:
+        connection = backend.link
         for batch in pieces(stream, self._kind.batch_bytes):
             failpoints.hit("stream.write.before_batch")
             if connection.input_waits():  # refused: nothing more is wanted
@@ -210,7 +209,8 @@ class StreamSession(PeerSession):
             self.moved_bytes += size_of(batch)
         return decode(connection.receive(), Answer)
 
-    def _receive(self, connection: SocketConnection, backend: Backend, stream: Iovec) -> Answer:
+    def _receive(self, backend: Backend, stream: Iovec) -> Answer:
+        connection = backend.link
         for batch in pieces(stream, self._kind.batch_bytes):
             failpoints.hit("stream.read.before_batch")
             mark = connection.take_mark()
@@ -260,6 +260,5 @@ class StreamSession(PeerSession):
     def _drop(self) -> None:
         if self._backend is not None:
             self._backend.close()
-        if self._connection is not None:
-            self._connection.close()
-        self._backend = self._connection = None
+            self._backend.link.close()
+        self._backend = None

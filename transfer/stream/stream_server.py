@@ -95,7 +95,7 @@ class ServedPeer:
         except PeerUnavailable as exc:
             raise StalePeer(str(exc)) from exc
         try:
-            self._backend: Backend = server.kinds[said.backend].make(region, owner=True)
+            self._backend: Backend = server.kinds[said.backend].make(region, connection, owner=True)
         except BaseException:
             self._hold.close()
             raise
@@ -105,7 +105,7 @@ class ServedPeer:
 
         Raises TransferFailed (the connection broke), BadMessage, AuthFailed."""
         self._connection.send(encode(StreamWelcome(setup=self._backend.setup)))
-        self._backend.start(self._connection, self._theirs)
+        self._backend.start(self._theirs)
         try:
             while self._connection.wait_for_input():
                 self._operate(decode(self._connection.receive(MAX_OPERATION), Operation))

@@ -14,7 +14,7 @@ from pullfill.errors import TransferFailed
 from pullfill.transfer.contract import LocalMemory
 from pullfill.transfer.runs import Iovec
 from pullfill.transfer.stream.backends import Backend, BackendKind
-from pullfill.transfer.stream.kv_protocol import as_failures
+from pullfill.transfer.stream.kv_protocol import SocketConnection, as_failures
 
 # Runs of one system call (`sendmsg`, `recvmsg` with MSG_WAITALL). Each call releases the GIL, and
 # to get it back beside a busy engine thread takes time. So the calls are few.
@@ -42,8 +42,6 @@ for _name in ("sendmsg", "recvmsg"):
 
 
 class TcpBackend(Backend):
-    """Borrows the connection's socket."""
-
     def send(self, runs: Iovec) -> None:
         """See Backend. When it returns, the kernel has the bytes."""
         self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, runs)
@@ -52,7 +50,7 @@ class TcpBackend(Backend):
         self._move(_libc.recvmsg, socket.MSG_WAITALL, runs)
 
     def _move(self, call: _Call, flags: int, iovec: Iovec) -> None:
-        fd = self._link.fd
+        fd = self.link.fd
         for first in range(0, len(iovec), _IOV_MAX):
             chunk = iovec[first : first + _IOV_MAX]
             left = int(chunk[:, 1].sum())
@@ -97,5 +95,5 @@ class TcpKind(BackendKind):
     def detail(self, memory: LocalMemory) -> str | None:
         return "" if memory.device is None else None
 
-    def make(self, memory: LocalMemory, *, owner: bool) -> Backend:
-        return TcpBackend()
+    def make(self, memory: LocalMemory, link: SocketConnection, *, owner: bool) -> Backend:
+        return TcpBackend(link)

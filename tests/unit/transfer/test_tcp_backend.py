@@ -48,9 +48,7 @@ def gather(data: np.ndarray, sizes: list[int]) -> bytes:
 
 def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> None:
     """The kernel may move less than asked for: after a signal, or its timeout."""
-    here, there = TcpBackend(), TcpBackend()
-    for backend, link in zip((here, there), links, strict=True):
-        backend.start(link, b"")
+    here, there = map(TcpBackend, links)
     source, target = random_bytes(300, 7), np.zeros(300, np.uint8)
     sizes = [3, 70, 1, 100, 26]
     there.send(np.array([[source.ctypes.data, 200]], np.uint64))
