@@ -79,14 +79,11 @@ def choose(
 def why_not_better(
     descriptor: RegionDescriptor, transports: Sequence[PeerTransport], absent: Mapping[str, str]
 ) -> list[str]:
-    """For people: "name: reason" for each transport better than the one that `choose` takes. Empty
-    if none reaches the region.
+    """For people: "name: reason" for each transport better than the one that `choose` takes. Raises
+    IncompatibleError as `choose` does.
 
     absent: by name, why a transport is not among `transports`."""
-    try:
-        chosen, why_not = choose(descriptor, transports)
-    except IncompatibleError:
-        return []
+    chosen, why_not = choose(descriptor, transports)
     reasons = dict(absent) | dict(why_not)
     better = TRANSPORTS[: _rank(chosen.name)]
     return [f"{name}: {reasons[name]}"[:LONGEST_REASON] for name in better if name in reasons]
