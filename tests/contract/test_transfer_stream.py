@@ -293,6 +293,7 @@ def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others go on. The connection's thread cannot begin another operation in between."""
+    monkeypatch.setattr(stream_server, "PATIENCE_S", 0.0)
     _, region, _, _, token = start(make)
     (peer,) = served(region)
     free: list[bool] = []
@@ -304,7 +305,7 @@ def test_a_revoke_interrupts_only_the_batch_of_its_own_token(
     for inside in (None, FenceToken(slot=token.slot + 1, epoch=token.epoch), token):
         assert free == []
         peer.inside = inside
-        peer.hurry(token, 0.0, 0.0)
+        peer.hurry(token)
     assert free == [False]
     peer.inside = None
 

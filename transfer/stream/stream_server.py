@@ -87,7 +87,7 @@ class ServedPeer:
         self._batch_bytes = said.batch_bytes
         self._theirs = said.setup
         self._mutex = threading.Lock()
-        self._hurried: tuple[FenceToken, float] | None = None
+        self._hurried: float | None = None  # since when a revoke waits for the token inside
         self._ending = False
         self.inside: FenceToken | None = None
         try:
@@ -115,15 +115,15 @@ class ServedPeer:
                 with contextlib.suppress(TransferFailed):
                     self._answer(Status.FENCED, "the owner closed its region")
 
-    def hurry(self, token: FenceToken, now: float, patience_s: float) -> None:
+    def hurry(self, token: FenceToken) -> None:
         """A revoke of `token` waits for this thread's batch: interrupt the batch if it still runs
-        `patience_s` after the first call. Any thread."""
+        `PATIENCE_S` after the first call. Any thread."""
         with self._mutex:
             if self.inside != token:
                 return
-            if self._hurried is None or self._hurried[0] != token:
-                self._hurried = (token, now)
-            if now - self._hurried[1] >= patience_s:
+            now = time.monotonic()
+            self._hurried = self._hurried or now
+            if now - self._hurried >= PATIENCE_S:
                 # Under the mutex: it is still this token's receive, and not the next one's.
                 self._backend.interrupt()
                 self._connection.interrupt()
@@ -295,9 +295,8 @@ class StreamServer:
         # One of our threads holds the fence and may wait for a peer that says nothing. Once that
         # receive has ended, the next `try_revoke` proves. So a stopped or dead peer keeps nothing
         # in quarantine.
-        now = time.monotonic()
         for peer in self.peers:
-            peer.hurry(token, now, PATIENCE_S)
+            peer.hurry(token)
 
     def close(self) -> None:
         """Tell every peer and end every thread. Idempotent. The fence refuses new batches already,
