@@ -121,7 +121,6 @@ class PrefillTask:
         # Pull mode: our block for each target block. The decode worker may read them until
         # `TransferWorker.let_go`, which calls `on_let_go`.
         self.kept: dict[int, int] = {}
-        self.kept_bytes = 0
         self.on_let_go: list[Callable[[PrefillTask, BaseException | None], None]] = []
         # The thread that copies: the transfer worker's or, for a small copy, the engine's. Never
         # both at once.

@@ -114,7 +114,7 @@ class TransferWorker:
         reads the blocks no more. A second call does nothing."""
         with task.lock:
             done, task.on_let_go = task.on_let_go, []
-            nbytes, task.kept_bytes = task.kept_bytes, 0
+            nbytes = len(task.kept) * self._block_bytes if done else 0
         with self._lock:
             self._keeping -= len(done)
         self.credits.add(self._account, -nbytes)
@@ -153,10 +153,9 @@ class TransferWorker:
         with task.lock:
             kept = not task.cancelled
             if kept:
-                fresh = [block for block in copy.remote if block not in task.kept]
+                before = len(task.kept)
                 task.kept.update(zip(copy.remote, copy.local, strict=True))
-                nbytes = len(fresh) * self._block_bytes
-                task.kept_bytes += nbytes
+                nbytes = (len(task.kept) - before) * self._block_bytes
                 task.on_let_go.append(copy.done)
                 with self._lock:
                     self._keeping += 1
