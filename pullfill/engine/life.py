@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
 from pullfill.engine.environment import sentinels_of
-from pullfill.engine.host import EngineHost, Pulse
+from pullfill.engine.host import EngineHost
 from pullfill.errors import EngineStuck, NotNow, PullfillError
 from pullfill.runtime import log
 
@@ -30,25 +30,20 @@ T = TypeVar("T")
 class Life(ABC, Generic[T]):
     """An engine, from its start until its memory is free. asyncio thread.
 
-    host: what takes its steps. None until it is made.
+    loop: of the asyncio thread.
+    host: what takes its steps, an EngineHost. None until it is made.
     ready: what it is, once it is built.
     dead: set once the engine loop has ended (normally, by error, or given up).
     failure: why it ended, unless it was asked to.
     hangs: it was given up. The thread may still run, so do not wait for it, and do not touch the
     memory that it uses."""
 
-    def __init__(self, host: EngineHost | None = None) -> None:
-        self.host = host
-        self.loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[T] = self.loop.create_future()
+    def __init__(self, loop: asyncio.AbstractEventLoop, host: Any = None) -> None:
+        self.loop, self.host = loop, host
+        self.ready: asyncio.Future[T] = loop.create_future()
         self.dead = asyncio.Event()
         self.failure: BaseException | None = None
         self.hangs = False
-
-    def pulse(self) -> Pulse:
-        """What the engine's thread does now."""
-        assert self.host is not None, "watched before it was built"
-        return self.host.pulse()
 
     def tell(self, function: Callable[..., object], *given: object) -> None:
         """Call this on the asyncio thread, unless its loop is closed. Any thread."""
@@ -75,7 +70,7 @@ class EngineLife(Life[T]):
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result."""
 
     def __init__(self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost], T]) -> None:
-        super().__init__()
+        super().__init__(asyncio.get_running_loop())
         self._make = make
         self._on_built = on_built
         self._ranks: dict[int, int] = {}
@@ -197,7 +192,7 @@ class EngineWatchdog:
         return {"reason": self._complaint()} if self._stuck else {}
 
     def _complaint(self) -> str:
-        pulse = self._engine.pulse()
+        pulse = self._engine.host.pulse()
         return (
             f"the engine is stuck in {pulse.busy or 'nothing'} for {self._still_s:.0f} s "
             f"with {pulse.requests} requests"
@@ -207,7 +202,7 @@ class EngineWatchdog:
         """Look at the engine once, and act on a change. Call it about every `stall_s` / 8."""
         if self._lost:
             return
-        now, pulse = self._clock.monotonic(), self._engine.pulse()
+        now, pulse = self._clock.monotonic(), self._engine.host.pulse()
         # Bounded: a process that was stopped or starved must not find its engine stuck afterwards.
         passed = min(now - self._looked, 2 * self._interval_s)
         moved = pulse.beat != self._beat

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import fields
@@ -43,7 +43,7 @@ from pullfill.transfer.shm.files import RegionFiles, shm_dir, sweep
 from pullfill.worker import memory
 from pullfill.worker.connector import RankTold, WorkerConnector
 from pullfill.worker.context import WorkerContext, install
-from pullfill.worker.sides import Engine, Service, role_of
+from pullfill.worker.sides import Engine, role_of
 from pullfill.worker.worker import Worker, engine_of
 
 if TYPE_CHECKING:
@@ -129,38 +129,13 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
     speculation.check_config(config)
 
 
-class StockLife(Life[Engine]):
-    """The engine of stock vLLM. vLLM owns its end, and its memory. If it hangs, this process must
-    end. vLLM's server then ends.
-
-    ending: set once vLLM is told to shut down. left: whether the worker has nothing left to finish
-    then. fail: see `Engine`."""
-
-    def __init__(self, host: StockHost) -> None:
-        super().__init__(host)
-        self.ending = asyncio.Event()
-        self.left = False
-        self._submit = host.submit
-
-    def fail(self, why: str) -> None:
-        """End vLLM's engine at its next step. Any thread."""
-
-        def end() -> None:
-            raise RuntimeError(why)
-
-        self._submit(end)
-
-    async def halt(self) -> None:
-        await self.dead.wait()
-
-    async def stop(self) -> None:
-        """vLLM frees it."""
-
-
-class StockCore:
+class StockCore(Life[Engine]):
     """The worker of one engine of vLLM's. Engine thread, except for `_run` and what it calls.
 
     made with the connector ─▶ begin: the memory is known ─▶ vLLM serves ─▶ close
+
+    It is the life of that engine, too. vLLM owns the engine's end, and its memory. If the engine
+    hangs, this process must end. vLLM's server then ends.
     """
 
     def __init__(self, config: VllmConfig, kind: type[PullfillDecode]) -> None:
@@ -194,16 +169,17 @@ class StockCore:
                 "with it; give seconds, e.g. 30"
             )
         self._fingerprint = compat.fingerprint_as_run(config)
-        self._host = StockHost(core, self._stays, self.close)
+        super().__init__(asyncio.new_event_loop(), StockHost(core, self._stays, self.close))
         self.context = WorkerContext(name, RegionFiles(name))
-        self.half = role.make_half(self._host.wake)
+        self.half = role.make_half(self.host.wake)
         # As in our own loop: a claim must not wait 5 ms for the engine thread to let the GIL go.
         sys.setswitchinterval(0.0005)
         self._close_s = _CLOSE_S
-        self._made, self._serves = Future[StockLife](), Future[None]()
+        self._serves = Future[None]()
+        self._ending = asyncio.Event()  # vLLM is told to shut down
+        self._left = False  # the worker has nothing left to finish then
         self._thread = threading.Thread(target=self._run, name="pullfill", daemon=True)
         self._thread.start()
-        self._life = self._made.result()
         # If vLLM fails after `begin`, nobody calls `close`. This process then ends like any child.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
@@ -211,79 +187,91 @@ class StockCore:
         """The memory of all ranks is known: join the cluster. Returns once the worker serves.
 
         Raises PullfillError. vLLM then does not start, as with connectors of its own."""
-        engine = engine_of(self._host, self._life, self.context, [self.half], self._fingerprint)
-        self._life.tell(self._life.ready.set_result, engine)
-        self._host.wait(self._serves.done)
+        engine = engine_of(self.host, self, self.context, [self.half], self._fingerprint)
+        self.tell(self.ready.set_result, engine)
+        self.host.wait(self._serves.done)
         self._serves.result()
 
     def close(self) -> None:
         """The engine takes no more steps: leave the cluster. May be called again."""
         self._at_exit.cancel()
-        self._life.tell(self._life.dead.set)
+        self.tell(self.dead.set)
         self._thread.join(self._close_s)
         self._close_s = 0.0
         self.context.files.close()  # while etcd or NATS is away, the worker takes longer
 
     def _stays(self) -> bool:
         """vLLM is told to end. Returns whether the worker still finishes its work."""
-        self._life.tell(self._life.ending.set)
-        return self._drain_s > 0 and not self._life.left and self._thread.is_alive()
+        self.tell(self._ending.set)
+        return self._drain_s > 0 and not self._left and self._thread.is_alive()
+
+    def fail(self, why: str) -> None:
+        """End vLLM's engine at its next step. Any thread."""
+
+        def end() -> None:
+            raise RuntimeError(why)
+
+        self.host.submit(end)
 
     # ------------------------------------------------------------------ the worker's thread
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                runner.run(self._serve())
         except BaseException as exc:
             if self._serves.done():
                 logger.exception("this worker has left its cluster: all prompts are prefilled here")
             else:
                 self._serves.set_exception(exc)
-                if not self._made.done():  # the process has no descriptors left, for example
-                    self._made.set_exception(exc)
         else:
-            if self._life.hangs:
+            if self.hangs:
                 leave(1)
 
     async def _serve(self) -> None:
-        life = StockLife(self._host)
-        self._made.set_result(life)
         async with AsyncExitStack() as parts:
             # `build` does this, too, but not if it fails early. No exit of ours removes the files.
             parts.callback(memory.close, self.context)
             try:
-                await self._worker.build(life, parts)
+                await self._worker.build(self, parts)
                 await self._worker.register(parts)
             except BaseException:
-                life.dead.set()  # `begin` raises this, so the engine never takes a step
+                self.dead.set()  # `begin` raises this, so the engine never takes a step
                 raise
             self._serves.set_result(None)
-            await until(self._worker.revoked, life.ending, life.dead)
-            if not life.dead.is_set():
+            await until(self._worker.revoked, self._ending, self.dead)
+            if not self.dead.is_set():
                 revoked = self._worker.revoked.is_set()
                 logger.warning("%s: draining", "lease revoked" if revoked else "vLLM ends")
                 await self._worker.stop_taking()
                 # Prefill workers may still write what was granted before. vLLM owns the process.
-                await until(life.ending, life.dead)
-                await self._finish(self._worker.services)
-            await life.dead.wait()
-            if life.hangs:
-                logger.error("the engine has ended (%r): exiting", life.failure)
+                await until(self._ending, self.dead)
+                await self._finish()
+            await self.dead.wait()
+            if self.hangs:
+                logger.error("the engine has ended (%r): exiting", self.failure)
                 exit_within(EXIT_S, 1)
             for service in self._worker.services:
-                await service.engine_gone(life.hangs)
+                await service.engine_gone(self.hangs)
 
-    async def _finish(self, services: Sequence[Service]) -> None:
+    async def _finish(self) -> None:
         """Finish the work while vLLM waits for it, or let others do what is left."""
-        if self._life.dead.is_set() or not self._drain_s:
+        if self.dead.is_set() or not self._drain_s:
             return
+        services = self._worker.services
         try:
             async with asyncio.timeout(self._drain_s):
                 await asyncio.gather(*(service.finished() for service in services))
         except TimeoutError:
             await asyncio.gather(*(service.give_up() for service in services))
-        self._life.left = True
-        self._host.wake()
+        self._left = True
+        self.host.wake()
+
+    async def halt(self) -> None:
+        await self.dead.wait()
+
+    async def stop(self) -> None:
+        """vLLM frees it."""
 
 
 @contextmanager

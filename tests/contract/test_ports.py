@@ -509,7 +509,7 @@ async def test_a_worker_whose_engine_hangs_in_stock_vllm_leaves_and_ends_the_pro
     monkeypatch.setattr("pullfill.worker.stock_core.leave", ended.append)
     monkeypatch.setattr("pullfill.worker.stock_core.exit_within", lambda *_: None)
     async with probed(partial(stock_core, etcd, ns), model_path) as (made, _):
-        life = made.stock.core.result().scheduler.connector._stock._life
+        life = made.stock.core.result().scheduler.connector._stock
         made.loop.submit(lambda: goes_on.wait(60))
         try:
             life.loop.call_soon_threadsafe(life.give_up, "it hangs")

@@ -173,6 +173,7 @@ class Watched:
         self.clock = FakeClock()
         self.told: list[bool] = []
         me: Any = self
+        self.host = me
         self.guard = EngineWatchdog(me, STALL_S, self.told.append, self.clock)
         self.guard.look()
 
