@@ -69,7 +69,7 @@ class EngineLife(Life[T]):
 
     on_built: called on the engine thread once the engine exists. `ready` resolves to its result."""
 
-    def __init__(self, make: Callable[[], EngineHost], on_built: Callable[[EngineHost], T]) -> None:
+    def __init__(self, make: Callable[[], EngineHost], on_built: Callable[[], T]) -> None:
         super().__init__(asyncio.get_running_loop())
         self._make = make
         self._on_built = on_built
@@ -128,7 +128,7 @@ class EngineLife(Life[T]):
         try:
             host = self.host = self._make()
             core = host.build()
-            self.tell(self._succeed, self._on_built(host), sentinels_of(core))
+            self.tell(self._succeed, self._on_built(), sentinels_of(core))
             host.loop(core)
         except BaseException as exc:
             if not isinstance(exc, PullfillError):

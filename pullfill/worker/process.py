@@ -151,8 +151,8 @@ class WorkerProcess:
         install(self._context, *self._halves)
         return host
 
-    def _built(self, host: EngineHost) -> Engine:
-        return engine_of(host, self._life, self._context, self._halves, self._fingerprint)
+    def _built(self) -> Engine:
+        return engine_of(self._life, self._context, self._halves, self._fingerprint)
 
 
 async def _all(work: Any) -> None:

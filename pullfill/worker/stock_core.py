@@ -187,7 +187,7 @@ class StockCore(Life[Engine]):
         """The memory of all ranks is known: join the cluster. Returns once the worker serves.
 
         Raises PullfillError. vLLM then does not start, as with connectors of its own."""
-        engine = engine_of(self.host, self, self.context, [self.half], self._fingerprint)
+        engine = engine_of(self, self.context, [self.half], self._fingerprint)
         self.tell(self.ready.set_result, engine)
         self.host.wait(self._serves.done)
         self._serves.result()

@@ -46,15 +46,12 @@ logger = log.get("worker")
 
 
 def engine_of(
-    host: EngineHost,
-    life: Any,
-    context: WorkerContext,
-    halves: Sequence[SchedulerHalf],
-    fingerprint: str,
+    life: Any, context: WorkerContext, halves: Sequence[SchedulerHalf], fingerprint: str
 ) -> Engine:
     """Make the ports of an engine that is built. Engine thread.
 
     life: of the engine. halves: of the sides. fingerprint: from `compat.fingerprint_as_run`."""
+    host: EngineHost = life.host
     core: Any = host.core
     if context.geometry is None:
         raise RuntimeError("vLLM registered no KV cache with the connector")

@@ -168,9 +168,8 @@ async def own_loop(model: Path, half: Half) -> AsyncIterator[Made]:
         contexts.install(WorkerContext(name, files), half(host.wake))
         return host
 
-    def built(host: EngineHost) -> Engine:
-        context, halves = contexts.installed()
-        return engine_of(host, life, context, halves, "0")
+    def built() -> Engine:
+        return engine_of(life, *contexts.installed(), "0")
 
     life = EngineLife(load, built)
     life.start()

@@ -89,7 +89,7 @@ class Host(EngineHost):
 
 @asynccontextmanager
 async def running(host: Host) -> AsyncIterator[EngineLife[None]]:
-    engine = EngineLife(lambda: host, lambda host: None)
+    engine = EngineLife(lambda: host, lambda: None)
     engine.start()
     await engine.ready
     yield engine
@@ -153,7 +153,7 @@ async def test_memory_that_a_dying_process_still_holds_is_no_mistake() -> None:
     def make() -> EngineHost:
         raise ValueError("Free memory on device cuda:0 (3/80 GiB) is less than desired\nmore")
 
-    engine = EngineLife(make, lambda host: None)
+    engine = EngineLife(make, lambda: None)
     engine.start()
     with pytest.raises(NotNow, match=r"^the engine did not start: Free memory .* desired$"):
         await engine.ready
