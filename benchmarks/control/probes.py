@@ -88,13 +88,13 @@ def install(side_class: type[Any], calls: Sequence[str], where: Path) -> None:
         setattr(side_class, name, counters.side(getattr(side_class, name)))
     build = EngineHost.build
 
-    def built(host: EngineHost) -> Any:
-        core: Any = build(host)
+    def built(host: EngineHost) -> None:
+        build(host)
+        core = host.core
         for name in _ENGINE_CALLS:
             # It stays a method: engine/requests.py calls one with another object.
             wrapped = counters.engine(getattr(core, name).__func__, counts=name == "step_fn")
             setattr(core, name, MethodType(wrapped, core))
-        return core
 
     EngineHost.build = built  # type: ignore[method-assign, assignment]
 

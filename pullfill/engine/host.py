@@ -30,7 +30,6 @@ from pullfill.runtime import failpoints, log
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.core import EngineCore
 
     from pullfill.engine.tier import Tier
 
@@ -56,7 +55,7 @@ class EngineHooks(Protocol):
         return None
 
     def on_outputs(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Called after each step with {client index: outputs}. Take out what is yours (`taken`)."""
+        """Called after each step with {client index: outputs}. Take out what is yours."""
         return None
 
     def on_failed_step(self, untouched: set[str]) -> None:
@@ -68,17 +67,6 @@ class EngineHooks(Protocol):
     def on_aborted(self, request_ids: set[str]) -> None:
         """Called when vLLM has aborted requests by itself. The loop goes on."""
         return None
-
-
-def taken(outputs: dict[int, Any], client: int) -> Any:
-    """Take the outputs of one client out of those of a step. None: it has none.
-
-    vLLM sends a step's statistics with one of its outputs. Frontends need them, so they are moved
-    to the outputs of another client, if there is one: else what the step counts is not theirs."""
-    batch = outputs.pop(client, None)
-    if outputs and batch is not None and batch.scheduler_stats is not None:
-        next(iter(outputs.values())).scheduler_stats = batch.scheduler_stats
-    return batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +84,7 @@ class Pulse:
 class EngineHost:
     """Owns the engine core and its thread's loop.
 
+    core: vLLM's EngineCore. None until it is built.
     log_stats: whether vLLM collects statistics in each step. They come with the outputs.
     idle_ms: how long the loop sleeps without work.
     """
@@ -117,7 +106,7 @@ class EngineHost:
         self._fd_handlers: dict[Any, Callable[[], None]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._wakefd, zmq.POLLIN)
-        self.core: EngineCore | None = None
+        self.core: Any = None
         self._tier: Tier | None = None
         self._beat = 0
         self._doing = ""
@@ -146,9 +135,7 @@ class EngineHost:
 
     def pulse(self) -> Pulse:
         """What the engine thread does, for the watchdog. Maybe a moment old."""
-        count = len(self._todo)
-        if self.core is not None:
-            count += sum(self.core.scheduler.get_request_counts())
+        count = len(self._todo) + sum(self.core.scheduler.get_request_counts())
         return Pulse(self._beat, self._doing, count)
 
     def stop(self) -> None:
@@ -167,7 +154,7 @@ class EngineHost:
         self._fd_handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
-    def build(self) -> EngineCore:
+    def build(self) -> None:
         """Load the model and allocate the KV cache. Engine thread. Takes seconds."""
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
@@ -177,12 +164,11 @@ class EngineHost:
         self.core = EngineCore(config, Executor.get_class(config), log_stats=self._log_stats)
         speculation.compile_drafter(self.core)
         self._tier = tier_of(self.core)
-        return self.core
 
-    def loop(self, core: EngineCore) -> None:
+    def loop(self) -> None:
         """Take turns until `stop`. What was built is still there when this returns or raises."""
         while not self._stopping:
-            self.turn(core)
+            self.turn()
 
     def shutdown(self) -> None:
         """After `loop`: let vLLM free what it has, also the KV cache, and end its processes."""
@@ -193,15 +179,15 @@ class EngineHost:
             with contextlib.suppress(Exception):
                 self.core.shutdown()
 
-    def turn(self, core: EngineCore) -> bool:
+    def turn(self) -> bool:
         """Take in work, and take a step if a step can do something. Engine thread.
 
         Returns whether the step ran the model. Raises what a step raises."""
-        came = self._take_in(self._timeout)
+        core, came = self.core, self._take_in(self._timeout)
         quiet = self._timeout == self._idle_ms and not came
         for hooks in self._hooks:
             hooks.before_step()
-        if not (self._copies_run() or core.batch_queue or self._has_requests(core, quiet)):
+        if not (self._copies_run() or core.batch_queue or self._has_requests(quiet)):
             self._timeout = self._idle_ms if not self._todo else 0
             self._blocked_at = None
             return False
@@ -210,7 +196,7 @@ class EngineHost:
         try:
             outputs, executed = core.step_fn()
         except Exception as exc:
-            self._tell_failed(core, exc)
+            self._tell_failed(exc)
             raise
         for hooks in self._hooks:
             hooks.after_step(len(core.batch_queue or ()))
@@ -218,21 +204,21 @@ class EngineHost:
             self._give(outputs)
         core.post_step(executed)
         self._heap.after_step()
-        timeout = self._timeout = 0 if core.batch_queue else self._pause(core, executed)
+        timeout = self._timeout = 0 if core.batch_queue else self._pause(executed)
         if executed or timeout == self._idle_ms:
             self._blocked_at = None
         elif timeout == _BLOCKED_MS and self._blocked_at is None:
             self._blocked_at = time.monotonic()
         return bool(executed)
 
-    def _has_requests(self, core: EngineCore, quiet: bool) -> bool:
+    def _has_requests(self, quiet: bool) -> bool:
         """Whether a step has a request. quiet: nothing has come for long."""
         # `requests` also has those that are finished, and whose blocks a peer still reads. After
         # the last one has gone, `has_requests` asks for one more step, which tells the model
         # runner. The next step that has requests tells it as well, so that step is taken only if
         # nothing has come for long: it costs each short request a step, and a report to each
         # frontend.
-        scheduler: Any = core.scheduler
+        scheduler = self.core.scheduler
         return bool(scheduler.requests or (quiet and scheduler.has_requests()))
 
     def _give(self, outputs: dict[int, EngineCoreOutputs]) -> None:
@@ -241,11 +227,11 @@ class EngineHost:
             if outputs:
                 hooks.on_outputs(outputs)
 
-    def _tell_failed(self, core: EngineCore, failure: Exception) -> None:
+    def _tell_failed(self, failure: Exception) -> None:
         """Tell all hooks that a step has raised. One that fails keeps none from hearing it."""
         for hooks in self._hooks:
             try:
-                hooks.on_failed_step(untouched(core.scheduler, failure))
+                hooks.on_failed_step(untouched(self.core.scheduler, failure))
             except Exception:
                 logger.exception("could not migrate the requests that the step did not touch")
 
@@ -259,9 +245,7 @@ class EngineHost:
         sent: finished requests whose blocks nobody reads any more. vLLM frees the blocks."""
         from vllm.v1.outputs import KVConnectorOutput
 
-        assert self.core is not None
-        scheduler: Any = self.core.scheduler
-        scheduler._update_from_kv_xfer_finished(
+        self.core.scheduler._update_from_kv_xfer_finished(
             KVConnectorOutput(finished_recving=set(received), finished_sending=set(sent))
         )
 
@@ -272,10 +256,9 @@ class EngineHost:
         if (since := self._blocked_at) is None or time.monotonic() - since < longer_than_s:
             return set()
         status = requests.statuses()
-        assert self.core is not None
         waiting = (status.WAITING, status.PREEMPTED)
-        inside: Any = self.core.scheduler.requests
-        return {r.request_id for r in list(inside.values()) if r.status in waiting}
+        inside = list(self.core.scheduler.requests.values())
+        return {request.request_id for request in inside if request.status in waiting}
 
     def _copies_run(self) -> bool:
         """Whether vLLM's KV offloading copies. vLLM learns of the end in a step."""
@@ -305,7 +288,7 @@ class EngineHost:
             self._todo.popleft()()
         return came
 
-    def _pause(self, core: EngineCore, executed: bool) -> int:
+    def _pause(self, executed: bool) -> int:
         """Return how long to sleep after a step, in ms.
 
         Requests that wait for remote KV, and finished requests whose blocks wait for a report, need
@@ -313,7 +296,7 @@ class EngineHost:
         that is compiled, is looked at again soon.
 
         executed: whether the step ran the model."""
-        scheduler: Any = core.scheduler
+        scheduler = self.core.scheduler
         if executed and scheduler.running:
             return 0
         if scheduler.finished_recving_kv_req_ids:

@@ -127,9 +127,9 @@ class EngineLife(Life[T]):
     def _run(self) -> None:
         try:
             host = self.host = self._make()
-            core = host.build()
-            self.tell(self._succeed, self._on_built(), sentinels_of(core))
-            host.loop(core)
+            host.build()
+            self.tell(self._succeed, self._on_built(), sentinels_of(host.core))
+            host.loop()
         except BaseException as exc:
             if not isinstance(exc, PullfillError):
                 logger.exception("the engine died")

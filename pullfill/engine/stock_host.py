@@ -43,7 +43,7 @@ class StockHost(EngineHost):
 
     def __init__(self, core: Any, stays: Callable[[], bool], on_end: Callable[[], object]) -> None:
         super().__init__(core.vllm_config)
-        self.core: Any = core
+        self.core = core
         # Work for the turns. The engine takes no request while it is being made.
         self._entries: deque[Callable[[], object]] = deque()
         put, shutdown, works = core.input_queue.put_nowait, core.shutdown, core.has_work
@@ -59,7 +59,7 @@ class StockHost(EngineHost):
 
         core.process_input_queue_block = False  # a turn waits for that queue, too
         core.input_queue.put_nowait = put_and_wake
-        core._process_engine_step = lambda: self.turn(core)
+        core._process_engine_step = self.turn
         core._send_abort_outputs_to_client = self._aborted
         core.shutdown = end
         core.has_work = lambda: (not core.is_running() and stays()) or works()
@@ -78,10 +78,10 @@ class StockHost(EngineHost):
             super()._take_in(50)
         self._doing = ""  # the watchdog must not count what vLLM does next
 
-    def turn(self, core: Any) -> bool:
-        if core.engines_running:
+    def turn(self) -> bool:
+        if self.core.engines_running:
             self._timeout = 0  # the other ranks of a data parallel group wait for this one
-        return super().turn(core)
+        return super().turn()
 
     def _take_in(self, timeout_ms: int) -> bool:
         came, queue = super()._take_in(timeout_ms), self.core.input_queue
@@ -95,14 +95,14 @@ class StockHost(EngineHost):
             self.core._maybe_publish_request_counts()  # before the step, as vLLM does
         return came
 
-    def _has_requests(self, core: Any, quiet: bool) -> bool:
-        return bool(core.scheduler.has_requests())  # vLLM does not end before that is false
+    def _has_requests(self, quiet: bool) -> bool:
+        return bool(self.core.scheduler.has_requests())  # vLLM does not end before that is false
 
-    def _pause(self, core: Any, executed: bool) -> int:
-        scheduler = core.scheduler
+    def _pause(self, executed: bool) -> int:
+        scheduler = self.core.scheduler
         if not scheduler.requests and scheduler.has_requests():
             return 0
-        return super()._pause(core, executed)
+        return super()._pause(executed)
 
     def _give(self, outputs: dict[int, Any]) -> None:
         ours = {client: outputs.pop(client) for client in list(outputs) if _is_ours(client)}

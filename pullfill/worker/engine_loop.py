@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pullfill.engine import front_wire, requests
 from pullfill.engine.adapters import Adapters
-from pullfill.engine.host import EngineHooks, EngineHost, taken
+from pullfill.engine.host import EngineHooks, EngineHost
 from pullfill.engine.life import EngineLife
 from pullfill.errors import BadMessage, HandoffError, NotNow
 from pullfill.worker.context import SchedulerHalf
@@ -29,25 +29,23 @@ _NO_WAVE = -1
 class EngineLoop(EngineHooks):
     """See the module. Any thread may call it, except where a heading says otherwise.
 
-    core: vLLM's EngineCore. adapters: its LoRA adapters.
+    adapters: the LoRA adapters of the engine.
     sides: those that are told of steps.
     submit, wake, use, register, waiting_for_blocks: see EngineHost."""
 
     def __init__(
         self,
         host: EngineHost,
-        core: Any,
         life: EngineLife[Any],
         adapters: Adapters,
         sides: Sequence[SchedulerHalf] = (),
     ) -> None:
-        self._host = host
-        self._core = core
+        self._host, self._core = host, host.core
         self._life = life
         self._sides = sides
         self._outcomes: dict[str, Future[Any]] = {}
         self.adapters = adapters
-        self.config = core.vllm_config
+        self.config = host.core.vllm_config
         self.submit, self.wake = host.submit, host.wake
         self.use, self.register = host.use, host.register
         self.waiting_for_blocks = host.waiting_for_blocks
@@ -143,7 +141,13 @@ class EngineLoop(EngineHooks):
             side.step_done(running)
 
     def on_outputs(self, outputs: dict[int, Any]) -> None:
-        for output in getattr(taken(outputs, requests.OWN_CLIENT), "outputs", ()):
+        if (batch := outputs.pop(requests.OWN_CLIENT, None)) is None:
+            return
+        if outputs and batch.scheduler_stats is not None:
+            # vLLM sends a step's statistics with one of its outputs. Frontends need them. If none
+            # has a request in the step, what it counts is not theirs.
+            next(iter(outputs.values())).scheduler_stats = batch.scheduler_stats
+        for output in batch.outputs:
             if output.finish_reason == front_wire.ERROR:
                 self._end(output.request_id, HandoffError("the engine failed the request"))
             elif output.finish_reason is not None:

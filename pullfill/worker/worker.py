@@ -52,7 +52,7 @@ def engine_of(
 
     life: of the engine. halves: of the sides. fingerprint: from `compat.fingerprint_as_run`."""
     host: EngineHost = life.host
-    core: Any = host.core
+    core = host.core
     if context.geometry is None:
         raise RuntimeError("vLLM registered no KV cache with the connector")
     described = compat.describe(core.vllm_config, fingerprint, context.geometry)
@@ -60,7 +60,7 @@ def engine_of(
     view = View(core)
     for half in halves:
         half.built(view)
-    loop = EngineLoop(host, core, life, context.adapters, halves)
+    loop = EngineLoop(host, life, context.adapters, halves)
     host.use(loop)
     return Engine(view, loop, described, context, life.dead, life.fail)
 

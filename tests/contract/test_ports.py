@@ -529,9 +529,11 @@ def test_a_request_that_comes_past_vllms_servers_wakes_the_group() -> None:
     core.scheduler = SimpleNamespace(
         add_request=added.append, pause_state=vllm_core.PauseState.UNPAUSED
     )
-    host: Any = SimpleNamespace(enter=lambda work: work(), submit=None, wake=None, use=None)
+    host: Any = SimpleNamespace(
+        core=core, enter=lambda work: work(), submit=None, wake=None, use=None
+    )
     host.register = host.waiting_for_blocks = None
-    EngineLoop(host, core, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
+    EngineLoop(host, None, Adapters()).add(request("a"))  # type: ignore[arg-type]
     assert [one.request_id for one in added] == ["a"]
     assert core.engines_running
     client, told = core.output_queue.get_nowait()

@@ -152,18 +152,18 @@ def prefills(model: Path, concurrency: int, *flags: str) -> Iterator[Prefills]:
     ready = threading.Event()
 
     def run() -> None:
-        core = host.build()
+        host.build()
         life: Any = None
-        scheduler.built(View(core))
-        loop = EngineLoop(host, core, life, context.adapters, [scheduler])
+        scheduler.built(View(host.core))
+        loop = EngineLoop(host, life, context.adapters, [scheduler])
         host.use(loop)
         engine = PrefillEngine(loop, scheduler.tasks, context, lambda _: 0)
         made.append(Prefills(host, scheduler, engine))
         made[0].watch()
         if flags:
-            made[0].keep_seats(core)
+            made[0].keep_seats(host.core)
         ready.set()
-        host.loop(core)
+        host.loop()
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -18,9 +18,6 @@ class HostOf(EngineHost):
         super().__init__(config, idle_ms=idle_ms)
         self.core = core
 
-    def build(self) -> Any:
-        return self.core
-
 
 def engine_threads() -> list[threading.Thread]:
     """The threads of engines that live now."""
@@ -30,7 +27,7 @@ def engine_threads() -> list[threading.Thread]:
 @contextmanager
 def looping(host: EngineHost) -> Iterator[None]:
     """The host's loop runs on a thread of its own."""
-    thread = threading.Thread(target=lambda: host.loop(host.build()))
+    thread = threading.Thread(target=host.loop)
     thread.start()
     try:
         yield

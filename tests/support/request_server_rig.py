@@ -90,10 +90,10 @@ def engine_loop(
     core: Any, submit: Callable[..., object], register: Any = lambda *_: None
 ) -> EngineLoop:
     """An engine loop around a core that records. submit: of its engine thread."""
-    host: Any = SimpleNamespace(submit=submit, enter=submit, register=register, use=None)
-    host.wake, host.waiting_for_blocks = lambda: None, None
+    host: Any = SimpleNamespace(submit=submit, enter=submit, register=register, core=core)
+    host.wake, host.use, host.waiting_for_blocks = lambda: None, None, None
     life: Any = None  # it never ends
-    return EngineLoop(host, core, life, Adapters())
+    return EngineLoop(host, life, Adapters())
 
 
 class Rig:

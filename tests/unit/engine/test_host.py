@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pullfill.engine import host as hosts
 from pullfill.engine import requests
 from pullfill.engine.host import EngineHost, untouched
 from tests.support.engine_host import HostOf, looping
@@ -120,17 +119,6 @@ def test_a_request_that_was_left_out_of_a_step_gets_the_next_one(
     host.submit(begin)
     eventually(lambda: len(core.told) > 3, "it waits")
     assert time.monotonic() - began < 10.0, "it waited for the idle poll"
-
-
-def test_the_statistics_of_a_step_stay_with_the_outputs_of_other_clients() -> None:
-    """vLLM sends them once. Frontends need them, and get no outputs of jobs."""
-    jobs, client = (SimpleNamespace(scheduler_stats=stats) for stats in ("stats", None))
-    outputs = {-2: jobs, 0: client}
-    assert hosts.taken(outputs, -2) is jobs
-    assert outputs == {0: client}
-    assert client.scheduler_stats == "stats"
-    assert hosts.taken(outputs, -2) is None
-    assert hosts.taken({-2: jobs}, -2) is jobs, "nobody else is there"
 
 
 # ------------------------------------------------------------------ a step that fails

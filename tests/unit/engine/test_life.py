@@ -78,11 +78,10 @@ class Host(EngineHost):
         self._step = step
         self._executor = SimpleNamespace(workers=workers)
 
-    def build(self) -> SimpleNamespace:  # type: ignore[override]
-        self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=self._executor)  # type: ignore[assignment]
-        return self.core  # type: ignore[return-value]
+    def build(self) -> None:
+        self.core = SimpleNamespace(shutdown=self.freed.set, model_executor=self._executor)
 
-    def loop(self, core: object) -> None:
+    def loop(self) -> None:
         while not self._stopping:
             self._step()
 

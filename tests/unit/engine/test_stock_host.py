@@ -94,8 +94,8 @@ def test_frontends_wait_until_the_engine_is_made(core: Any, host: StockHost) -> 
     host.wait(lambda: next(rounds))
     assert core.done == []
     assert not host.pulse().busy, "a wait of vLLM's would count as stuck"
-    host.turn(core)
-    host.turn(core)
+    host.turn()
+    host.turn()
     assert "read" in core.done
     os.close(reader)
     os.close(writer)
@@ -103,7 +103,7 @@ def test_frontends_wait_until_the_engine_is_made(core: Any, host: StockHost) -> 
 
 def test_requests_of_clients_count_before_they_take_a_step(core: Any, host: StockHost) -> None:
     core.input_queue.put_nowait(("ADD", {0: SimpleNamespace(scheduler_stats=None)}))
-    host.turn(core)
+    host.turn()
     assert core.done == ["counts", "step"]
 
 
@@ -112,7 +112,7 @@ def test_vllms_own_servers_count_the_statistics(core: Any, host: StockHost, hook
         full = SimpleNamespace(num_running_reqs=3, iteration=7)
         core.outputs.append({c: SimpleNamespace(scheduler_stats=full if has else None)
                              for c, has in whose.items()})  # fmt: skip
-        host.turn(core)
+        host.turn()
         (ours,) = hooks.told.pop().values()
         assert ours.scheduler_stats is None
         _, theirs = core.output_queue.get_nowait()

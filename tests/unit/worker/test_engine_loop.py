@@ -44,19 +44,24 @@ def test_a_step_is_planned_once_vllm_knows_what_all_sides_have_reported() -> Non
             said.append(f"plan of {self.name}")
 
     host: Any = SimpleNamespace(submit=None, wake=None, use=None, register=None)
-    host.waiting_for_blocks = None
+    host.waiting_for_blocks, host.core = None, Core()
     host.copied = lambda received, sent: said.extend(received)
     sides: Any = [Side("a"), Side("b")]
-    EngineLoop(host, Core(), None, Adapters(), sides).before_step()  # type: ignore[arg-type]
+    EngineLoop(host, None, Adapters(), sides).before_step()  # type: ignore[arg-type]
     assert said == ["a", "b", "plan of a", "plan of b"]
 
 
 def test_what_the_engine_refuses_or_fails_has_an_error_as_its_outcome() -> None:
     host, request = HostOf(core := Core()), SimpleNamespace(request_id="r", lora_request=None)
-    loop = EngineLoop(host, core, None, Adapters())  # type: ignore[arg-type]
+    loop = EngineLoop(host, None, Adapters())  # type: ignore[arg-type]
     failed: Future[Any] = loop.add(request)
     ours = SimpleNamespace(request_id="r", finish_reason=front_wire.ERROR)
-    loop.on_outputs({-1: SimpleNamespace(outputs=[ours], scheduler_stats=None)})
+    # vLLM sends statistics once. Frontends need them, and get no outputs of jobs.
+    client = SimpleNamespace(scheduler_stats=None)
+    outputs = {-1: SimpleNamespace(outputs=[ours], scheduler_stats="stats"), 0: client}
+    loop.on_outputs(outputs)
+    assert outputs == {0: client}
+    assert client.scheduler_stats == "stats"
     with pytest.raises(HandoffError, match="the engine failed"):
         failed.result()
     core.refuses = True
