@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pullfill import __version__
-from pullfill.engine.kv import executor_without_model
+from pullfill.engine.kv import kind_without_model
 from pullfill.wire import Compat
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ def describe(config: VllmConfig, fingerprint: str, geometry: Geometry) -> Compat
     from vllm.platforms import current_platform
 
     model = config.model_config
-    executor = executor_without_model(config)
-    if executor is not None:
-        computes = executor.KV_KIND  # its KV means nothing to a model
-    else:
+    computes = kind_without_model(config)  # such KV means nothing to a model
+    if not computes:
         computes = _isa() if current_platform.is_cpu() else current_platform.device_type
     return Compat(
         model=model.served_model_name,
@@ -122,7 +120,7 @@ def _isa() -> str:
 
 def rounding_digest(config: VllmConfig) -> str:
     """Return a digest of what decides how an engine rounds, or "" if there is no model."""
-    if executor_without_model(config) is not None:
+    if kind_without_model(config):
         return ""
     text = json.dumps(_rounding(config), sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

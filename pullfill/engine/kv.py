@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from pullfill.engine.groups import Groups
@@ -102,16 +101,13 @@ def total_heads(vllm_config: Any) -> int:
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
-def executor_without_model(vllm_config: Any) -> Any:
-    """The executor class that `--distributed-executor-backend` names, if it computes no model.
+def kind_without_model(vllm_config: Any) -> str:
+    """What the KV of an executor that computes no model is, in one word. Empty: it computes one.
 
-    Such a class has an attribute of ours:
-    KV_KIND: what its KV is, in one word. Only workers of one kind exchange KV."""
-    named = vllm_config.parallel_config.distributed_executor_backend
-    if isinstance(named, str) and "." in named:  # a class path; vLLM's own executors are one word
-        module, _, name = named.rpartition(".")
-        named = getattr(import_module(module), name)
-    return named if hasattr(named, "KV_KIND") else None
+    Such a class has an attribute of ours, KV_KIND. Only workers of one kind exchange KV."""
+    from vllm.v1.executor import Executor
+
+    return str(getattr(Executor.get_class(vllm_config), "KV_KIND", ""))
 
 
 def device() -> str:

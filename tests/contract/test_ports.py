@@ -413,6 +413,8 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 async def test_work_runs_on_the_engine_thread_in_order(adapter: Any, model_path: Path) -> None:
     done: list[str] = []
     async with probed(adapter, model_path) as (made, probe):
+        # Workers of two kinds exchange nothing.
+        assert made.engine.compat.isa == mocked.MockExecutor.KV_KIND
         assert await made.call(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
             await made.call(lambda: 1 // 0)

@@ -1,51 +1,8 @@
-"""What the KV of an executor without a model is called, and how layers store KV."""
+"""How layers store KV, joined over ranks."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
-
-from pullfill.engine.kv import (
-    NO_ATTENTION,
-    UNSCALED,
-    RankAttention,
-    executor_without_model,
-    join_attention,
-)
-
-
-class Invents:
-    """An executor as vLLM's flag may name it: it computes no model."""
-
-    KV_KIND = "invented"
-
-
-class Computes:
-    """One that somebody else wrote: it computes the model."""
-
-
-BY_PATH = f"{Invents.__module__}.Invents"
-
-
-@pytest.mark.parametrize(
-    ("named", "kind"),
-    [
-        (BY_PATH, "invented"),
-        (Invents, "invented"),
-        ("uni", None),
-        (None, None),
-        (Computes, None),
-        (f"{__name__}.Computes", None),
-    ],
-)
-def test_an_executor_without_a_model_says_what_its_kv_is(named: Any, kind: str | None) -> None:
-    """Workers of two kinds exchange nothing: it is a field of their compatibility records."""
-    parallel = SimpleNamespace(distributed_executor_backend=named)
-    found = executor_without_model(SimpleNamespace(parallel_config=parallel))
-    assert getattr(found, "KV_KIND", None) == kind
-
+from pullfill.engine.kv import NO_ATTENTION, UNSCALED, RankAttention, join_attention
 
 Scale = tuple[float, ...]
 
