@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pullfill.errors import BadMessage, ConfigError
+from pullfill.errors import BadMessage
 
 # vLLM's names of methods, as in `--speculative-config`.
 _WITHOUT_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
@@ -65,16 +65,6 @@ def _look_up(worker: Any, most: int) -> None:
     tokens = runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu
     # drafter: vllm.v1.spec_decode.ngram_proposer
     runner.drafter.propose(most, [[0]], *tokens)
-
-
-def check_config(vllm_config: Any) -> None:
-    """Raise ConfigError, one line that says what to do, if vLLM, on CPU, would answer wrong."""
-    if vllm_config.speculative_config is None or vllm_config.device_config.device_type != "cpu":
-        return
-    if vllm_config.model_config.has_inner_state:
-        # `causal_conv1d_update_cpu` is not told how many drafts were accepted, so rejected ones
-        # stay in the state. With a prefix cache of states it would need Triton.
-        raise ConfigError(f"--speculative-config: {STATES_ON_CPU}; leave it out")
 
 
 def check_params(vllm_config: Any, params: Any) -> None:

@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pullfill.config import ClusterRef
-from pullfill.engine import args, check, compat, kv, speculation
+from pullfill.engine import args, check, compat, kv
 from pullfill.engine.life import Life
 from pullfill.engine.requests import FRONTENDS
 from pullfill.engine.stock_host import StockHost, core_above
@@ -126,7 +124,6 @@ def check_config(config: VllmConfig, kind: type[PullfillDecode]) -> None:
             )
     args.check_flags(model, parallel, kv.device(), os.environ)
     args.check_config(config)
-    speculation.check_config(config)
 
 
 class StockCore(Life[Engine]):

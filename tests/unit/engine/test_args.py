@@ -94,18 +94,25 @@ def test_only_refused_values_are_mistakes(raised: Exception, passes: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("kept", "caches", "says"),
+    ("kept", "caches", "device", "says"),
     [
-        ("auto", True, ""),
-        ("fp8", True, ""),
-        ("int8_per_token_head", True, r"--kv-cache-dtype int8_per_token_head: .*use fp8"),
-        ("auto", False, "KV offloading needs vLLM's prefix caching, which is off"),
+        ("auto", True, "cuda", ""),
+        ("fp8", True, "cuda", ""),
+        ("int8_per_token_head", True, "cuda", r"--kv-cache-dtype int8_per_token_head: .*use fp8"),
+        ("auto", False, "cuda", "KV offloading needs vLLM's prefix caching, which is off"),
+        ("auto", True, "cpu", "Mamba or linear attention; leave it out"),
     ],
 )
-def test_caches_that_cannot_be_shared_or_offloaded(kept: str, caches: bool, says: str) -> None:
-    cache = SimpleNamespace(enable_prefix_caching=caches, cache_dtype=kept)
+def test_caches_that_cannot_be_shared_or_offloaded_and_states_that_drafts_spoil(
+    kept: str, caches: bool, device: str, says: str
+) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caches, cache_dtype=kept),
+        device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(has_inner_state=True), speculative_config=object(),
+    )  # fmt: skip
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
-        check_config(SimpleNamespace(cache_config=cache), offloads=True)
+        check_config(config, offloads=True)
 
 
 def offloading(**given: Any) -> Any:

@@ -9,16 +9,14 @@ import pytest
 
 from pullfill.decode_worker import scheduler
 from pullfill.engine import speculation
-from pullfill.errors import BadMessage, ConfigError
+from pullfill.errors import BadMessage
 
 PLAIN = SimpleNamespace(speculative_config=None, device_config=SimpleNamespace(device_type="cpu"))
 
 
-def config(device: str = "cpu", *, state: bool = False) -> SimpleNamespace:
+def config(device: str = "cpu") -> SimpleNamespace:
     return SimpleNamespace(
-        speculative_config=object(),
-        device_config=SimpleNamespace(device_type=device),
-        model_config=SimpleNamespace(has_inner_state=state),
+        speculative_config=object(), device_config=SimpleNamespace(device_type=device)
     )
 
 
@@ -43,13 +41,6 @@ def test_answers_that_are_not_greedy_are_refused_on_cpu_only() -> None:
     speculation.check_params(config(device="cuda"), params(temperature=1.0))
     with pytest.raises(BadMessage, match="temperature above 0"):
         speculation.check_params(config(), params(temperature=0.5))
-
-
-def test_refused_on_cpu_for_states_that_it_would_spoil() -> None:
-    speculation.check_config(config())
-    with pytest.raises(ConfigError, match="Mamba or linear attention; leave it out"):
-        speculation.check_config(config(state=True))
-    speculation.check_config(config(device="cuda", state=True))
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle", "mtp", "draft_model", "unheard"])
