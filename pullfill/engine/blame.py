@@ -10,6 +10,7 @@ No vLLM import here.
 from __future__ import annotations
 
 import enum
+from traceback import walk_tb
 
 from pullfill.errors import BadMessage, ConfigError
 
@@ -56,10 +57,6 @@ def explained(exc: BaseException, where: str) -> str:
 
 def _raised_by_vllm(exc: BaseException) -> bool:
     """Whether vLLM, or a library that vLLM called, raised it. False for our code below vLLM's."""
-    rooms, tb = [], exc.__traceback__
-    while tb is not None:
-        rooms.append(str(tb.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
-        tb = tb.tb_next
-    if "vllm" not in rooms:
-        return False
-    return "pullfill" not in rooms[rooms.index("vllm") :]
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(exc.__traceback__)]
+    rooms = [str(module).partition(".")[0] for module in modules]
+    return "vllm" in rooms and "pullfill" not in rooms[rooms.index("vllm") :]

@@ -118,27 +118,16 @@ def _isa() -> str:
     return f"{platform.machine()}-{best}"
 
 
-def rounding_digest(config: VllmConfig) -> str:
+def rounding_digest(config: Any) -> str:
     """Return a digest of what decides how an engine rounds, or "" if there is no model."""
-    if kind_without_model(config):
-        return ""
-    text = json.dumps(_rounding(config), sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def dtype_of_kv(config: VllmConfig) -> str:
-    """vLLM's name of the numbers in the KV cache."""
-    kept = str(config.cache_config.cache_dtype)
-    return str(config.model_config.dtype).removeprefix("torch.") if kept == "auto" else kept
-
-
-def _rounding(config: Any) -> dict[str, Any]:
     import torch
     from vllm.platforms import current_platform
 
+    if kind_without_model(config):
+        return ""
     parallel, steps = config.parallel_config, config.scheduler_config
     compiled = config.compilation_config
-    return {
+    told = {
         "pullfill": __version__,
         "torch": torch.__version__,
         "device": current_platform.get_device_name(),
@@ -156,3 +145,11 @@ def _rounding(config: Any) -> dict[str, Any]:
         "compiled": (compiled.mode, compiled.backend, sorted(compiled.custom_ops)),
         "speculation": config.speculative_config is not None,
     }
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def dtype_of_kv(config: VllmConfig) -> str:
+    """vLLM's name of the numbers in the KV cache."""
+    kept = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if kept == "auto" else kept

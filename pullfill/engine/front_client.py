@@ -16,11 +16,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from vllm import envs
-from vllm.exceptions import (
-    GracefulHTTPError,
-    VLLMClientError,
-    VLLMValidationError,
-)
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError

@@ -32,11 +32,7 @@ from pullfill.registry.self_checks import SelfChecks
 from pullfill.runtime import log, metrics
 from pullfill.runtime.lifecycle import end
 from pullfill.runtime.probe import ProbeServer
-from pullfill.wire import (
-    QueueSettings,
-    WorkerRecord,
-    WorkerState,
-)
+from pullfill.wire import QueueSettings, WorkerRecord, WorkerState
 from pullfill.worker import memory
 from pullfill.worker.context import SchedulerHalf, WorkerContext
 from pullfill.worker.engine_loop import EngineLoop
