@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -102,31 +102,24 @@ def _remove(worker: Any, number: int) -> None:
         worker.remove_lora(number)
 
 
-class _Copy:
-    """A private copy of an adapter's files in the directory `place`, until `close`.
+def _copied(path: str, place: str, kept: ExitStack) -> str:
+    """Copy an adapter's files at `path` into a new directory `place`, until `kept` is closed.
+
+    Returns their `content`, and raises as it does.
 
     The directory holds links to open files without a name. So the system frees their space when
     this process ends, however it ends. Other ranks of this machine can follow the links."""
 
-    def __init__(self, place: str) -> None:
-        self._place = Path(place)
-        self._open: list[int] = []
-
-    def content(self, path: str) -> str:
-        """Copy the files at `path`. Returns their `content`, and raises as it does."""
-        self._place.mkdir(mode=0o700, parents=True)
-        return content(path, self._new)
-
-    def _new(self, name: str) -> IO[bytes]:
+    def new(name: str) -> IO[bytes]:
         file = tempfile.TemporaryFile()
-        self._open.append(os.dup(file.fileno()))
-        (self._place / name).symlink_to(f"/proc/{os.getpid()}/fd/{self._open[-1]}")
+        number = os.dup(file.fileno())
+        kept.callback(os.close, number)
+        Path(place, name).symlink_to(f"/proc/{os.getpid()}/fd/{number}")
         return file
 
-    def close(self) -> None:
-        shutil.rmtree(self._place, ignore_errors=True)
-        while self._open:
-            os.close(self._open.pop())
+    kept.callback(shutil.rmtree, place, ignore_errors=True)
+    Path(place).mkdir(mode=0o700, parents=True)
+    return content(path, new)
 
 
 class Adapters:
@@ -145,7 +138,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._given = 1 << 16  # the API servers of stock vLLM number theirs from 1
-        self._loaded: OrderedDict[str, tuple[LoRARequest, _Copy]] = OrderedDict()
+        self._loaded: OrderedDict[str, tuple[LoRARequest, ExitStack]] = OrderedDict()
         self._paths: dict[str, str] = {}
         self._newest: dict[str, tuple[int, str]] = {}
         # Nobody can guess the name, and make the directory before us.
@@ -218,16 +211,16 @@ class Adapters:
         self._loaded.move_to_end(asked.lora_name)  # the one that was used last is forgotten last
         return self._loaded[asked.lora_name][0]
 
-    def _load(self, core: Any, asked: LoRARequest) -> tuple[LoRARequest, _Copy]:
+    def _load(self, core: Any, asked: LoRARequest) -> tuple[LoRARequest, ExitStack]:
         name, told = parted(asked.lora_name)
         path = self._paths[asked.lora_name] = _resolved(self._paths[asked.lora_name])
         self._given += 1
         own = msgspec.structs.replace(asked, lora_int_id=self._given, load_inplace=False)
         if not os.path.exists(self._copies):
             at_leave(partial(shutil.rmtree, self._copies, ignore_errors=True))
-        copy = _Copy(own.lora_path)
-        try:
-            if _content(name, path, own.is_3d_lora_weight, copy.content) != told:
+        with ExitStack() as copy:
+            read = partial(_copied, place=own.lora_path, kept=copy)
+            if _content(name, path, own.is_3d_lora_weight, read) != told:
                 raise BadMessage(
                     f"LoRA adapter {name}: {path} has other files than those that were loaded "
                     "first: give all workers the same files, and load it again"
@@ -236,10 +229,7 @@ class Adapters:
                 core.collective_rpc(_remove, args=(own.lora_int_id,))
                 why = why.replace(own.lora_path, path).replace(own.lora_name, name)
                 raise BadMessage(f"LoRA adapter {name} cannot be loaded: {why}")
-        except BaseException:
-            copy.close()
-            raise
-        return own, copy
+            return own, copy.pop_all()
 
     def _make_room(self, core: Any) -> None:
         """Forget adapters beyond `--max-cpu-loras`, those first that were used longest ago.
