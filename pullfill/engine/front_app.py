@@ -68,7 +68,6 @@ def set_environment(model: str) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Each choice of an answer is a request of its own. vLLM would accept 16384 and submit them in
     # one turn of the event loop. That takes so long that workers count the frontend as dead.
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", "128")

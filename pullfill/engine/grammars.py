@@ -50,8 +50,7 @@ class BoundedGrammar(StructuredOutputGrammar):  # type: ignore[misc]
         return accepted and not self.slow  # False makes vLLM end the request with an error
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        accepted: list[int] = self._inner.validate_tokens(tokens)
-        return accepted
+        return list(self._inner.validate_tokens(tokens))
 
     def rollback(self, num_tokens: int) -> None:
         self._inner.rollback(num_tokens)

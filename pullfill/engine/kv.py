@@ -67,7 +67,6 @@ class Geometry:
 
     num_layers: number of distinct caches in the whole model.
     page_bytes: bytes of K and V of one layer, block and KV head.
-    device: torch's device type of the memory, e.g. `cpu`, `cuda`.
     backend: vLLM's name of the attention backend, or several joined by `+`. `none` without a model.
     scales: `1` if nothing is scaled, else 16 hex digits: a digest of the scales of all layers.
     groups: which layers share their blocks."""
@@ -80,7 +79,6 @@ class Geometry:
 
     num_layers: int
     page_bytes: int
-    device: str
     backend: str
     scales: str
     groups: Groups

@@ -41,7 +41,7 @@ def attach(
     first = next(iter(told.values()))
     context.why_not = first.why_not
     layers = sum(rank.num_layers for (_, tp), rank in told.items() if tp == 0)  # of all stages
-    context.geometry = Geometry(layers, first.page_bytes, first.device, *stored, groups)
+    context.geometry = Geometry(layers, first.page_bytes, *stored, groups)
     context.ranks = attach_ranks(told, kv_heads)
 
 

@@ -118,13 +118,14 @@ class WorkerProcess:
         if not life.dead.is_set():
             await self._worker.stop_taking()
             finished = await self._stop.race(
-                _all(service.finished() for service in services), self._options.drain_timeout_s
+                asyncio.gather(*(service.finished() for service in services)),
+                self._options.drain_timeout_s,
             )
             if not finished and not life.dead.is_set():
-                await _all(service.give_up() for service in services)
+                await asyncio.gather(*(service.give_up() for service in services))
         if life.dead.is_set():
             logger.error("the engine has ended (%r): exiting", life.failure)
-            await _all(service.engine_gone(life.hangs) for service in services)
+            await asyncio.gather(*(service.engine_gone(life.hangs) for service in services))
             return 1 if life.hangs else STEP_FAILED
         logger.info("drained")
         return 0
@@ -153,7 +154,3 @@ class WorkerProcess:
 
     def _built(self) -> Engine:
         return engine_of(self._life, self._context, self._halves, self._fingerprint)
-
-
-async def _all(work: Any) -> None:
-    await asyncio.gather(*work)

@@ -14,14 +14,12 @@ from pullfill.engine.groups import (
     BlockOrder,
     Groups,
     by_position,
-    cached_run,
     caches_of,
     groups_of,
     keeps_all,
     kept_from,
     why_local,
 )
-from tests.support.fakes import FakePool, FakeRequest
 from tests.support.late import Late
 
 torch: Any = Late("torch")
@@ -165,14 +163,3 @@ def test_only_one_group_that_keeps_everything_can_be_leased() -> None:
     assert not keeps_all(Groups("SlidingWindow(128)", (2,), ((),)))
     assert not keeps_all(Groups("FullAttention(128)", (2,), ((),)))
     assert not keeps_all(Groups("2xFullAttention 4xSlidingWindow(128)", (2, 4), ((), ())))
-
-
-def test_cached_blocks_in_a_row_end_at_the_first_that_is_missing() -> None:
-    pool = FakePool(8, hash_block_size=4)
-    request = FakeRequest("r", [], block_hashes=list("abcdef"))
-    pool.cached = {("b", 0): 5, ("c", 0): 2, ("e", 0): 3, ("d", 1): 4}
-    assert [block.block_id for block in cached_run(pool, 4, request, 1, 6)] == [5, 2]
-    assert cached_run(pool, 4, request, 0, 6) == []
-    assert [block.block_id for block in cached_run(pool, 4, request, 1, 2)] == [5]
-    # Two hashes for each block: the last one names it.
-    assert [block.block_id for block in cached_run(pool, 8, request, 0, 3)] == [5]
