@@ -64,8 +64,3 @@ def test_a_decode_worker_whose_drafts_have_kv_knows_it(monkeypatch: pytest.Monke
     half.bind(manager, lambda _: (0,), lambda tables: tables)
     half.built(SimpleNamespace(config=made))  # type: ignore[arg-type]
     assert half.blocks.never == "speculation"
-
-
-def test_one_more_token_is_computed_here_with_speculation() -> None:
-    assert speculation.local_tokens(PLAIN) == 1
-    assert speculation.local_tokens(config()) == 2
