@@ -107,17 +107,6 @@ def test_unreachable_servers_are_retried_and_then_named(cluster: Cluster) -> Non
     assert nowhere in said
 
 
-def test_wrong_flags_in_a_file_are_told_before_anything_is_loaded(
-    cluster: Cluster,
-) -> None:
-    config = cluster.directory / "vllm.yaml"
-    config.write_text("data-parallel-size: 2\n")
-    assert "data_parallel_size" in last_error(cluster.launch("prefill", "--config", str(config)))
-    config.write_text("tensor-parallel-size: 2\n")
-    told = last_error(cluster.launch("prefill", "--config", str(config)))
-    assert "as --tensor-parallel-size" in told
-
-
 @pytest.mark.long
 @pytest.mark.essential
 @pytest.mark.skipif(bool(NO_FP8), reason=NO_FP8)

@@ -41,6 +41,11 @@ def test_flags_and_the_platform_are_looked_at_before_the_model(
 
     with pytest.raises(ConfigError, match="--enable-sleep-mode: its memory"):
         build("--enable-sleep-mode")
+    file = tmp_path / "vllm.yaml"  # it hides flags from who starts workers
+    for flag, told in (("data", "data_parallel"), ("tensor", "as --tensor-parallel")):
+        file.write_text(f"{flag}-parallel-size: 2\n")
+        with pytest.raises(ConfigError, match=told):
+            build("--config", str(file))
     monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         build()
