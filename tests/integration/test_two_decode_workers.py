@@ -2,8 +2,7 @@
 their prefix caches, and prompts that move and take their prefix along.
 
 The tokens of every answer are those of one plain engine, also when the holder of a prefix is killed
-or has to evict blocks in the middle of a read. Other ends of a read:
-tests/contract/test_prefix_fetch.py.
+in the middle of a read. Other ends of a read: tests/contract/test_prefix_fetch.py.
 """
 
 from __future__ import annotations
