@@ -34,27 +34,19 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-def port_problem(host: str, port: int) -> str | None:
-    """Return why a server could not listen there. None: it could."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as exc:
-            return getattr(exc, "strerror", None) or str(exc)
-    return None
-
-
 def check_port(flag: str, host: str, port: int) -> None:
-    """Raise ConfigError if no server could listen there. flag: gives the port."""
-    if why := port_problem(host, 0):
-        raise NotNow(f"cannot listen on {host} ({why}): give --host an address of this machine")
-    if why := port_problem(host, port):
-        raise NotNow(
-            f"cannot listen on {host}:{port} ({why}): stop what uses it, or choose another with "
-            f"{flag} N"
-        )
+    """Raise NotNow if no server could listen there. flag: gives the port. port: 0: any."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    where, then = host, "give --host an address of this machine"
+    for tried in dict.fromkeys((0, port)):  # if no port can be had, the address is wrong
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, tried))
+            except (OSError, OverflowError) as exc:
+                why = getattr(exc, "strerror", None) or str(exc)
+                raise NotNow(f"cannot listen on {where} ({why}): {then}") from None
+        where, then = f"{host}:{port}", f"stop what uses it, or choose another with {flag} N"
 
 
 def nats_binary() -> Path:

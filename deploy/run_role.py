@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pullfill.config import ClusterRef, split_urls
 from pullfill.deploy import accelerator, machine, plan, vllm_flags
-from pullfill.deploy.local_servers import check_port, port_problem, split_url
+from pullfill.deploy.local_servers import check_port, split_url
 from pullfill.deploy.state import StateDir
 from pullfill.errors import ConfigError, NotNow
 from pullfill.ids import is_name
@@ -77,8 +77,7 @@ def _address_of(options: WorkerOptions) -> str:
             f"--host {name!r} is also the address that others get: give one of this machine's, "
             "e.g. --host 10.0.0.5"
         )
-    if why := port_problem(host, 0):
-        raise NotNow(f"cannot listen on --host {name} ({why}): give an address of this machine")
+    check_port("--host", host, 0)
     ports = {
         one.name: port
         for one in declared(WorkerOptions)

@@ -161,7 +161,7 @@ class TestRoles:
         [
             ("0.0.0.0", "address that others get"),
             ("::", "no IPv4 address"),
-            ("203.0.113.1", "cannot listen on --host 203.0.113.1"),
+            ("203.0.113.1", "cannot listen on 203.0.113.1 ("),
         ],
     )
     def test_a_worker_needs_an_address_of_this_machine(
