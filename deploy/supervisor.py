@@ -259,10 +259,6 @@ class DiskWatch:
 # --------------------------------------------------------------------------- one run of `up`
 
 
-class Interrupted(Exception):
-    """SIGINT or SIGTERM while the cluster started."""
-
-
 class Supervisor:
     """One run of `up` over one state directory. Owns its children.
 
@@ -299,10 +295,10 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._children = Children(self._cluster, state, view)
 
-    async def start(self) -> None:
-        """Start all processes and wait until they are ready.
+    async def start(self) -> bool:
+        """Start all processes and wait until they are ready. False: a signal came before that.
 
-        Raises ConfigError, StartFailed or Interrupted. Then nothing is left running."""
+        Raises ConfigError or StartFailed. Then, or if it is False, nothing is left running."""
         self._catch_signals()
         with self._state.locked():
             self._state.refuse_if_live()
@@ -321,11 +317,12 @@ class Supervisor:
                 interrupted = isinstance(exc, asyncio.CancelledError) and self._stop.is_set()
                 await self._take_down(5.0)
                 self._children.reap()
-                if interrupted:
-                    raise Interrupted from None
-                raise
+                if not interrupted:
+                    raise
+                return False
             finally:
                 stopped.cancel()
+        return True
 
     async def watch(self, *, detached: bool) -> None:
         """Restart what dies, until a signal, `pullfill down`, or the end of every process.

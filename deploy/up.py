@@ -25,7 +25,7 @@ import click
 
 from pullfill.deploy import members, plan, vllm_flags
 from pullfill.deploy.state import StateDir, exit_words
-from pullfill.deploy.supervisor import Interrupted, Supervisor
+from pullfill.deploy.supervisor import Supervisor
 from pullfill.deploy.view import ProcessView, SteadyConsole
 from pullfill.errors import UnavailableError
 from pullfill.net.security import load
@@ -95,9 +95,7 @@ def up(options: UpOptions, state: StateDir, *, detach: bool) -> int:
 async def _up(options: UpOptions, state: StateDir, detach: bool, pipe: int | None) -> int:
     view = ProcessView(SteadyConsole())
     supervisor = Supervisor(options, state, view)
-    try:
-        await supervisor.start()
-    except Interrupted:
+    if not await supervisor.start():
         view.say("interrupted: everything that was started is stopped")
         return 130
     with suppress(OSError):  # nobody reads our output any more

@@ -29,6 +29,7 @@ class Supervisor:
     async def start(self):
         print(f"session {os.getsid(0) == os.getpid()}", flush=True)
         START
+        return True
 
     async def watch(self, *, detached):
         print("it goes on", flush=True)
@@ -89,7 +90,7 @@ def test_the_cluster_goes_on_when_nobody_reads_what_it_prints(tmp_path: Path) ->
     ("start", "code", "said", "slow"),
     [
         ("raise SystemExit(3)", 3, "", 0),
-        ("raise up.Interrupted", 130, "interrupted: everything that was started is stopped", 0),
+        ("return False", 130, "interrupted: everything that was started is stopped", 0),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "the start was killed by SIGKILL: clean up", 0),
         (f"time.sleep(0.2); {SIGNAL_THE_COMMAND}", 1, "killed by SIGTERM", 0),
         (SIGNAL_THE_COMMAND, 1, "killed by SIGTERM", 0.5),
