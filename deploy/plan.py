@@ -244,15 +244,6 @@ def frontend_cores(options: UpOptions) -> set[int]:
     return (set(usable_cores()) - taken or beside) if taken else set()
 
 
-def renewed(spec: ProcessSpec) -> ProcessSpec:
-    """Return the spec to start the process again. Workers and frontends get a new instance id."""
-    if spec.instance_id is None:
-        return spec
-    fresh = new_instance_id(spec.role)
-    argv = [fresh if part == spec.instance_id else part for part in spec.argv]
-    return replace(spec, argv=argv, instance_id=fresh)
-
-
 def worker_spec(
     options: UpOptions,
     cluster: ClusterRef,

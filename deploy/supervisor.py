@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from pullfill.deploy.state import (
 )
 from pullfill.deploy.view import ProcessView
 from pullfill.errors import ConfigError, PullfillError, RegistryUnavailable, UnavailableError
+from pullfill.ids import new_instance_id
 from pullfill.options import UpOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import store as store_setting
@@ -437,8 +438,11 @@ class Supervisor:
         return False
 
     def _start_again(self, name: str) -> None:
-        old = self._children.entry(name)
-        spec = plan.renewed(self._children.specs[name])
+        old, spec = self._children.entry(name), self._children.specs[name]
+        if spec.instance_id is not None:  # a worker or frontend: it gets a new one
+            fresh = new_instance_id(spec.role)
+            argv = [fresh if part == spec.instance_id else part for part in spec.argv]
+            spec = replace(spec, argv=argv, instance_id=fresh)
         self._children.launch(spec, restarts=old.restarts + 1)
         if spec.role == "frontend":
             self._children.place_frontends(self._options)
