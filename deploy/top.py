@@ -33,8 +33,6 @@ from pullfill.snapshot import Flow, LiveSnapshot, Stage
 PATH = "/pullfill/ui/events"
 # A frontend sends something every 5 s: with many workers, comments between the snapshots.
 _TIMEOUT = httpx.Timeout(5.0, read=10.0)
-# Columns where the output is no terminal.
-_WIDTH = 80
 # Lines of a screen besides workers and requests.
 _FIXED = 8
 _STAGES = {
@@ -59,8 +57,7 @@ def top(
     with suppress(KeyboardInterrupt), closing(_snapshots(ref, url)) as snapshots:
         snapshot, trouble = next(snapshots)
         if once or not console.is_terminal:
-            width = console.width if console.is_terminal else _WIDTH
-            Console(width=width).print(screen(snapshot, trouble, 1000), highlight=False)
+            console.print(screen(snapshot, trouble, 1000), highlight=False)
             return 0
         with Live(
             screen(snapshot, trouble), console=console, screen=True, auto_refresh=False
