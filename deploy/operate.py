@@ -78,8 +78,6 @@ async def drain(
 def _gone(worker: WorkerRecord, process: ProcessId | None) -> bool:
     if process is not None:
         return not is_alive(process)
-    if not worker.http:
-        return True
     try:
         http_get(f"{worker.http}/live", 2.0)
     except UnavailableError:
