@@ -213,11 +213,9 @@ class DiskWatch:
                      themselves. `look` starts NATS again
         cluster.json stays as it was. `look` has it written
         logs         lose lines. No process ends for that
-
-    restart: whether `Supervisor` starts processes again."""
+    """
 
     children: Children
-    restart: bool
     _full: bool = False
     _nats_failed: bool = False
     _read: int = 0
@@ -242,7 +240,8 @@ class DiskWatch:
         if self._full:
             say(f"the disk of {path} has room again")
             self.children.record()
-        if self._nats_failed and self.restart and "nats" in self.children.running:
+        restart = self.children.cluster.restart
+        if self._nats_failed and restart and "nats" in self.children.running:
             say("nats starts again: it met a full disk, and stores nothing since then")
             self.children.running["nats"].terminate()
         self._full = self._nats_failed = False
@@ -338,7 +337,7 @@ class Supervisor:
 
         names = list(self._children.running)
         kept = asyncio.gather(*map(keep, names))
-        disk = asyncio.create_task(DiskWatch(self._children, restart=self._options.restart).watch())
+        disk = asyncio.create_task(DiskWatch(self._children).watch())
         stop = asyncio.create_task(self._stop.wait())
         # Nothing was started if all servers are others' and there is no worker.
         ends: set[asyncio.Future[Any]] = {stop, kept} if names else {stop}
