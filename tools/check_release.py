@@ -50,11 +50,10 @@ class Uses:
         # Files that name vLLM come first: a word there is most likely a member of its classes.
         for file in sorted(texts, key=lambda file: "vllm" not in texts[file]):
             self._read(texts[file], str(file.relative_to(package.parent)))
-        for names in vllm_names.ALL:
-            for module, paths in names.items():
-                for path in paths:
-                    name = f"{module}.{path.replace(':', '.')}"
-                    self.exact.setdefault(name, self.exact.get(module, ""))
+        for module, paths in vllm_names.NAMES.items():
+            for path in paths:
+                name = f"{module}.{path.replace(':', '.')}"
+                self.exact.setdefault(name, self.exact.get(module, ""))
 
     def _read(self, text: str, file: str) -> None:
         for number, line in enumerate(text.splitlines(), 1):

@@ -14,8 +14,7 @@ from pullfill.engine import migration
 
 Names = Mapping[str, Iterable[str]]
 
-# What the engine host and the connectors of a worker use.
-WORKER = {
+NAMES: Names = {
     "vllm.v1.engine.core": (
         "EngineCore.step",
         "EngineCore.post_step",
@@ -32,6 +31,21 @@ WORKER = {
         "EngineCoreOutput:prefill_stats",
         "UtilityOutput:failure_message",
         "FinishReason.ERROR",
+        "EngineCoreRequest:request_id",
+        "EngineCoreRequest:external_req_id",
+        "EngineCoreRequest:arrival_time",
+        "EngineCoreRequest:resumable",
+        "EngineCoreRequest:abort_immediately",
+        "EngineCoreOutput:finish_reason",
+        "EngineCoreOutput:kv_transfer_params",
+        "EngineCoreOutputs:utility_output",
+        "EngineCoreOutputs:scheduler_stats",
+        "EngineCoreOutputs:engine_index",
+        "EngineCoreRequest:prompt_token_ids",
+        "EngineCoreRequest:prompt_embeds",
+        "EngineCoreRequest:sampling_params",
+        "EngineCoreOutput:new_token_ids",
+        "EngineCoreOutput:events",
     ),
     "vllm.v1.core.sched.scheduler": (
         "Scheduler.has_requests",
@@ -87,22 +101,6 @@ WORKER = {
         "KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware",
         "KVConnectorBase_V1.get_required_kvcache_layout",
     ),
-}
-
-# What a frontend uses.
-FRONTEND = {
-    "vllm.v1.engine": (
-        "EngineCoreRequest:request_id",
-        "EngineCoreRequest:external_req_id",
-        "EngineCoreRequest:arrival_time",
-        "EngineCoreRequest:resumable",
-        "EngineCoreRequest:abort_immediately",
-        "EngineCoreOutput:finish_reason",
-        "EngineCoreOutput:kv_transfer_params",
-        "EngineCoreOutputs:utility_output",
-        "EngineCoreOutputs:scheduler_stats",
-        "EngineCoreOutputs:engine_index",
-    ),
     "vllm.v1.engine.core_client": ("EngineCoreClient.make_async_mp_client",),
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.add_request",
@@ -133,28 +131,14 @@ FRONTEND = {
     "vllm.entrypoints.anthropic.serving": ("AnthropicServingMessages.message_stream_converter",),
     "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
     "vllm.envs": ("enable_envs_cache",),
-}
-
-# What a migration reads and changes.
-MIGRATION = {
     "vllm.sampling_params": tuple(f"SamplingParams:{name}" for name in sorted(migration.TOUCHED)),
-    "vllm.v1.engine": (
-        "EngineCoreRequest:prompt_token_ids",
-        "EngineCoreRequest:prompt_embeds",
-        "EngineCoreRequest:sampling_params",
-        "EngineCoreOutput:new_token_ids",
-        "EngineCoreOutput:events",
-    ),
 }
 
-ALL: tuple[Names, ...] = (WORKER, FRONTEND, MIGRATION)
 
-
-def missing(lists: Iterable[Names] = ALL) -> list[str]:
+def missing(names: Names = NAMES) -> list[str]:
     """Return the names that the installed vLLM does not have. Imports its modules."""
     return [
         f"{module}.{path}"
-        for names in lists
         for module, paths in names.items()
         for path in paths
         if not _has(import_module(module), path)

@@ -118,7 +118,7 @@ def test_the_installed_vllm_has_every_name() -> None:
     """What is listed, and what is imported, also in functions that no test runs."""
     assert missing() == []
     bad = "Nothing", "FrontendHello:nothing", "FrontendCodec.nothing", "HELO:field"
-    assert len(missing([{"pullfill.engine.front_wire": ("FrontendHello:model", *bad)}])) == len(bad)
+    assert len(missing({"pullfill.engine.front_wire": ("FrontendHello:model", *bad)})) == len(bad)
     walk = os.walk(Path(pullfill.__file__).parent, followlinks=True)  # the rooms are links
     files = [Path(top, name) for top, _, names in walk for name in names if name.endswith(".py")]
     imported = {
