@@ -6,21 +6,19 @@ started directly, not through its Python shim, so that pid and signals are those
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
-import ssl
 import sysconfig
-import urllib.error
-import urllib.request
-from collections.abc import Callable
-from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
 from pullfill import redact
 from pullfill.config import split_urls
-from pullfill.errors import ConfigError, NotNow
+from pullfill.errors import ConfigError, NotNow, PullfillError
+from pullfill.net.security import OPEN, ServerSecurity
+from pullfill.registry.client import EtcdClient
 
 # Bytes per NATS message: a prompt of 1.5 million tokens as raw u32, with room to spare.
 MAX_PAYLOAD = 8 * 1024 * 1024
@@ -117,19 +115,14 @@ def etcd_command(directory: Path, port: int) -> list[str]:
     ]
 
 
-def _any_ready(urls: str, problem: Callable[[str], str | None]) -> str | None:
-    """Return None if any of `URL,URL` has no problem, else the problem of the first."""
+def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
+    """Return None if a JetStream server answers at any of `URL,URL`, else the first reason."""
     why = None
     for url in split_urls(urls) or [urls]:
-        if (found := problem(url)) is None:
+        if (found := _nats_problem(url, timeout_s)) is None:
             return None
         why = why or found
     return why
-
-
-def nats_ready(urls: str, timeout_s: float = 1.0) -> str | None:
-    """Return None if a JetStream server answers at any of `URL,URL`, else why not."""
-    return _any_ready(urls, lambda url: _nats_problem(url, timeout_s))
 
 
 def _nats_problem(url: str, timeout_s: float) -> str | None:
@@ -152,28 +145,20 @@ def _nats_problem(url: str, timeout_s: float) -> str | None:
     return None
 
 
-def etcd_ready(urls: str, timeout_s: float = 1.0, tls: ssl.SSLContext | None = None) -> str | None:
-    """Return None if an etcd with a leader answers at any of `URL,URL`, else why not."""
-    return _any_ready(urls, lambda url: _etcd_problem(url, timeout_s, tls))
+def etcd_ready(urls: str, wait_s: float = 0.0, security: ServerSecurity = OPEN.etcd) -> str | None:
+    """Return None if an etcd with a leader answers at any of `URL,URL`, else why not.
 
+    wait_s: as of `EtcdClient.connect`. No loop may run in this thread."""
 
-def _etcd_problem(url: str, timeout_s: float, tls: ssl.SSLContext | None) -> str | None:
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
-    )
-    url = redact.url(url)  # urllib would take a login for a part of the host
-    health = f"{url}/health" if "://" in url else f"http://{url}/health"
+    async def ask() -> None:
+        client = await EtcdClient.connect(urls, wait_s=wait_s, security=security)
+        await client.close()
+
     try:
-        with opener.open(health, timeout=timeout_s) as reply:
-            healthy = json.loads(reply.read()).get("health")
-    except (OSError, HTTPException, ValueError, AttributeError) as exc:
-        return f"no etcd at {url}: {reason_of(exc)}"
-    return None if str(healthy).lower() == "true" else f"the etcd at {url} is not healthy"
-
-
-def reason_of(error: Exception) -> str:
-    """Return in one line why an HTTP request of urllib has failed."""
-    return " ".join(str(getattr(error, "reason", None) or error).split())
+        asyncio.run(ask())
+    except PullfillError as exc:
+        return str(exc)
+    return None
 
 
 def split_url(url: str, default_port: int) -> tuple[str, int]:

@@ -18,7 +18,6 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import unquote
 
 from pullfill.config import ClusterRef, read_cluster_file
-from pullfill.deploy.local_servers import reason_of
 from pullfill.errors import ConfigError, PullfillError, UnavailableError
 from pullfill.net import http_proof
 from pullfill.options import Flag
@@ -84,7 +83,8 @@ def http_get(
         with exc:
             return exc.code, exc.read()
     except (OSError, HTTPException, ValueError) as exc:
-        raise UnavailableError(f"{url}: {reason_of(exc)}") from None
+        why = " ".join(str(getattr(exc, "reason", None) or exc).split())
+        raise UnavailableError(f"{url}: {why}") from None
 
 
 def ask_worker(record: WorkerRecord, query: str = "") -> Report | None:

@@ -119,8 +119,8 @@ def check(options: UpOptions) -> None:
     _check_security(options)
     if options.etcd_url is None:
         local_servers.etcd_binary()
-    elif why := local_servers.etcd_ready(options.etcd_url, 5.0, options.security.etcd.tls()):
-        raise ConfigError(f"{why}. Check --etcd")
+    elif why := local_servers.etcd_ready(options.etcd_url, 1.0, options.security.etcd):
+        raise ConfigError(why)
     if options.nats_url is None:
         local_servers.nats_binary()
     elif why := local_servers.nats_ready(options.nats_url, 5.0):

@@ -302,7 +302,7 @@ class Supervisor:
         self._catch_signals()
         with self._state.locked():
             self._state.refuse_if_live()
-            plan.check(self._options)
+            await asyncio.to_thread(plan.check, self._options)
             self._cluster.frontend_url = self._options.frontend_url  # --port 0 is chosen by now
             self._state.prepare()
             self._cluster.model = plan.named_model(self._options.model)

@@ -124,7 +124,7 @@ def test_a_child_that_dies_while_starting_takes_nothing_with_it(
     [
         (("--model", "/does/not/exist"), "no model at /does/not/exist"),
         (("stray",), "unexpected argument 'stray'"),
-        (("--etcd", "http://127.0.0.1:1"), "no etcd at http://127.0.0.1:1"),
+        (("--etcd", "http://127.0.0.1:1"), "etcd at http://127.0.0.1:1 did not answer"),
     ],
 )
 @pytest.mark.essential

@@ -83,7 +83,7 @@ class TestCheck:
             ({"settings": ["router.policy"]}, "give KEY=VALUE"),
             ({"settings": ["router.policy=never"]}, "is not allowed"),
             ({"frontends": 0, "nats_url": "nats://127.0.0.1:1"}, "no NATS server at"),
-            ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "no etcd at"),
+            ({"frontends": 0, "etcd_url": "http://127.0.0.1:1"}, "etcd at .* did not answer"),
             ({"vllm_args": ["--ssl_certfile=c"]}, "pullfill frontend --ssl-certfile"),
             (
                 {"worker": 2, "role_args": {"prefill": ["--max-num-seqs=2"]}},
