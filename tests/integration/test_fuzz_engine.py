@@ -86,13 +86,8 @@ def test_vllms_codec_gives_its_structs_or_bad_message(
             decode(frames)
     explore(examples, decode, frames=st.lists(mutated(valid), min_size=1, max_size=3))
     assert not _Bomb.exploded
-
-
-def test_what_should_not_be_unpickled_was_not_and_would_have_been_noticed() -> None:
-    assert not _Bomb.exploded
     pickle.loads(pickle.dumps(_Bomb()))
-    assert _Bomb.exploded
-    _Bomb.exploded = False
+    assert _Bomb.exploded, "it would have been noticed"
 
 
 # ------------------------------------------------------------------ the request server

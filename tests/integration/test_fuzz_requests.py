@@ -10,11 +10,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event
 from hypothesis import strategies as st
 
 from tests.support.cluster import Cluster
-from tests.support.fuzz import MANY
+from tests.support.fuzz import MANY, explore
 from tests.support.odd import send, unharmed, wrong_with
 from tests.support.oracle import Oracle
 
@@ -307,14 +307,6 @@ def test_fuzz_no_request_ends_an_engine_and_each_gets_an_answer(
     cluster: Cluster, oracle: Oracle, policy: str
 ) -> None:
     cluster.set_router(policy=policy)
-    chosen = settings(
-        max_examples=MANY // 2 or 40,
-        derandomize=not MANY,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
     reached = Counter[bool]()
     workers = [worker for worker in cluster.workers if worker.alive]
 
@@ -328,7 +320,7 @@ def test_fuzz_no_request_ends_an_engine_and_each_gets_an_answer(
         assert all(worker.alive for worker in workers), "a process died"
 
     with unharmed(cluster, oracle):
-        chosen(given(request=REQUEST)(prop))()
+        explore(MANY // 2 or 40, prop, request=REQUEST)
     share = reached[True] / reached.total()
     print(f"{policy}: {reached.total()} requests, {share:.0%} served, the others refused")
     assert 0.4 < share < 0.98, "most requests reach an engine, and some are refused"

@@ -35,7 +35,7 @@ LENGTHS = [
 ]  # fmt: skip
 STEPS = 6
 TOLERANCE = 1e-5
-SAMPLED = {"temperature": 0.8, "top_p": 1.0, "seed": 7}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 1.0, "seed": 7}
 LONG = 1600
 """More than three chunks of 512 tokens, and less than the plain engine's step of 2048. Without
 `pullfill/engine/cpu_worker.py` the first chunk of a seeded prompt ends an engine on a CPU."""
@@ -182,18 +182,6 @@ def test_every_decision_has_its_reason(cluster: Cluster) -> None:
 # ------------------------------------------------------------------ seeds
 
 
-def sample(cluster: Cluster, prompt: list[int], count: int = 8, **more: object) -> list[int]:
-    """Tokens of one seeded completion over HTTP. more: sampling parameters."""
-    return ask(cluster, prompt, count, **{**SAMPLED, **more}).tokens
-
-
-def sampled(oracle: Oracle, prompt: list[int], count: int = 8, **more: object) -> list[int]:
-    """What `sample` must return. The aggregated engine gets one prompt at a time: of up to 2048
-    tokens, it then runs in one step."""
-    options: dict[str, Any] = {"ignore_eos": True, **SAMPLED, **more}
-    return oracle.generate([prompt], count, **options)[0].token_ids
-
-
 @pytest.mark.parametrize("policy", ["always_local", "always_remote"])
 @pytest.mark.essential
 def test_a_seed_gives_the_tokens_of_a_prompt_in_one_step(
@@ -202,11 +190,10 @@ def test_a_seed_gives_the_tokens_of_a_prompt_in_one_step(
     pids = [w.pid for w in cluster.workers if w.alive]
     prompt = random_prompt(LONG, seed=70)
     cluster.set_router(policy=policy)
-    forget_decode_prefixes(cluster)
-    assert sample(cluster, prompt) == sampled(oracle, prompt)
     more = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2**40}
-    forget_decode_prefixes(cluster)
-    assert sample(cluster, prompt, **more) == sampled(oracle, prompt, **more)
+    for how in (SAMPLED, SAMPLED | more):
+        forget_decode_prefixes(cluster)
+        assert_right(oracle, [prompt], [ask(cluster, prompt, 8, **how)], 8, **how)
     assert [w.pid for w in cluster.workers if w.alive] == pids
 
 
@@ -216,8 +203,10 @@ def test_seeds_side_by_side_do_not_disturb_each_other(cluster: Cluster, oracle: 
     cluster.set_router(policy="always_local")
     prompts = [random_prompt(n, seed=71) for n in (40, 700, LONG, 1100, 90, 1900)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        got = list(pool.map(lambda p: sample(cluster, p, 40), prompts))
-    assert got == [sampled(oracle, prompt, 40) for prompt in prompts]
+        got = list(pool.map(lambda p: ask(cluster, p, 40, **SAMPLED), prompts))
+    for prompt, answer in zip(prompts, got, strict=True):
+        # Of up to 2048 tokens, one prompt at a time runs in one step of the plain engine.
+        assert_right(oracle, [prompt], [answer], 40, **SAMPLED)
 
 
 # ------------------------------------------------------------------ transports
