@@ -42,6 +42,7 @@ class Rig:
             engine_id="e",
         )
         _, (tier, child) = MultiConnector._get_connector_classes_and_configs(config)
+        assert child is not config, "StockCore refuses a copy"
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         page = spec.page_size_bytes
         layers = list(LAYERS)
