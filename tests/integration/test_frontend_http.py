@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -19,43 +18,6 @@ from tests.support.late import Late
 from tests.support.waiting import patience, soon
 
 openai: Any = Late("openai")
-
-
-async def test_a_request_is_explained_by_the_ids_that_its_client_knows(served: Served) -> None:
-    """`cmpl-foo-0` found the first prompt of `cmpl-foo`, and ids with a slash nothing."""
-    async with workers(served, FakeDecode("decode-1", model="m", max_model_len=512)) as http:
-
-        async def ask(name: str = "", path: str = "/v1/completions", **body: Any) -> Any:
-            headers = {"x-request-id": name} if name else {}
-            return await http.post(path, headers=headers, json={"model": "m", **body})
-
-        async def told(request_id: str) -> Any:
-            got = await http.get(f"/pullfill/requests/{quote(request_id, safe='')}")
-            assert got.status_code == 200, request_id
-            return got.json()
-
-        hi: Any = [{"role": "user", "content": "hi"}]
-        chat, tokens = "/v1/chat/completions", {"max_tokens": 2}
-        for name, answer in (
-            ("foo-0", await ask("foo-0", prompt="hello, hello", **tokens)),
-            ("foo", await ask("foo", prompt="hello", **tokens)),
-            ("a/b", await ask("a/b", prompt="hello", **tokens)),
-            ("", await ask(path=chat, messages=hi, n=2, **tokens)),
-            ("", await ask(path=f"{chat}/batch", messages=[hi, hi], **tokens)),
-            ("", await ask(path="/v1/messages", messages=hi, **tokens)),
-            ("", await ask(path="/v1/responses", input="hi", max_output_tokens=16)),
-        ):
-            names = {answer.json()["id"], name or answer.headers["x-request-id"]}
-            assert len(names) == 2
-            for one in names:
-                record = await told(one)
-                assert (record["request_id"], record["state"]) == (one, "answered")
-                assert record["path"] == "local"
-        short, long = [(await told(one))["prompt_tokens"] for one in ("cmpl-foo", "cmpl-foo-0")]
-        assert short < long
-        missing = await http.get("/pullfill/requests/chatcmpl-none")
-        assert missing.status_code == 404
-        assert "no record of request" in missing.json()["error"]["message"]
 
 
 @pytest.mark.essential

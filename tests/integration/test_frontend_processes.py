@@ -232,11 +232,11 @@ async def test_stock_servers_behind_a_frontend(model_path: Path, tmp_path: Path)
         both = {"prefill": 1, "decode": 1}
         found = await soon(lambda: told("/ready"), good=lambda it: it["stock"] == both)
         assert (found["ready"], found["degraded"], found["reasons"]) == (True, False, [])
-        body, headers = PROMPT | {"stream": True}, {"x-request-id": "r1"}
+        body, headers = PROMPT | {"stream": True}, {"x-request-id": "r/1"}
         got = await http.post("/v1/completions", json=body, headers=headers)
-        assert got.content == b"".join(events("r1", PROMPT))
+        assert got.content == b"".join(events("r/1", PROMPT))
         # The record is written when the stream has ended, which its client sees first.
-        path = "/pullfill/requests/cmpl-r1"
+        path = "/pullfill/requests/cmpl-r%2F1"
         record = await soon(lambda: told(path), good=lambda it: "path" in it)
         assert (record["path"], record["decode_instance"]) == ("staged", decode.url)
         assert [s["stage"] for s in record["stages"]] == ["prefill", "decode"]
