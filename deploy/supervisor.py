@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pullfill.backoff import Backoff
 from pullfill.config import RESTARTS_ENV, ClusterFile, ClusterRef, ProcessEntry
@@ -49,7 +48,7 @@ from pullfill.ids import new_instance_id
 from pullfill.options import UpOptions
 from pullfill.registry.client import EtcdClient
 from pullfill.registry.live_settings import store as store_setting
-from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED
+from pullfill.runtime.lifecycle import LEAVING_ENV, STEP_FAILED, Tasks, end
 from pullfill.wire import WorkerState
 
 # A process that dies this often within WINDOW_S is given up.
@@ -328,29 +327,20 @@ class Supervisor:
         """Restart what dies, until a signal, `pullfill down`, or the end of every process.
 
         Then drain the rest. Returns when nothing runs any more."""
-
-        async def keep(name: str) -> None:
-            try:
-                await self._keep(name)
-            except Exception as exc:
-                self._view.say(f"{name} is not watched any more: {exc!r}", "bold red")
-
-        names = list(self._children.running)
-        kept = asyncio.gather(*map(keep, names))
-        disk = asyncio.create_task(DiskWatch(self._children).watch())
-        stop = asyncio.create_task(self._stop.wait())
+        tasks = Tasks()  # an error of one is logged, and ends no other
+        kept = [tasks.begin(self._keep(name), name) for name in self._children.running]
+        disk = tasks.begin(DiskWatch(self._children).watch(), "the disk")
+        stop = tasks.begin(self._stop.wait(), "signals")
         # Nothing was started if all servers are others' and there is no worker.
-        ends: set[asyncio.Future[Any]] = {stop, kept} if names else {stop}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        all_kept = [asyncio.gather(*kept, return_exceptions=True)] if kept else []
+        await asyncio.wait([stop, *all_kept], return_when=asyncio.FIRST_COMPLETED)
         # `pullfill status` can show what was given up as long as this process is there.
         if detached and any(entry.gave_up for entry in self._cluster.processes):
             await stop
         if self._stop.is_set() and not self._state.stopping():
             self._view.say("stopping: workers finish their streams (again to force)", "yellow")
         await self._stop_rest()
-        for task in (kept, stop, disk):
-            task.cancel()
-        await asyncio.gather(kept, stop, disk, return_exceptions=True)
+        await end(*kept, disk, stop)
         self._children.reap()
 
     async def _stop_rest(self) -> None:
