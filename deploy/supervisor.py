@@ -290,8 +290,7 @@ class Supervisor:
             role_args=options.role_args,
             security=options.security.path,
         )
-        self._signals = 0
-        self._stop = asyncio.Event()
+        self._stop, self._force = asyncio.Event(), asyncio.Event()
         self._children = Children(self._cluster, state, view)
 
     async def start(self) -> bool:
@@ -360,17 +359,16 @@ class Supervisor:
                 self._view.say(str(exc), "yellow")
             # Our record was deleted. There is none, or it is of another `up`.
             entries = self._cluster.processes
-            await stop_in_order(entries, self._view, None, lambda: self._signals > 1)
+            await stop_in_order(entries, self._view, None, self._force.is_set)
             return
 
     async def _take_down(self, drain_s: float | None = None) -> None:
-        entries, force = self._cluster.processes, lambda: self._signals > 1
+        entries, force = self._cluster.processes, self._force.is_set
         await take_down(self._state, entries, self._view, drain_s=drain_s, force=force)
 
     def _catch_signals(self) -> None:
         def on_signal() -> None:
-            self._signals += 1
-            self._stop.set()
+            (self._force if self._stop.is_set() else self._stop).set()
 
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(sig, on_signal)
