@@ -24,6 +24,7 @@ from pullfill.transfer.shm.shm_transport import ShmTransport
 from pullfill.wire import RegionDescriptor, RouterConfig, WorkerRecord
 from pullfill.wire.codec import encode
 from tests.support.fuzz import EXAMPLES, explore, mutated
+from tests.support.transfer_rigs import extent
 from tests.support.wire_examples import example
 
 TEXT = st.one_of(
@@ -79,14 +80,7 @@ def test_what_a_descriptor_allows_lies_inside_the_region(examples: int) -> None:
             layout = layout_of(described)
         except BadMessage:
             return
-        last = (
-            layout.base_offset
-            + (layout.num_layers - 1) * layout.layer_stride
-            + (layout.num_blocks - 1) * layout.block_stride
-            + (layout.num_kv_heads - 1) * layout.head_stride
-            + layout.page_bytes
-        )
-        assert 0 <= layout.base_offset < last <= described.nbytes
+        assert 0 <= layout.base_offset < extent(layout) <= described.nbytes
 
     size = len(_GEOMETRY)
     explore(examples * 5, check, numbers=st.lists(_NUMBER, min_size=size, max_size=size))
