@@ -69,11 +69,6 @@ def running(url: str) -> int:
     return sum(worker["load"].get("running", 0) for worker in status["workers"])
 
 
-def prompt_of(token: int) -> list[int]:
-    """A deadly prompt. No other prompt has as many tokens."""
-    return [token, *[20] * (token - FATAL[0] + 2)]
-
-
 @pytest.fixture
 def fleet(tmp_path: Path, model_path: Path) -> Iterator[tuple[Cluster, list[str]]]:
     """Three workers that die of FATAL, and the addresses of two frontends. For each worker that has
@@ -115,7 +110,8 @@ def test_three_deadly_prompts_at_two_frontends(fleet: tuple[Cluster, list[str]])
         until(lambda: running(urls[0]) == STREAMS, 30, "all streams run")
         killers = []
         for i, token in enumerate(FATAL[:3]):
-            killers.append(pool.submit(ask_again, urls[i % 2], prompt_of(token)))
+            prompt = [token, *[20] * (i + 2)]  # no other has as many tokens
+            killers.append(pool.submit(ask_again, urls[i % 2], prompt))
             time.sleep(0.1)
         refused = [call.result() for call in killers]
         answers = [call.result() for call in calls]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tests.support.answers import ask_for
 from tests.support.cluster import Cluster, until
 from tests.support.oracle import Oracle
 from tests.support.outages import Asked, undisturbed
-from tests.support.prompts import Answer, ask, ask_all, assert_right, random_prompt
+from tests.support.prompts import Answer, ask_all, assert_right, random_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -22,30 +22,18 @@ REASONS = {"cost_remote", "cost_local", "cost_probe", "short_prompt", "long_prom
 def beside_streams(cluster: Cluster, prompts: list[list[int]]) -> tuple[list[Answer], float]:
     """Ask them while four long answers are streamed. Returns also how many tokens were made until
     the last answer was there."""
-    with ThreadPoolExecutor(4) as pool:
-        streams = [
-            pool.submit(ask, cluster, random_prompt(20, seed=s), 400) for s in range(900, 904)
-        ]
-        until(lambda: running(cluster) == 4, 20, "the streams run")
-        before = cluster.counter("vllm:generation_tokens_total")
-        answers = ask_all(cluster, prompts, STEPS, at_once=2)
-        made = cluster.counter("vllm:generation_tokens_total") - before
-        assert all(len(stream.result().tokens) == 400 for stream in streams)
+    streams = [ask_for(cluster, random_prompt(20, seed=s), 400) for s in range(900, 904)]
+    until(lambda: running(cluster) == 4, 20, "the streams run")
+    before = cluster.counter("vllm:generation_tokens_total")
+    answers = ask_all(cluster, prompts, STEPS, at_once=2)
+    made = cluster.counter("vllm:generation_tokens_total") - before
+    assert all(stream.done.wait(60) and len(stream.tokens) == 400 for stream in streams)
     return answers, made
 
 
 def running(cluster: Cluster) -> int:
     rows = cluster.full_status()["workers"]
     return sum(row["load"]["running"] for row in rows if row["role"] == "decode")
-
-
-def step_s(cluster: Cluster) -> float:
-    """Measure a step of four streams."""
-    prompts = [random_prompt(20, seed=s) for s in range(910, 914)]
-    began = time.monotonic()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda prompt: ask(cluster, prompt, 200), prompts))
-    return (time.monotonic() - began) / 200
 
 
 def explained(cluster: Cluster, answers: list[Answer]) -> list[dict[str, Any]]:
@@ -86,7 +74,9 @@ def test_a_prompt_that_must_stay_is_computed_in_chunks(cluster: Cluster, oracle:
         return prompts, answers
 
     try:
-        step_ms = 1000.0 * step_s(cluster)
+        began = time.monotonic()
+        ask_all(cluster, [random_prompt(20, seed=s) for s in range(910, 914)], 200)
+        step_ms = 1000.0 * (time.monotonic() - began) / 200  # of four streams
         cluster.set_router(policy="cost", max_prefill_queue_size=0, itl_ms=3 * step_ms)
         prompts, answers = undisturbed(cluster, asked)
         assert_right(oracle, prompts, answers, STEPS)

@@ -43,16 +43,6 @@ def body_of(path: str, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_tokens": TOKENS, "temperature": 0, **prompt, **more}
 
 
-async def lose_the_first(fakes: list[FakeDecode], how: str = "die") -> FakeDecode:
-    """The worker of the answer goes, and the other one goes on to the end. Returns the first."""
-    (first,) = [fake for fake in fakes if fake.added]
-    for fake in fakes:
-        if fake is not first:
-            fake.stop_after = 0
-    await asyncio.to_thread(getattr(first, how))
-    return first
-
-
 async def stream(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """All events of a streamed answer, which must be complete."""
     events = []
@@ -80,7 +70,9 @@ async def test_a_stream_goes_on_and_its_client_cannot_tell(
         before = await generated(http, served)
         call = asyncio.create_task(stream(http, path, body))
         await taken(http, served, before + HELD)
-        first = await lose_the_first(fakes, how)
+        first, other = sorted(fakes, key=lambda fake: not fake.added)
+        other.stop_after = 0  # it goes on to the end
+        await asyncio.to_thread(getattr(first, how))
         events = await call
         prompt = first.added[0].prompt_token_ids or []
         assert "".join(text_of(e) for e in events[:-1]) == expected(prompt, TOKENS)

@@ -58,15 +58,6 @@ class Pair:
         url, both = self.frontend.url, {"prefill": 1, "decode": 1}
         until(lambda: web.ready(url).get("stock") == both, END_S, "both are ready")
 
-    def idle(self) -> None:
-        """Wait until no server works at a request or has one that waits."""
-        servers = (self.prefill, self.decode)
-        until(
-            lambda: not any(server.counter(name) for name in WORK for server in servers),
-            5.0,
-            "no server works",
-        )
-
 
 def prompt(number: int, length: int = 200) -> list[int]:
     """A prompt that begins unlike those with other numbers."""
@@ -104,4 +95,5 @@ def test_a_pair_answers_as_one_engine(pair: Pair, oracle: Oracle) -> None:
     assert [chat["choices"][0]["token_ids"]] == pair.told(TEXT) == expected
     read = pair.decode.counter(READ) - before
     assert read > 800, "the KV has been read, not computed"
-    pair.idle()
+    working = [(server, name) for server in (pair.prefill, pair.decode) for name in WORK]
+    until(lambda: not any(s.counter(name) for s, name in working), 5.0, "no server works")

@@ -92,17 +92,6 @@ class Talk:
         self.prompt = [*self.prompt, *answer.tokens, *random_prompt(20, self.seed + 1)]
         return answer
 
-    def held(self) -> threading.Thread:
-        """Ask the next turn, and return when it has stopped before its read. Returns its thread."""
-        thread = threading.Thread(target=self.turn)
-        self.asker.hold(READ, thread.start)
-        return thread
-
-    def go(self, thread: threading.Thread) -> None:
-        self.asker.arm("")
-        thread.join(patience(30.0))
-        assert not thread.is_alive()
-
 
 @pytest.mark.essential
 def test_turns_go_where_their_prefix_is_until_that_worker_is_gone(
@@ -190,9 +179,12 @@ def test_a_holder_that_is_killed_in_the_middle(
     talk = Talk(cluster, oracle, seed=700 + len(point))
     talk.first()
     if point == READ:
-        thread = talk.held()
+        thread = threading.Thread(target=talk.turn)
+        talk.asker.hold(READ, thread.start)
         talk.holder.kill()
-        talk.go(thread)
+        talk.asker.arm("")
+        thread.join(patience(30.0))
+        assert not thread.is_alive()
     else:
         talk.holder.arm(f"{point}=kill@1")
         talk.turn()

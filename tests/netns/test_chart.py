@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,9 +147,7 @@ def pods(tmp_path: Path, model_path: Path) -> Iterator[Pods]:
     worker = {"args": [*flags, "--kv-cache-memory-bytes=33554432"]}
     values = {"model": str(model_path), "servedModelName": NAME, "decode": worker,
               "prefill": worker, "frontend": {"args": flags, "replicas": 1}}  # fmt: skip
-    with ExitStack() as ends:
-        made = Pods(tmp_path, values)
-        ends.callback(made.close)
+    with closing(Pods(tmp_path, values)) as made:
         yield made
 
 
