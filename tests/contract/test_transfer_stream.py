@@ -457,7 +457,7 @@ def test_a_move_that_waits_for_its_owner(
     region, mine = pair
     session, token = rig.connect(mine, region), region.owner.fences.open(BLOCKS)
     moving = Call(session.move, verb, token, BLOCKS, BLOCKS)
-    assert stuck.wait_held(20)
+    assert stuck.wait_held()
     session.interrupt()
     assert isinstance(moving.end(), TransferFailed)
     assert len(served(region)) == 1, "the owner is not asked for its reasons"
@@ -500,7 +500,7 @@ def test_a_transfer_worker_that_is_closed_lets_its_engine_go_on(
     copy = Copy(task, "write", list(BLOCKS), list(BLOCKS), lambda *_: None, last=True)
     transfer_worker.copy(copy)
     step = Call(transfer_worker.flush, task)  # before a preemption
-    assert stuck.wait_held(20)
+    assert stuck.wait_held()
     transfer_worker.close()
     assert step.end() is None
     assert transfer_worker.flush(task, 20)
@@ -515,7 +515,7 @@ def test_a_reader_that_is_closed_waits_for_nobody(
     reader = KvReader("prefill-1", lambda: rig.connect(mine, region), set())
     token = region.owner.fences.open(BLOCKS)
     reading = Call(reader._read, token, BLOCKS, BLOCKS, lambda: True)
-    assert stuck.wait_held(20)
+    assert stuck.wait_held()
     reader.close()
     assert isinstance(reading.end(), TransferFailed)
 
