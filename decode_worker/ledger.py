@@ -293,7 +293,7 @@ class ClaimBreaker:
 
     @property
     def closed(self) -> bool:
-        """Whether jobs are claimed, as far as known. It stays False between two trials."""
+        """Whether prompts are queued as usual. Only a claim closes an open breaker."""
         return self._open_until is None
 
     @property

@@ -171,7 +171,8 @@ class PrefillTask:
         return max(0.0, now - self.last_compute) if over else None
 
     def done(self, claim_ms: float, reads: FenceToken | None) -> Commit | Ready:
-        """Return the message that the KV is complete: written, or in pull mode kept to be read.
+        """Return the message that the KV is complete. In pull mode it is kept for the decode
+        worker to read. Else it is written.
 
         It tells what was measured until now. The link fills in `rid`.
 
@@ -199,8 +200,8 @@ class PrefillTask:
         )
 
     def end(self, failure: BaseException | None) -> None:
-        """End the task, and call `on_done` with the failure, the first time only. A failure also
-        cancels the task, each time."""
+        """End the task. The first call passes the failure on to `on_done`. Each failure cancels
+        the task, also one that comes later."""
         with self.lock:
             self.cancelled = self.cancelled or failure is not None
             if self.ended:

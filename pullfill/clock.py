@@ -15,9 +15,10 @@ class Clock(Protocol):
 
 
 def boot_s() -> float:
-    """Return the machine's CLOCK_BOOTTIME, which goes on while the machine sleeps.
+    """Return the seconds since the machine was started, also those while it slept.
 
-    Linux stops CLOCK_MONOTONIC then. Where there is no CLOCK_BOOTTIME this is CLOCK_MONOTONIC."""
+    Linux stops CLOCK_MONOTONIC in sleep, but not CLOCK_BOOTTIME. Where there is no CLOCK_BOOTTIME,
+    return CLOCK_MONOTONIC."""
     return time.clock_gettime(_BOOT)
 
 

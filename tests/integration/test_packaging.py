@@ -62,7 +62,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bare_venv(path: Path) -> Path:
-    """Make an environment without pip in which Python finds our packages, but not pullfill.
+    """Make an environment without pip. It finds the packages of this one, but not pullfill.
 
     Return the folder of its own packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", path], check=True, timeout=60)

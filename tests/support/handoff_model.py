@@ -46,8 +46,8 @@ NUM_BLOCKS = 40
 TIMEOUT_S = 30.0
 CLAIM_S = 10.0
 PROOF_S = 0.1
-"""A writer's last batch is over in milliseconds: a proof is asked for at least as often as this,
-and no request waits for it longer."""
+"""Seconds between two requests for a proof, at most. A writer's last batch takes less, so nothing
+waits longer for a proof."""
 PREFIX = (0, 1)
 """Blocks that some other request keeps in the prefix cache; shared hits point here."""
 

@@ -17,7 +17,7 @@ TOKEN = FenceToken(slot=0, epoch=1)
 
 
 def member(act: Any = None) -> Mock:
-    """A PeerSession that calls `act`, or raises it, when it writes and when it is closed."""
+    """Return a PeerSession. Its `move` and `close` call `act`, or raise it if it is an error."""
     made = Mock(transport="shm")
     made.move.side_effect = made.close.side_effect = act
     return made
