@@ -145,6 +145,7 @@ def test_row_21_what_a_drain_does_not_finish_goes_on_elsewhere(
     """The drain's time is up long before the answers end; the worker leaves, they do not."""
     victim = paired.add("decode", "--drain-timeout=0.5")
     with checked(paired, oracle):
+        victim.arm("engine.step=sleep:0.1")  # none of its answers ends before it does
         prompts = [random_prompt(60, seed=42_000 + i) for i in range(6)]
         asked = [Asked(p, ask_for(paired, p, LONG), max_tokens=LONG) for p in prompts]
         under_way(paired, victim, [a.heard for a in asked], 3)
