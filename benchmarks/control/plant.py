@@ -194,7 +194,10 @@ class Fleet:
         router = {**ROUTER, **router}
         self.front = plant.fork("driver", namespace, socket=str(path), router=router)
         self.driver = Driver(path)
-        self.driver.do("wait", decode=decode, within=START_S)
+        with ExitStack() as unready:
+            unready.callback(self.close)
+            self.driver.do("wait", decode=decode, within=START_S)
+            unready.pop_all()
         self.ready_s = time.monotonic() - begin
 
     def _registered(self, namespace: str, workers: int) -> bool:
