@@ -176,9 +176,10 @@ def of_role(option: str, text: str | None) -> list[str]:
 # The files of vLLM that add flags to its parsers. A class of the second has a field for each flag
 # of the API server. A test compares the names with those parsers
 # (`tests/integration/test_vllm_names.py`).
-_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+_FILES = "engine/arg_utils.py", "entrypoints/*/cli_args.py", "utils/argparse_utils.py"
 _ADDED = re.compile(r'add_argument\(\s*((?:"-[\w-]+",\s*)+)')
 _CLASS = re.compile(r"^class \w*FrontendArgs\b.*?(?=^\S)", re.DOTALL | re.MULTILINE)
+_OPPOSITE = {"en": "dis", "dis": "en"}
 # Ours, or read before vLLM's other flags. Workers have them, too.
 _OF_ALL = frozenset(("--config", "--host", "--port"))
 
@@ -191,12 +192,19 @@ def of_vllm() -> tuple[frozenset[str], frozenset[str]]:
     vllm = find_spec("vllm")
     if vllm is None or vllm.origin is None:
         return frozenset(), frozenset()
-    texts = [(Path(vllm.origin).parent / name).read_text() for name in _FILES]
-    engine, server = ({f for flags in _ADDED.findall(t) for f in _quoted(flags)} for t in texts)
+    texts = [next(Path(vllm.origin).parent.glob(name)).read_text() for name in _FILES]
+    engine, server, _ = ({f for flags in _ADDED.findall(t) for f in _quoted(flags)} for t in texts)
     for fields in _CLASS.findall(texts[1]):
         names = re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE)
         server.update(f"--{name.replace('_', '-')}" for name in names)
+    if "class EnableDisableAction" in texts[2]:  # since vLLM 0.33
+        for flags in (engine, server):
+            flags.update([_opposite(flag) for flag in flags])
     return frozenset(engine | server), frozenset(server - engine - _OF_ALL)
+
+
+def _opposite(flag: str) -> str:
+    return re.sub(r"^--(en|dis)able-", lambda m: f"--{_OPPOSITE[m[1]]}able-", flag)
 
 
 def _quoted(flags: str) -> list[str]:

@@ -36,7 +36,7 @@ ENGINE_PATHS = frozenset({
     "/v1/messages", "/cohere/v2/chat", "/v1/systemone", "/generative_scoring", "/generate",
     "/inference/v1/generate", "/invocations", "/pooling", "/classify", "/score", "/v1/score",
     "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/v2/embed",
-    "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/decisions",
 })  # fmt: skip
 # Routes that need the tokenizer, but no engine.
 TEXT_PATHS = frozenset({

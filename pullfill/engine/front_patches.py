@@ -46,6 +46,8 @@ _KINDS: dict[Fault, tuple[Any, HTTPStatus]] = {
     Fault.REQUEST: (RequestRefused, HTTPStatus.BAD_REQUEST),
     Fault.OURS: (GenerationError, HTTPStatus.INTERNAL_SERVER_ERROR),
 }
+# Types of errors by status, where vLLM does not derive them from the exception.
+_TYPES = {400: "BadRequestError", 503: "ServiceUnavailableError"}
 
 
 def failure(message: str, fault: Fault) -> Exception:
@@ -61,10 +63,20 @@ def settle_errors(state: Any) -> None:
     """Let streams say what bodies say, and errors of requests be one line of the log.
 
     state: of vLLM's app, complete."""
-    for handler in (state.openai_serving_chat, state.openai_serving_completion):
+    chat = state.openai_serving_chat
+    for handler in (chat, state.openai_serving_completion):
         handler._convert_generation_error_to_streaming_response = (
             handler.create_streaming_error_response
         )
+    create = chat.create_error_response
+
+    # vLLM 0.33 converts errors of chat's streams here, and names `InternalServerError`.
+    def typed(
+        message: Any, err_type: str = _TYPES[400], status_code: int = 400, param: Any = None
+    ) -> Any:
+        return create(message, _TYPES.get(status_code, err_type), HTTPStatus(status_code), param)
+
+    chat.create_error_response = typed
     for name in [n for n in logging.root.manager.loggerDict if n.startswith(_APP)]:
         logging.getLogger(name).addFilter(_one_line)
 
@@ -81,7 +93,7 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 
 # vLLM's completions and chat tell errors themselves. Its Responses API cannot print an error and
-# cuts the connection. Its Messages API tells that it cannot read chat's error.
+# cuts the connection. Before 0.33, its Messages API tells that it cannot read chat's error.
 # Begins the event with which a stream of chat ends if its request fails.
 _ERROR = 'data: {"error"'
 
@@ -89,7 +101,8 @@ _ERROR = 'data: {"error"'
 def tell_failures(state: Any, engine: FrontLLM) -> None:
     """Wrap the handlers in the state of vLLM's app. engine: refuses requests."""
     _of_responses(state.openai_serving_responses, engine)
-    _of_messages(state.anthropic_serving_messages)
+    if not hasattr(state.anthropic_serving_messages, "chat_completion_stream_generator_raw"):
+        _of_messages(state.anthropic_serving_messages)
 
 
 def _of_responses(handler: Any, engine: FrontLLM) -> None:

@@ -88,7 +88,10 @@ class HostCopies(OffloadingWorker):  # type: ignore[misc]
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec.block_ids, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    # `expedited` is new in vLLM 0.33: such a load passes others. Here none is under way.
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec, src_spec.block_ids, store=False)
 
     def _copy(self, job_id: int, blocks: Any, rows: Any, *, store: bool) -> bool:

@@ -187,7 +187,7 @@ def stock_proc(config: Any) -> Any:
         def __init__(self) -> None:
             self.input_queue, self.output_queue = Queue[Any](), Queue[Any]()
             self.shutdown_state = vllm_core.EngineShutdownState.RUNNING
-            self.engines_running = False
+            self.engines_running = self.reject_new_requests = False
             self.publish_dp_lb_stats = self.has_coordinator = self.enable_fault_tolerance = False
             self.process_input_queue_block = True
             made_by = executor.Executor.get_class(config)

@@ -182,7 +182,7 @@ ROWS: dict[str, Row] = {
     "responses next": (
         RESPONSES, {"previous_response_id": "responses"}, r'"input_tokens": [5-9]\d\d'
     ),
-    "responses stream": (RESPONSES, STREAM, '"response.completed"'),
+    "responses stream": (RESPONSES, STREAM, '"response.(in)?complete'),
     "responses truncation": (RESPONSES, {"truncation": "auto"}, SAID),
     "messages": (MESSAGES, {}, SAID),
     "messages stream": (MESSAGES, STREAM, '"content_block_delta"'),

