@@ -100,6 +100,9 @@ class Driver:
     def joined(self, welcome: Any) -> None:
         """Nothing to fit."""
 
+    def loaded(self, instance_id: str, load: Any) -> None:
+        """Nobody shows it."""
+
     def left(self, instance_id: str) -> None:
         """Nothing to forget."""
 
@@ -167,6 +170,7 @@ class Driver:
         self._serial += 1
         return EngineCoreRequest(
             request_id=f"r{self._serial}",
+            external_req_id=f"r{self._serial}",
             prompt_token_ids=prompt,
             mm_features=None,
             sampling_params=SamplingParams(

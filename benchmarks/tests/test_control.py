@@ -12,7 +12,6 @@ from pullfill.demo.checkpoint import ensure_demo_model
 from pullfill.deploy import plan as deploy_plan
 
 
-@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_fleet_serves_both_turns_of_a_conversation_at_one_worker(tmp_path: Path) -> None:
     """What `duel` and `make bench-control` start: all is real but the model."""
