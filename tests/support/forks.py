@@ -156,7 +156,7 @@ class Forks:
             child.rest += self._pieces[told]
             return
         if kind == "broken":
-            raise RuntimeError(f"a test process cannot go on:\n{told}")
+            raise session.Interrupted(f"a test process cannot go on:\n{told}")
         index, reports = told
         child.rest.remove(index)
         for data in reports:

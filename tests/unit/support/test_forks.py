@@ -87,6 +87,24 @@ def test_late():
 """
 
 
+LEFT = """
+import socket
+@pytest.fixture(scope="session")
+def left():
+    yield
+    ring = [socket.socket()]
+    ring.append(ring)
+def test_wrong(left): assert [1] == [2], "because"
+"""
+
+
+def test_what_the_collector_finds_too_late_hides_no_failure(tmp_path: Path) -> None:
+    with start(tmp_path, LEFT) as process:
+        said = process.communicate()[0]
+    for text in ("cannot go on", "unclosed <socket", "assert [1] == [2]", "1 failed"):
+        assert text in said, said
+
+
 def test_outcomes_and_texts_reach_the_parent(tmp_path: Path) -> None:
     with start(tmp_path, MIXED, "--junitxml=report.xml") as process:
         said = process.communicate()[0]
