@@ -269,7 +269,8 @@ def test_a_prompt_of_32k_tokens(tmp_path: Path) -> None:
     roles = ("decode", "prefill", "frontend")
     with Cluster(tmp_path, long, kv_mib=128) as cluster:  # half may wait for prefill workers
         cluster.start(*((role, "--max-model-len=33000") for role in roles))
-        answer = ask(cluster, prompt, STEPS)
+        patient = cluster.client().with_options(timeout=240.0)  # a minute on two idle cores
+        answer = ask(cluster, prompt, STEPS, patient)
         told = cluster.explain(answer.request_id)
         cluster.assert_clean()
     assert (told["path"], told["reason"], told["fallback"]) == ("remote", "cost_probe", None)
