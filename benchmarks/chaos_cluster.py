@@ -32,20 +32,21 @@ class ChaosCluster(Cluster):
         self._url_of: dict[int, str] = {}
         self._core_of: dict[int, int] = {}
 
-    def launch(self, role: str, *extra: str, **options: Any) -> Worker:
-        if role != "frontend" and options.get("cpu") is None:
-            # Decode 0 and prefill 1 share core 0, decode 1 and prefill 0 core 1: as `up` places.
-            options["cpu"] = (len(self.of(role)) + (role == "prefill")) % 2
-        worker = super().launch(role, *extra, **options)
+    def launch(self, role: str, *extra: str, core: int | None = None, **options: Any) -> Worker:
         if role == "frontend":
+            worker = super().launch(role, *extra, **options)
             self._url_of[worker.pid] = self.frontend_url
-        else:
-            self._core_of[worker.pid] = options["cpu"]
+            return worker
+        if core is None:
+            # Decode 0 and prefill 1 share core 0, decode 1 and prefill 0 core 1: as `up` places.
+            core = (len(self.of(role)) + (role == "prefill")) % 2
+        worker = super().launch(role, *extra, f"--cpu={core}", **options)
+        self._core_of[worker.pid] = core
         return worker
 
     def replace(self, old: Worker) -> Worker:
         """Start one like `old` in its place; does not wait."""
-        return self.launch(old.role, cpu=self._core_of.get(old.pid))
+        return self.launch(old.role, core=self._core_of.get(old.pid))
 
     def bring_up(self, decode: int, prefill: int, frontends: int) -> None:
         """Everything, all at once, ready for requests."""

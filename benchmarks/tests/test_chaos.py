@@ -1,11 +1,15 @@
-"""The arithmetic of the fault benchmarks: rates, recovery, right answers. No cluster."""
+"""The fault benchmarks: their arithmetic without a cluster, and half a minute of `make soak`."""
 
 from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos_load import Ask, Work
 from benchmarks.chaos_scenarios import back_after, longest_gap
+from benchmarks.chaos_soak import soak
 
 
 def steady(rate: float, begin: float, end: float) -> list[float]:
@@ -51,3 +55,11 @@ class TestWork:
     ) -> None:
         one = Ask(0, "u", 0.0, "id", tokens, [], error, cut, 1.0)
         assert (self.work.wrong([one]) == []) is right
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_mixed_faults_under_load_fail_and_spoil_nothing(tmp_path: Path) -> None:
+    how = {"minutes": 0.5, "every": 6.0, "clients": 3, "pause": 0.3, "seed": 1}
+    rows, _ = soak(Namespace(**how, without=[], logs=None), tmp_path)
+    assert [row for row in rows if not row.ok] == []
