@@ -17,7 +17,7 @@ from pullfill.decode_worker.ledger import (
     Sums,
 )
 from pullfill.errors import Outcome
-from pullfill.wire import GiveUp, Progress, RefuseReason
+from pullfill.wire import GiveUp, Progress, Ready, RefuseReason
 from tests.support import said
 from tests.support.fakes import FakeClock
 from tests.support.fuzz import MANY
@@ -153,6 +153,29 @@ def test_a_job_that_only_one_worker_gets_ends_with_it(ledger: Ledger) -> None:
     ledger.gave_up(GAVE_UP, "w")
     assert outcomes(ledger) == [Outcome.PREFILL_FAILED], "it waits for no other"
     assert ledger.open_jobs == 0
+
+
+def test_its_holder_may_claim_a_job_again_and_nobody_else(ledger: Ledger) -> None:
+    fill(ledger, 1)
+    assert said.grant(ledger, "j0", "i", "w").fence
+    again = said.grant(ledger, "j0", "i", "w")
+    assert (again.reason, again.retry_after_s) == (RefuseReason.HELD, 1.0)
+    assert said.grant(ledger, "j0", "i", "other").reason is RefuseReason.IN_PROGRESS
+
+
+def test_jobs_of_an_old_incarnation_are_served_here(ledger: Ledger) -> None:
+    fill(ledger, 2)
+    assert said.grant(ledger, "j0", "i", "w").fence
+    ledger.new_incarnation("new")
+    assert outcomes(ledger) == [Outcome.PREFILL_LOST] * 2
+
+
+def test_blocks_that_are_ready_must_be_as_many_as_were_granted(ledger: Ledger) -> None:
+    fill(ledger, 1)
+    assert said.grant(ledger, "j0", "i", "w").fence
+    told = said.blank(Ready, job_id="j0", attempt=1, incarnation="i", block_ids=bytes(4))
+    assert ledger.ready(told, "w") == "wrong_block_count"
+    assert outcomes(ledger) == [Outcome.REJECTED]
 
 
 def test_sums_are_those_of_the_current_attempts(ledger: Ledger) -> None:

@@ -150,6 +150,15 @@ def test_what_is_queued_when_it_opens_is_served_here_at_once(decode: Decode) -> 
     assert decode.outcomes() == [Outcome.CLAIM_TIMEOUT] * STALLS + [Outcome.CLAIMS_STALLED] * 5
 
 
+def test_a_job_that_waited_while_another_was_claimed_ends_alone(decode: Decode) -> None:
+    first = decode.prompt()
+    decode.clock.advance(1.0)
+    assert decode.claims(decode.prompt())
+    last = decode.prompt()
+    decode.waited(first)
+    assert decode.ledger.find(last)
+
+
 def test_prompts_do_not_wait_because_a_job_that_was_claimed_before_is_computed(
     decode: Decode,
 ) -> None:

@@ -34,6 +34,7 @@ async def test_tokens_come_back_and_the_record_has_the_frontends_own_timings(tok
         assert r.sink.tokens["cmpl-x-0-1234abcd"] == answer([1, 2, 3], tokens)
         assert not r.dispatcher.flights
         assert r.sink.outs[-1].kv_transfer_params is None
+        assert r.pool.made() == {"decode-fake": tokens}
         record = await r.told("cmpl-x-0")
         assert (record.request_id, record.state) == ("cmpl-x-0", "answered")
         assert record.timings_ms.queue == 1.5
@@ -234,7 +235,9 @@ class Desk(Sink):
         self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
     def say(self, name: str, *tokens: int, **fields: Any) -> None:
-        outputs = Outputs(outputs=[Output(name, list(tokens), **fields)], timestamp=1.0)
+        """One step's outputs: of a request that is not there any more, and then this one."""
+        outs = [Output("gone", [9]), Output(name, list(tokens), **fields)]
+        outputs = Outputs(outputs=outs, timestamp=1.0)
         frames = [zmq.Frame(msgspec.msgpack.encode(outputs))]
         self.dispatcher.on_outputs(self.workers[0], frames)  # type: ignore[arg-type]
 
@@ -298,7 +301,13 @@ async def test_choices_that_fail_together_are_counted_once() -> None:
         later.dispatcher.submit(request(name))
     await soon(lambda: list(later.failures) == ["a1"])
     assert not later.dispatcher.flights
-    assert failed.get() - before == 2
+    leaving = Desk()
+    leaving.dispatcher.workers = []
+    for name in ("a1", "a2"):
+        leaving.dispatcher.submit(request(name))
+    leaving.dispatcher.fail_all("this frontend stops")
+    assert list(leaving.failures) == ["a1"]
+    assert failed.get() - before == 3
 
 
 @pytest.mark.parametrize("fault", [Fault.REQUEST, Fault.OURS])
@@ -312,7 +321,7 @@ async def test_a_worker_that_says_why_a_request_fails_is_believed(fault: Fault) 
     )  # fmt: skip
     assert desk.failures == {"a1": "no text matches it"}
     assert desk.faults == {"a1": fault}
-    assert desk.tokens["a1"] == [1]
+    assert [out.new_token_ids for out in desk.outs] == [[1]]
     assert list(desk.dispatcher.flights) == ["b"], "the other choice of that answer ended too"
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+import zmq
 
 from pullfill import wire
 from pullfill.engine import front_wire
@@ -41,13 +42,14 @@ async def begun(r: Rig, name: str, tokens: int = 3) -> None:
         (front_wire.EXPL, b"junk"),
         (front_wire.BACK, b"\x01"),
         (front_wire.LAST, b"\x90", b"\xc1"),
+        (front_wire.LOAD, b"two", b"frames"),
         (front_wire.OUT, msgspec.msgpack.encode([0, [[1, 2]]])),
         (b"WHAT", b""),
         (front_wire.GONE,),
         (front_wire.BLKS, b"\x93"),
         (front_wire.BLKS, wire.encode(PrefixEvents(epoch=1, first=0, ops=b"\x01", hashes=b""))),
     ],
-    ids="outputs nothing explain back last typed kind gone page events".split(),
+    ids="outputs nothing explain back last frames typed kind gone page events".split(),
 )
 async def test_an_unreadable_message_moves_the_answers_of_its_worker(
     frames: tuple[bytes, ...],
@@ -104,7 +106,7 @@ async def test_an_answer_moves_once_to_where_fewer_streams_are(
             r.dispatcher.on_load(first, load)
         assert not r.sink.failures
         for _ in range(3):
-            r.dispatcher.on_load(first, load)
+            r.dispatcher.on_message(first, front_wire.LOAD, [zmq.Frame(wire.encode(load))])
         await soon(lambda: len(r.sink.tokens["a"]) > SOME)
         assert r.sink.tokens["a"] == answer(PROMPT, 200)[: len(r.sink.tokens["a"])]
         assert [asked.request_id for asked in two.added] == ["a~1"]
@@ -129,15 +131,19 @@ async def test_a_worker_too_small_for_the_rest_is_not_asked(room: int) -> None:
 
 async def test_tokens_that_come_with_the_cut_are_not_lost() -> None:
     """A worker that drains may cut a request in the very step that brought tokens."""
-    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2")
+    one, two = (FakeDecode(f"decode-{n}", hold=True) for n in (1, 2))
     async with rig(one, two) as r:
         r.dispatcher.submit(request("a", PROMPT, max_tokens=9))
         await soon(lambda: bool(one.added))
         one.send_raw(front_wire.DRAIN)
         await r.ready(1)
         one.say(Output("a", answer(PROMPT, 2), finish_reason=ABORT))
+        await soon(lambda: bool(two.added))
+        two.say(Output("a~1", [], events=["queued"]))
+        two.hold = False
         await soon(lambda: "a" in r.sink.finished)
         assert r.sink.tokens["a"] == answer(PROMPT, 9)
+        assert not any(out.events for out in r.sink.outs), "vLLM has those of the first worker"
 
 
 async def test_hundreds_at_a_lost_worker_do_not_stop_the_loop() -> None:

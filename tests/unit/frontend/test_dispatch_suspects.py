@@ -177,7 +177,8 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
 
 
 async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
-    one, two = FakeDecode("decode-1", hold=True), FakeDecode("decode-2", hold=True)
+    one = FakeDecode("decode-1", hold=True)
+    two = FakeDecode("decode-2", hold=True, stop_after=2)
     async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)]))
@@ -187,7 +188,7 @@ async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
         await asyncio.sleep(0.1)
         assert len(two.added) == 1
         two.hold = False
-        await soon(lambda: len(r.sink.finished) == 2)
+        await soon(lambda: len(two.added) == 2)
 
 
 async def test_an_answer_that_has_begun_waits_for_nobody() -> None:

@@ -62,6 +62,24 @@ def test_nobody_waits_for_an_owner_that_is_stopped_in_a_revoke(
     hold.close()
 
 
+def test_who_is_too_late_by_a_moment_keeps_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock would keep every later grant of the slot from being revoked."""
+    fences, real = LoopbackFences(1), lock.try_shared
+    token = fences.open([1])
+
+    def revoked_first(*args: int) -> bool:
+        assert fences.try_revoke(token)
+        return real(*args)
+
+    with monkeypatch.context() as late:
+        late.setattr(lock, "try_shared", revoked_first)
+        hold = fences.open_hold("i")
+        with pytest.raises(Fenced):
+            hold.enter(token)
+    assert fences.try_revoke(fences.open([1]))
+    hold.close()
+
+
 def test_an_error_of_the_kernel_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fences = LoopbackFences(2)
     token = fences.open([1])
