@@ -137,6 +137,9 @@ async def test_a_writer_that_was_given_up_says_nothing_about_its_link_or_the_job
     assert rig.write_within_s() == before
     assert [answer.ok for answer in rig.answers] == [False] * 3
     assert rig.commits == [], "the queue goes on with the job"
+    assert said.grant(rig.ledger, "j", "i0", "p").fence
+    rig.handoff.commit(peer, said.blank(Commit, blocks=1, **{**about, "attempt": 2}))
+    assert rig.commits == ["j"]
 
 
 async def test_a_job_that_has_ended_is_not_read() -> None:
@@ -156,5 +159,7 @@ async def test_a_job_that_has_ended_is_not_read() -> None:
     told = said.blank(Ready, job_id="j", attempt=1, incarnation="i0", block_ids=bytes(4))
     rig.handoff.ready(peer, told)
     await soon(lambda: rig.answers)
-    assert (wanted, rig.answers[0].ok, rig.commits) == ([True, False], False, [])
+    rig.handoff.ready(peer, told)
+    assert (wanted, rig.commits) == ([True, False], [])
+    assert [rig.answers[i].ok for i in (0, -1)] == [False] * 2, "each is answered"
     assert rig.ledger.open_jobs == 0

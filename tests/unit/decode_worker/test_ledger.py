@@ -165,7 +165,6 @@ def test_its_holder_may_claim_a_job_again_and_nobody_else(ledger: Ledger) -> Non
 
 def test_jobs_of_an_old_incarnation_are_served_here(ledger: Ledger) -> None:
     fill(ledger, 2)
-    assert said.grant(ledger, "j0", "i", "w").fence
     ledger.new_incarnation("new")
     assert outcomes(ledger) == [Outcome.PREFILL_LOST] * 2
 

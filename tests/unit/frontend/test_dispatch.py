@@ -235,8 +235,7 @@ class Desk(Sink):
         self.dispatcher.on_lost(gone, "x", died=False)  # type: ignore[arg-type]
 
     def say(self, name: str, *tokens: int, **fields: Any) -> None:
-        """One step's outputs: of a request that is not there any more, and then this one."""
-        outs = [Output("gone", [9]), Output(name, list(tokens), **fields)]
+        outs = [Output("gone", [9]), Output(name, list(tokens), **fields)]  # one is aborted
         outputs = Outputs(outputs=outs, timestamp=1.0)
         frames = [zmq.Frame(msgspec.msgpack.encode(outputs))]
         self.dispatcher.on_outputs(self.workers[0], frames)  # type: ignore[arg-type]

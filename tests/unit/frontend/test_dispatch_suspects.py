@@ -177,8 +177,7 @@ async def test_deaths_of_a_whole_host_count_for_nobody(others: bool) -> None:
 
 
 async def test_what_may_be_deadly_waits_for_outputs_of_the_others() -> None:
-    one = FakeDecode("decode-1", hold=True)
-    two = FakeDecode("decode-2", hold=True, stop_after=2)
+    one, two = (FakeDecode(f"decode-{n}", hold=True, stop_after=2) for n in (1, 2))
     async with rig(one, two, waits=Waits(sure=0.1, apart=60.0)) as r:
         for name in ("a", "b"):
             r.dispatcher.submit(request(name, [ord(name)]))

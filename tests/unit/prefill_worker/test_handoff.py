@@ -7,13 +7,14 @@ from collections.abc import Callable, Coroutine
 from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pullfill.errors import ClaimRefused, PeerUnavailable
+from pullfill.errors import ClaimRefused, HandoffError, PeerUnavailable
 from pullfill.ids import job_digest
 from pullfill.prefill_worker.decode_links import DecodeLink
 from pullfill.prefill_worker.handoff import patience
@@ -60,7 +61,7 @@ class Delivered(Delivery):
         error: Exception | None = None,
         tokens: int = 4,
     ) -> None:
-        super().__init__(job.job_id, encode(job), tokens, number)
+        super().__init__(job.job_id, encode(job), tokens, number, "ack")
         self._error = error
         self.verbs: list[str] = []
         self.delay_s = 0.0
@@ -111,7 +112,7 @@ class Worker:
         links: Any = SimpleNamespace(
             find=self._find, knows=lambda _: self.known, is_up=lambda _: self.known,
             pause=self.told.append, trials=asyncio.Queue(), compat=SimpleNamespace(block_size=4),
-            hello=Hello(prefill_instance="p", compat="c", max_prompt_tokens=100),
+            hello=Hello(prefill_instance="p", compat="c", max_prompt_tokens=4),
         )  # fmt: skip
         engine: Any = SimpleNamespace(
             groups=1, submit=self._submit, end=lambda _: None, check_adapter=self._check_adapter
@@ -211,9 +212,19 @@ def unknown(worker: Worker, delivery: Delivered) -> None:
     worker.known = False
 
 
+def odd(worker: Worker, delivery: Delivered) -> None:
+    worker.link.claim = Mock(side_effect=HandoffError("unexpected"))
+
+
+def too_long(worker: Worker, delivery: Delivered) -> None:
+    worker.puller.links.hello = Hello(prefill_instance="p", compat="c", max_prompt_tokens=3)
+
+
 @pytest.mark.parametrize(
     ("fault", "number", "verb", "later", "retry"),
     [
+        (odd, 1, "nak", False, None),
+        (too_long, 5, "ack", False, False),
         (broken, 1, "nak", False, True),
         (no_adapter, 1, "nak", True, True),
         (no_adapter, 2, "ack", False, False),
@@ -238,13 +249,15 @@ async def test_what_cannot_be_computed_here_is_settled_once(
     assert delivery.verbs == [verb]
     assert (delivery.delay_s > 0.1) == later
     assert [said.retry for said in worker.sent] == ([] if retry is None else [retry])
-    assert (worker.budget.completed, worker.budget.tokens) == (0, 0)
+    counted = worker.budget.completed, worker.budget.failed, worker.budget.tokens
+    assert counted == (0, fault is not unknown, 0)
 
 
 @pytest.mark.parametrize(
     ("reason", "number", "verbs"),
     [
         (RefuseReason.CLOSED, 1, ["ack"]),
+        (RefuseReason.HELD, 1, ["ack"]),  # for longer than the job may take
         (RefuseReason.IN_PROGRESS, 1, []),  # its holder settles it
         (RefuseReason.IN_PROGRESS, 5, ["ack"]),  # or it would become a dead letter
     ],
@@ -253,7 +266,7 @@ async def test_a_refused_claim_takes_no_message_from_who_holds_the_job(
     reason: RefuseReason, number: int, verbs: list[str]
 ) -> None:
     async def refuses(*_: Any) -> Grant:
-        raise ClaimRefused("no", reason=reason)
+        raise ClaimRefused("no", reason=reason, retry_after_s=JOB.timeout_s + 1)
 
     worker, delivery = Worker(never), Delivered(number)
     worker.link.claim = refuses

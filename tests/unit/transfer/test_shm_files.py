@@ -71,11 +71,10 @@ def test_who_is_too_late_by_a_moment_keeps_no_lock(monkeypatch: pytest.MonkeyPat
         assert fences.try_revoke(token)
         return real(*args)
 
-    with monkeypatch.context() as late:
-        late.setattr(lock, "try_shared", revoked_first)
-        hold = fences.open_hold("i")
-        with pytest.raises(Fenced):
-            hold.enter(token)
+    monkeypatch.setattr(lock, "try_shared", revoked_first)
+    hold = fences.open_hold("i")
+    with pytest.raises(Fenced):
+        hold.enter(token)
     assert fences.try_revoke(fences.open([1]))
     hold.close()
 
