@@ -30,23 +30,21 @@ class ChaosCluster(Cluster):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._url_of: dict[int, str] = {}
-        self._core_of: dict[int, int] = {}
+        self._placed: dict[int, tuple[str, ...]] = {}
 
-    def launch(self, role: str, *extra: str, core: int | None = None, **options: Any) -> Worker:
-        if role == "frontend":
-            worker = super().launch(role, *extra, **options)
-            self._url_of[worker.pid] = self.frontend_url
-            return worker
-        if core is None:
+    def launch(self, role: str, *extra: str, **options: Any) -> Worker:
+        if role != "frontend" and not extra:
             # Decode 0 and prefill 1 share core 0, decode 1 and prefill 0 core 1: as `up` places.
-            core = (len(self.of(role)) + (role == "prefill")) % 2
-        worker = super().launch(role, *extra, f"--cpu={core}", **options)
-        self._core_of[worker.pid] = core
+            extra = (f"--cpu={(len(self.of(role)) + (role == 'prefill')) % 2}",)
+        worker = super().launch(role, *extra, **options)
+        if role == "frontend":
+            self._url_of[worker.pid] = self.frontend_url
+        self._placed[worker.pid] = extra
         return worker
 
     def replace(self, old: Worker) -> Worker:
         """Start one like `old` in its place; does not wait."""
-        return self.launch(old.role, core=self._core_of.get(old.pid))
+        return self.launch(old.role, *self._placed[old.pid])
 
     def bring_up(self, decode: int, prefill: int, frontends: int) -> None:
         """Everything, all at once, ready for requests."""
