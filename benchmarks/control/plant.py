@@ -90,11 +90,12 @@ class Driver:
         return False
 
     def do(self, what: str, **args: Any) -> dict[str, Any]:
-        """Raises BenchError with what went wrong there."""
+        """Raises BenchError with what went wrong there. Then the driver is closed."""
         self._file.write(json.dumps({"do": what, **args}).encode() + b"\n")
         self._file.flush()
         answer: dict[str, Any] = json.loads(self._file.readline() or b'{"error":"it is gone"}')
         if "error" in answer:
+            self.close()
             raise BenchError(f"driver: {what}: {answer['error']}")
         return answer
 
@@ -194,10 +195,7 @@ class Fleet:
         router = {**ROUTER, **router}
         self.front = plant.fork("driver", namespace, socket=str(path), router=router)
         self.driver = Driver(path)
-        with ExitStack() as unready:
-            unready.callback(self.close)
-            self.driver.do("wait", decode=decode, within=START_S)
-            unready.pop_all()
+        self.driver.do("wait", decode=decode, within=START_S)
         self.ready_s = time.monotonic() - begin
 
     def _registered(self, namespace: str, workers: int) -> bool:
