@@ -115,8 +115,9 @@ class TestAnswers:
         (answer,) = result.answers
         assert (answer.tokens, answer.cached, answer.error) == ([7, 8, 9], 16, "")
         assert answer.request_id == "cmpl-1"
-        assert 0 <= answer.sent_s <= answer.token_s[0]
-        assert answer.token_s[1] - answer.token_s[0] >= 0.05
+        assert 0 <= answer.sent_s <= answer.token_s[0] < answer.token_s[1]
+        # The first may be heard late. The server waits after it has sent that one.
+        assert answer.token_s[1] - answer.sent_s >= 0.05
         assert result.took_s >= answer.token_s[-1]
         assert result.cpu_s > 0
 
