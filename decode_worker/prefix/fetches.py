@@ -6,7 +6,7 @@ A frontend's hint says who holds more of a prompt than this worker (wire.PrefixH
                     answer is there. Then so many tokens will be loaded
     asyncio         how many blocks the holder really has, pinned there
     engine thread   `begin`: vLLM has allocated blocks
-    lane            copies into those blocks, under the lease's fence
+    reader thread   copies into those blocks, under the lease's fence
     asyncio         the lease is given back. Only if it was valid until then, the copy counts
     engine thread   `take`: loaded, or failed. After a failure the prompt is computed
 """

@@ -2,7 +2,7 @@
 
     use         connect to a holder, unless we are connected
     lease       ask it for a lease of cached blocks
-    read        copy these blocks, in the lane of the holder's reader (kv_reader.py)
+    read        copy these blocks, on the thread of the holder's reader (kv_reader.py)
     end_lease   give it back. The answer says whether the copy counts
 
 A connection is made when it is first needed. It is closed after IDLE_S without use, and after any
@@ -114,8 +114,8 @@ class Holder(PeerLink):
         NotInTime if the KV session is not open."""
         begun = late = False
 
-        # It runs in the lane. It sets `begun` before it reads `late`, and we do the reverse. So no
-        # copy begins unseen.
+        # It runs on the reader's thread. It sets `begun` before it reads `late`, and we do the
+        # reverse. So no copy begins unseen.
         def begin() -> bool:
             nonlocal begun
             begun = self.reader.connected  # before that, nothing touches the target blocks
