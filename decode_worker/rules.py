@@ -1,11 +1,12 @@
 """Where a prompt is prefilled, and why.
 
 The scheduler (scheduler.py) calls `decide` for each prompt. It walks RULES in order. The first rule
-that answers has decided, and its name is the reason that `pullfill explain` shows. A policy is a
-rule too. So a new reason is a new entry of OF_THE_REQUEST or OF_THE_CLUSTER.
+that answers has decided. `pullfill explain` shows its reason: the name of the rule, where its
+docstring names no others. A policy is a rule too. So a new reason is a new entry of OF_THE_REQUEST
+or OF_THE_CLUSTER.
 
 A rule is a pure function of vLLM's Request and the `Situation`. It answers None if it does not
-mind. Rules run on the engine thread. Arguments and results are msgspec structs, because a frozen
+apply. Rules run on the engine thread. Arguments and results are msgspec structs, because a frozen
 dataclass takes ten times as long to make.
 """
 
@@ -28,18 +29,20 @@ SELF_CHECK_PENDING = "self_check_pending"
 SELF_CHECK_FAILED = "self_check_failed"
 JOB_TOO_LARGE = "job_too_large"
 PROMPT_TOO_LONG = "prompt_too_long"
-# Reasons for a local prefill that a shorter queue would remove.
+# Reasons for a local prefill that a shorter queue would remove. The queue is then counted anew.
 ENOUGH = frozenset({"queue_full", "queue_wait"})
-# Reasons for a local prefill although a prefill worker could have taken the job.
+# Reasons for a local prefill with which `pullfill explain` shows the forecast. A prefill worker
+# could have taken the job, but late, or at the cost of other prompts.
 BY_FORECAST = ENOUGH | {"slow_link", "remote_full"}
-# Reasons for a local prefill that may come from a server that is away.
+# Reasons for a local prefill that may come from a server that is away. `pullfill explain` then
+# says which one is.
 BY_OUTAGE = frozenset(
     {
         "claims_stalled", "no_prefill_worker", "queue_unavailable", SELF_CHECK_FAILED,
         SELF_CHECK_PENDING,
     }
 )  # fmt: skip
-# Reasons for a local prefill that more prefill workers would remove.
+# Reasons for a local prefill that more prefill workers would remove (demand.py).
 LACK = ENOUGH | {"no_prefill_worker", SELF_CHECK_PENDING, "claims_stalled"}
 
 # If writing the KV takes this many times as long as computing the prompt, the prefill stays
@@ -203,7 +206,9 @@ OF_THE_REQUEST: tuple[Rule, ...] = (
     stays("cache_salt", lambda request, now: len(request.cache_salt or "") > MAX_TEXT),
     engine,
 )
-# What a prefill worker can take, and is worth it: the policy, then length, then load.
+# What a prefill worker can take, and is worth it: first `policy_always_local`, then length, then
+# outages and load. A policy that sends prompts away comes last, because each reason above outweighs
+# it. If no rule answers, the prompt is sent away (`long_prompt`).
 OF_THE_CLUSTER: tuple[Rule, ...] = (
     stays(
         "policy_always_local",
