@@ -1,4 +1,4 @@
-"""What many parts of one decode side need."""
+"""`DecodeContext`: what most parts of one decode side need. side.py makes it once for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a decode side does for frontends, beside the path of a prompt.
+"""What a decode side does for frontends between two steps of its engine.
 
-It sends them outputs, load and cached blocks, and hands unfinished requests back to them: when this
-worker shuts down, when its engine fails, and when requests find no free blocks (`make_way`). The
-frontends then use other decode workers.
+The engine's loop calls the hooks of `Frontends`. They send the outputs of a step, through the
+request server, and the load. `Frontends` also hands unfinished requests back: when this worker
+shuts down, when its engine fails, and when requests find no free blocks (`make_way`). The frontends
+then send them to other decode workers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _FLUSH_S = 0.1
 class Frontends:
     """See the module.
 
-    Its `EngineHooks` (engine/host.py), `before_step` to `on_aborted`, are called on the engine
-    thread. All else is called on the asyncio thread."""
+    `before_step` to `on_aborted` are its hooks (`EngineHooks` of engine/host.py), called on the
+    engine thread. All else is called on the asyncio thread."""
 
     loop: EngineLoop
     server: RequestServer

@@ -4,7 +4,8 @@
 
 The scheduler half of the connector (scheduler.py) opens jobs and finishes requests, on the engine
 thread. Prefill workers claim and commit over their control connections (control.py). `Handoff` is
-between them, on the worker's asyncio loop. The ledger decides everything that can be lost or won.
+between them, on the worker's asyncio loop. The ledger holds the state of each job, and decides
+which claims and commits count.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It decides who may write to which blocks, when a request goes on, and when blocks are free. The
 scheduler (engine thread) opens jobs and takes events. `Handoff` (asyncio thread) grants, commits
-and takes actions.
-Nothing here does I/O or knows vLLM. `Ledger` lives as long as the worker's KV memory.
+and takes actions. Nothing here does I/O or knows vLLM. `Ledger` lives as long as the worker's KV
+memory.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     enqueue  open the job of such a prompt, and have it published (handoff.py)
     finish   tell vLLM how remote prefills have ended
 
-vLLM calls everything here on the engine thread. Nothing blocks or does I/O. Each request that waits
-for remote KV is reported to vLLM exactly once. `request` and `pool` are vLLM's Request and
-BlockPool. engine/check.py checks at start-up that they have the attributes that are used here.
+vLLM calls the connector (worker/connector.py), that calls `DecodeHalf`, and that calls
+`DecodeScheduler`, all on the engine thread. Nothing blocks or does I/O. Each request that waits for
+remote KV is reported to vLLM exactly once. `request` and `pool` are vLLM's Request and BlockPool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Has the engine of a prefill worker compute tasks.
+"""Gives the tasks of a prefill worker to its engine.
 
-A task becomes a vLLM request that samples one token, which nobody reads. While it runs, the
-connector gives its KV to the transfer workers.
+`Handoff` submits a task once its job is granted. The task becomes a vLLM request that samples one
+token, which nobody reads. While the request runs, scheduler.py hands its KV to the transfer worker.
 """
 
 from __future__ import annotations

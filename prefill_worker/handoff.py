@@ -1,6 +1,7 @@
 """One job on this worker, from its delivery by the queue until its message is settled.
 
-    pull (puller.py) → claim → read_prefix (scheduler.py) → compute_and_write → commit → ack
+    pull (puller.py) → claim → compute_and_write → commit → ack
+                               read_prefix, step_done (scheduler.py)
 
 The message is settled once: `ack` when the job is committed or nobody needs it any more, `nak` when
 another worker may succeed, `term` when no worker can ever serve it. It is not settled here if

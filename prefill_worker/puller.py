@@ -1,7 +1,7 @@
 """Pulls jobs while there is room for them, and runs a `Handoff` for each.
 
 A prompt that fills the budget stops the pulling: a worker that is free sooner may take the next
-job. What counts against the budget says `Budget`. While a decode worker has no KV credit left
+job. `Budget` says what counts against the budget. While a decode worker has no KV credit left
 (`Credits`), nothing is pulled either, because the next job may be of that decode worker.
 
 asyncio thread only.

@@ -1,4 +1,4 @@
-"""One granted prefill on this worker, from claim to commit.
+"""One granted attempt on this worker, from its grant to the answer to its commit.
 
 Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), transfer
 worker (copies them). The task is the record of the attempt: the timings of its commit, its spans

@@ -2,12 +2,12 @@
 
 Copies are made in order: a prefix read, then the writes of each chunk once it is computed. While a
 chunk is written the engine computes the next one, because the copy does not hold the GIL. A small
-copy in shared memory is made on the engine's own thread. With `pull` nothing is written: the blocks
-are kept until `let_go`, for the decode worker to read.
+copy in shared memory is made on the engine's own thread. In pull mode nothing is written: the
+blocks are kept until `let_go`, for the decode worker to read.
 
 Each decode worker has a transfer worker of its own, so a stuck peer delays only its own jobs. A
 transfer worker has a thread only while it has work (`SerialExecutor`). Every copy ends with exactly
-one callback. With `pull` that of a write comes with `let_go`.
+one callback. In pull mode that of a write comes with `let_go`.
 """
 
 from __future__ import annotations

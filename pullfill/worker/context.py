@@ -1,6 +1,10 @@
-"""What the connector, which vLLM constructs from a class name, shares with the process around it.
+"""What the connector shares with the process around it, and what it calls on each side.
 
-There is one engine in a process: `install` puts what its sides answer where the connector finds it.
+    WorkerContext   memory and identity of this worker
+    SchedulerHalf   what a side answers vLLM's scheduler (DecodeHalf, PrefillScheduler)
+
+vLLM constructs the connector from a class name, so nothing can be passed to it. `install` puts both
+where the connector finds them. There is one engine in a process.
 """
 
 from __future__ import annotations

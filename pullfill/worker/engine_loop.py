@@ -1,8 +1,10 @@
-"""How the sides of a worker use its engine, whichever loop takes our turns.
+"""`EngineLoop`: what the sides of a worker ask of its engine, and hear of its steps.
 
-That is our own one (engine/host.py), or vLLM's in stock `vllm serve` (engine/stock_host.py).
-tests/contract/test_ports.py judges both alike. How the KV memory becomes quiet before it is freed
-is the same for both, too: see `memory.end`.
+Two loops can step the engine: our own (engine/host.py), and vLLM's in stock `vllm serve`
+(engine/stock_host.py). `EngineLoop` is the same over both, and tests/contract/test_ports.py checks
+it over each. Its hooks pass what happens in a step on to the sides. The request server gives it the
+requests of frontends (`enter`). Prefill workers and self-checks have it compute requests of their
+own (`add`).
 """
 
 from __future__ import annotations
