@@ -1,4 +1,7 @@
-"""One engine request of this frontend on its way, as the dispatcher and its helpers share it."""
+"""`Flight`: one request of this frontend, from `submit` to its end. `Waits`: how long it may wait.
+
+The dispatcher makes it and ends it. The balancer and `suspects` note their part of it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ WAITS = Waits()
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request from `submit` to its end. Owned by the `Dispatcher`. Times are loop times.
+    """See the module. Times are loop times.
 
     record: what is told of it.
     failure: what to tell the user if it must end now.

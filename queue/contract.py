@@ -50,8 +50,8 @@ class Receipt:
 class Delivery:
     """One delivery of one job. The first ack, nak or term settles it. Later calls do nothing.
 
-    Those of the queue are `JetStreamDelivery`. The verbs of this class do nothing: its job came
-    past the queue.
+    A delivery by the queue is a `JetStreamDelivery`. This class itself is for the job of a
+    self-check, which comes past the queue: there is no message, so its methods do nothing.
 
     tokens: prompt tokens still to be computed, rounded up by at most 1/16.
     number: 1 for the first delivery of the job.

@@ -1,18 +1,9 @@
-"""How many decode workers get streams under the policy `pack`. Pure.
+"""How many decode workers get streams under the policy `pack`. Pure. choice.py asks.
 
-A worker without streams has its time for prompts: with workers of both sides that makes decode
-workers and prefill workers while the load is light. Streams on fewer workers have longer steps. And
-prompts that the other workers cannot compute are computed beside streams. So it is the fewest
-workers with which at most GAIN times as many requests are open as with the best number:
-
-    open requests = streams + FIRST * prompts under way
-    streams = tokens per second * time of a token
-    time of a token = step with an equal part of the streams / (1 - share of prompts)
-    share of prompts there = what workers without streams cannot do, in equal parts
-
-If fewer workers have the streams, they must make the same tokens per second. Each has more streams,
-so its steps are longer. Longer steps make answers last longer, so there are more streams still. By
-Little's law fewer open requests mean a higher throughput, or less waiting.
+A worker without streams has its time for prompts. So workers of both sides become decode workers
+and prefill workers while the load is light. But streams on fewer workers have longer steps, and
+prompts that the other workers cannot compute are computed beside streams. `few` returns the
+smallest number with which at most _GAIN times as many requests are open as with the best number.
 """
 
 from __future__ import annotations
@@ -21,6 +12,15 @@ from collections.abc import Sequence
 
 from pullfill.engine.front_wire import LoadReport
 from pullfill.rate import fade
+
+# open requests = streams + _FIRST * prompts under way
+# streams = tokens per second * time of a token
+# time of a token = step with an equal part of the streams / (1 - share of prompts)
+# share of prompts there = what workers without streams cannot do, in equal parts
+#
+# If fewer workers have the streams, they must make the same tokens per second. Each has more
+# streams, so its steps are longer. Longer steps make answers last longer, so there are more streams
+# still. By Little's law fewer open requests mean a higher throughput, or less waiting.
 
 # What share of its time a worker without streams can spend on prompts.
 _IDLE = 0.8

@@ -1,28 +1,11 @@
 """What the next step of an engine computes: one rule for every worker. Pure.
 
-    streams first    each gets its token
-    then prompts     own and pulled ones are one list, and share what the step has left
+    plan     what the next step computes (asked by step_meter.py)
+    quote    what one more prompt costs, and when it has its first token (decode_worker/cost.py)
+    beside   how long a job takes beside streams, and what that costs them (decode_worker/cost.py)
 
-How long the step may take is decided anew for each one. A few lengths are tried (SHARES), and the
-cheapest is taken. The price is the number of requests that are expected to miss a
-target: prompts whose first token would be late, and streams that may meet a step that takes longer
-than their target of the time between tokens. How often steps take so much longer than predicted was
-measured (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with
-many that would be late they are long.
-
-A stream keeps its target if 99 of 100 gaps between its tokens are within it. So a long answer can
-have some longer gaps: it can spare them. Beside such answers a whole prompt in one step may be the
-cheapest, because each of them then has one long gap, and not dozens.
-
-A request that misses its targets anyway has no vote. It gets the room that others leave. Beside
-streams that all have missed theirs, steps are nearly as full as vLLM's own. Without streams nothing
-limits a step: that is a prefill worker. A worker that gets no jobs is a decode worker.
-
-A step ends early if another prompt in it would delay those that it completes by more than a step of
-its own takes. So long prompts are computed one after the other, and short ones share a step.
-
-The same price tells where a prompt costs least: the price with it less the price without it
-(`quote`).
+Streams come first: each gets its token. Then come prompts. Own and pulled ones are one list, and
+share what the step has left.
 
 Times are seconds of one monotonic clock. What is passed and returned are msgspec structs, because a
 frozen dataclass takes ten times as long to make.
@@ -38,6 +21,26 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pullfill.worker.step_cost import Errors, StepCost
+
+# How long the step may take is decided anew for each one. A few lengths are tried (SHARES), and the
+# cheapest is taken. The price is the number of requests that are expected to miss a target: prompts
+# whose first token would be late, and streams that may meet a step that takes longer than their
+# target of the time between tokens. How often steps take so much longer than predicted was measured
+# (`Errors`). So there is no fixed margin: with few prompts the steps are short, and with many that
+# would be late they are long.
+#
+# A stream keeps its target if 99 of 100 gaps between its tokens are within it. So a long answer can
+# spare some longer gaps. Beside such answers a whole prompt in one step may be the cheapest,
+# because each of them then has one long gap, and not dozens.
+#
+# A request that misses its targets anyway has no vote. It gets the room that others leave. Beside
+# streams that all have missed theirs, steps are nearly as full as vLLM's own. Without streams
+# nothing limits a step: that is a prefill worker. A worker that gets no jobs is a decode worker.
+#
+# A step ends early if another prompt in it would delay those that it completes by more than a step
+# of its own takes. So long prompts are computed one after the other, and short ones share a step.
+#
+# `quote` tells where a prompt costs least: the price with it less the price without it.
 
 # Step lengths that are tried, as shares of each target of the time between tokens. A full step only
 # if some stream can spare it: it spoils the streams that come after it, too, which no price tells.
