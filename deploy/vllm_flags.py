@@ -179,7 +179,6 @@ def of_role(option: str, text: str | None) -> list[str]:
 _FILES = "engine/arg_utils.py", "entrypoints/*/cli_args.py", "utils/argparse_utils.py"
 _ADDED = re.compile(r'add_argument\(\s*((?:"-[\w-]+",\s*)+)')
 _CLASS = re.compile(r"^class \w*FrontendArgs\b.*?(?=^\S)", re.DOTALL | re.MULTILINE)
-_OPPOSITE = {"en": "dis", "dis": "en"}
 # Ours, or read before vLLM's other flags. Workers have them, too.
 _OF_ALL = frozenset(("--config", "--host", "--port"))
 
@@ -199,12 +198,9 @@ def of_vllm() -> tuple[frozenset[str], frozenset[str]]:
         server.update(f"--{name.replace('_', '-')}" for name in names)
     if "class EnableDisableAction" in texts[2]:  # since vLLM 0.33
         for flags in (engine, server):
-            flags.update([_opposite(flag) for flag in flags])
+            off = {flag.replace("--enable-", "--disable-") for flag in flags}
+            flags |= off | {flag.replace("--disable-", "--enable-") for flag in flags}
     return frozenset(engine | server), frozenset(server - engine - _OF_ALL)
-
-
-def _opposite(flag: str) -> str:
-    return re.sub(r"^--(en|dis)able-", lambda m: f"--{_OPPOSITE[m[1]]}able-", flag)
 
 
 def _quoted(flags: str) -> list[str]:

@@ -1,7 +1,4 @@
-"""`Flight`: one request of this frontend, from `submit` to its end. `Waits`: how long it may wait.
-
-The dispatcher makes it and ends it. The balancer and `suspects` note their part of it.
-"""
+"""One request of this frontend, from `submit` to its end. The dispatcher makes it and ends it."""
 
 from __future__ import annotations
 

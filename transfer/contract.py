@@ -2,9 +2,8 @@
 
 The *owner* registers its KV memory, opens a fence for each grant and revokes it. The *peer*
 connects to a region of the owner, and reads or writes blocks under a fence. The owner is a decode
-worker, and the peer a prefill worker or a decode worker that reads a prefix. In pull mode prefill
-workers are owners, too, and decode workers read from them. A block is opaque bytes per layer and KV
-head.
+worker, and the peer a prefill worker or a decode worker that reads a prefix. In pull mode decode
+workers read from prefill workers. A block is opaque bytes per layer and KV head.
 
 The one promise: after `ShmFences.try_revoke` returned True for a fence, no byte can be written
 under that fence any more, and no read under it is believed, whatever the peer does. Time is never

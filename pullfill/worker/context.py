@@ -1,10 +1,7 @@
 """What the connector shares with the process around it, and what it calls on each side.
 
-    WorkerContext   memory and identity of this worker
-    SchedulerHalf   what a side answers vLLM's scheduler (DecodeHalf, PrefillScheduler)
-
-vLLM constructs the connector from a class name, so nothing can be passed to it. `install` puts both
-where the connector finds them. There is one engine in a process.
+vLLM constructs the connector from a class name, so nothing can be passed to it. There is one engine
+in a process, and `install` puts both where its connector finds them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Two loops can step the engine: our own (engine/host.py), and vLLM's in stock `vllm serve`
 (engine/stock_host.py). `EngineLoop` is the same over both, and tests/contract/test_ports.py checks
-it over each. Its hooks pass what happens in a step on to the sides. The request server gives it the
-requests of frontends (`enter`). Prefill workers and self-checks have it compute requests of their
-own (`add`).
+it over each. It computes requests of frontends (`enter`), and those of prefill workers and
+self-checks (`add`). Its hooks tell the sides of each step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the next step of an engine computes: one rule for every worker. Pure.
 
     plan     what the next step computes (asked by step_meter.py)
-    quote    what one more prompt costs, and when it has its first token (decode_worker/cost.py)
+    quote    what one more prompt adds to the price, and when it is done (decode_worker/cost.py)
     beside   how long a job takes beside streams, and what that costs them (decode_worker/cost.py)
 
 Streams come first: each gets its token. Then come prompts. Own and pulled ones are one list, and
@@ -39,8 +39,6 @@ from pullfill.worker.step_cost import Errors, StepCost
 #
 # A step ends early if another prompt in it would delay those that it completes by more than a step
 # of its own takes. So long prompts are computed one after the other, and short ones share a step.
-#
-# `quote` tells where a prompt costs least: the price with it less the price without it.
 
 # Step lengths that are tried, as shares of each target of the time between tokens. A full step only
 # if some stream can spare it: it spoils the streams that come after it, too, which no price tells.
