@@ -160,7 +160,8 @@ def test_every_reason_of_the_router_is_described() -> None:
     reasons = {rule.__name__ for rule in rules.RULES} - {"engine", "cost"}
     for path in ("rules", "scheduler"):
         source = text_of(f"decode_worker/{path}.py")
-        reasons |= set(re.findall(r"Decision\([^)]*?\"(\w+)\"", source))
+        for made in re.findall(r"Decision\(([^)]*)", source):
+            reasons |= set(re.findall(r"\"(\w+)\"", made))
         reasons |= set(re.findall(r"\"(cost_\w+)\"", source))
         reasons |= set(re.findall(r"^[A-Z_]+ = \"([a-z_]+)\"$", source, re.M))
     assert {"long_prompt", "short_prompt", "multimodal", "engine_declined"} <= reasons
