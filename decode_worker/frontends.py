@@ -1,9 +1,9 @@
 """What a decode side does for frontends between two steps of its engine.
 
-The engine's loop calls the hooks of `Frontends`. They send the outputs of a step, through the
-request server, and the load. `Frontends` also hands unfinished requests back: when this worker
-shuts down, when its engine fails, and when requests find no free blocks (`make_way`). The frontends
-then send them to other decode workers.
+The engine's loop calls the hooks of `Frontends`. Through the request server they send the outputs
+of each step, and the load when it has changed. `Frontends` also hands unfinished requests back:
+when this worker shuts down, when its engine fails, and when requests find no free blocks
+(`make_way`). The frontends then send them to other decode workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One granted attempt on this worker, from its grant to the answer to its commit.
+"""One granted attempt on this worker, from its grant until its commit is answered.
 
 Shared by three threads: asyncio (owner, creates and ends it), engine (schedules blocks), transfer
 worker (copies them). The task is the record of the attempt: the timings of its commit, its spans
@@ -200,8 +200,8 @@ class PrefillTask:
         )
 
     def end(self, failure: BaseException | None) -> None:
-        """End the task. The first call passes the failure on to `on_done`. Each failure cancels
-        the task, also one that comes later."""
+        """End the task, and tell `on_done` of the failure. Only the first call does so. A later
+        one with a failure cancels the copies that are still queued."""
         with self.lock:
             self.cancelled = self.cancelled or failure is not None
             if self.ended:

@@ -15,10 +15,10 @@ class Clock(Protocol):
 
 
 def boot_s() -> float:
-    """Return the seconds since the machine was started, also those while it slept.
+    """Return the seconds since the machine was started. The time that it slept counts.
 
-    Linux stops CLOCK_MONOTONIC in sleep, but not CLOCK_BOOTTIME. Where there is no CLOCK_BOOTTIME,
-    return CLOCK_MONOTONIC."""
+    While a machine sleeps, Linux stops CLOCK_MONOTONIC, but not CLOCK_BOOTTIME. A system without
+    CLOCK_BOOTTIME gets CLOCK_MONOTONIC."""
     return time.clock_gettime(_BOOT)
 
 

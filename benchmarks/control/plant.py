@@ -90,7 +90,7 @@ class Driver:
         return False
 
     def do(self, what: str, **args: Any) -> dict[str, Any]:
-        """Raises BenchError with what went wrong there. Then the driver is closed."""
+        """Raises BenchError with what went wrong there, and closes the connection then."""
         self._file.write(json.dumps({"do": what, **args}).encode() + b"\n")
         self._file.flush()
         answer: dict[str, Any] = json.loads(self._file.readline() or b'{"error":"it is gone"}')

@@ -1,6 +1,6 @@
 """`EngineLoop`: what the sides of a worker ask of its engine, and hear of its steps.
 
-Two loops can step the engine: our own (engine/host.py), and vLLM's in stock `vllm serve`
+The engine's steps are called by our own loop (engine/host.py), or by vLLM's in stock `vllm serve`
 (engine/stock_host.py). `EngineLoop` is the same over both, and tests/contract/test_ports.py checks
 it over each. It computes requests of frontends (`enter`), and those of prefill workers and
 self-checks (`add`). Its hooks tell the sides of each step.

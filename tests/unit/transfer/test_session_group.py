@@ -17,7 +17,7 @@ TOKEN = FenceToken(slot=0, epoch=1)
 
 
 def member(act: Any = None) -> Mock:
-    """Return a PeerSession. Its `move` and `close` call `act`, or raise it if it is an error."""
+    """Return a PeerSession. act: its `move` and `close` call it. An exception is raised there."""
     made = Mock(transport="shm")
     made.move.side_effect = made.close.side_effect = act
     return made
