@@ -148,9 +148,12 @@ def test_workers_with_both_sides_offload(
         # Two of these prompts fill a worker's blocks, so that it has none for the other's jobs.
         cluster.set_router(policy="always_remote")
         served.check([random_prompt(1500, seed=70 + n) for n in range(12)], at_once=12)
+        # The caches have lost the talks. Each talk passes both workers now: one has offloaded it.
+        before = served.loaded("decode") + served.loaded("prefill")
+        served.check(talks)
+        assert served.loaded("decode") + served.loaded("prefill") > before
         for cause in ("timeout", "claim_timeout"):
             assert not cluster.counter("pullfill_fallback_total", cause=cause)
-        assert served.loaded("decode") + served.loaded("prefill") > 0
         assert cluster.counter("pullfill_decision_total", path="remote") >= TALKS
         cluster.assert_clean()
         assert not cluster.log_errors()
