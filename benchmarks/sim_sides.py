@@ -298,20 +298,19 @@ class Product(Rule):
         """Return how many more prompt tokens the worker takes now. None: it pulls no jobs.
 
         Its rules are those of `Neighbour` and `PrefillRole` (prefill_worker/side.py)."""
-        engine = self.engine
+        engine, now = self.engine, self.engine.world.now
         step_s = engine.machine.cost().work(0, engine.options.step_tokens)
+        own, free = any(r.job_of is None for r in engine.undone.values()), engine.cluster.free
         if engine.sides == "both" and step_s > self.config.itl_ms / 1e3:  # it delays streams
-            if self.plans and engine.own:
-                own = any(r.job_of is None for r in engine.undone.values())
-                spared = engine.cluster.free - {engine.number}  # as `Outlook.wanted` tells it
-                return 0 if own or spared else 1 - engine.job_tokens()
-            if not self.plans and (engine.own or engine.world.now - engine.came < QUIET_S):
+            if self.plans and (own or engine.number not in free):
+                return 0 if own or free else 1 - engine.job_tokens()  # as `Outlook.wanted` tells it
+            if not self.plans and (own or engine.number not in free or now - engine.came < QUIET_S):
                 return None
         if engine.sides == "decode":
             return None
         if engine.jobs >= Puller.max_jobs:
             return 0
-        now, most = engine.world.now, budget_of(engine.options.step_tokens)
+        most = budget_of(engine.options.step_tokens)
         return most - sum(r.left for r in engine.undone.values() if r.due > now)
 
 
@@ -443,8 +442,9 @@ class Engine:
             self.waiting.appendleft(request)
             self.undone[request.name] = request
             self.cluster.changed(self)
-        threshold, budget = self.rule.plan()
-        parts = self._schedule(threshold, budget)
+        parts, before = list[tuple[Request, int]](), -1
+        while not parts and before != (before := len(self.undone)):  # all went to the queue
+            parts = self._schedule(*self.rule.plan())
         if not parts:
             self._stepping = False
             return

@@ -390,16 +390,16 @@ class DecodeRole(Role):
         return int(self._side.outlook.wanted(self._router.current.ttft_ms / 1e3))
 
     def _delays(self, step_s: float | None) -> bool:
-        # Each step that computes a part of a job delays every stream by the time of that step. A
-        # worker that always has streams would never measure one, so without a measure it pulls.
-        target_s = self._router.current.itl_ms / 1e3
-        return self._side.requests > 0 and step_s is not None and step_s > target_s
+        # A step that computes a part of a job delays each stream by the time of that step. It does
+        # not delay requests whose prompts are away. If workers with no others did not pull, each
+        # would wait for the rest. A worker that always has streams would never measure a step, so
+        # without a measure it pulls.
+        model, target_s = self._side.meter.model, self._router.current.itl_ms / 1e3
+        return bool(model.streams or model.undone) and (step_s or 0.0) > target_s
 
 
 def jobs_of(ledger: Ledger, limit: int = FLOWS) -> list[OpenJob]:
-    """Return the oldest open jobs, for the live page. Any thread.
-
-    It is called only while somebody looks at the page."""
+    """Return the oldest open jobs. Called while somebody looks at the live page. Any thread."""
     now, entries = ledger.oldest(limit)
     return [
         OpenJob(

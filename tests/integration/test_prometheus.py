@@ -40,7 +40,9 @@ def test_labels_are_words_of_a_closed_set(cluster: Cluster) -> None:
     workers = {name for name, labels in labels_of_metrics().items() if "instance_id" in labels}
     own = {s.name for s in samples if "instance_id" not in s.labels}
     assert own & workers == {"pullfill_up"}, "a frontend has no worker's metrics of its own"
-    assert needed == {"decode": 1, "prefill": 1}, "long prompts came within 30 s"
+    # How many depends on what the tests before asked of this cluster, and on how slow it was.
+    assert needed.keys() == {"decode", "prefill"}
+    assert min(needed.values()) >= 1, "long prompts came within 30 s"
     asked = {n for query in QUERIES for n in re.findall(r"vllm:\w+", query)}
     assert asked
     assert asked <= set(re.findall(r"^(vllm:\w+)", page.text, re.M)), "names of vLLM's own"

@@ -169,25 +169,27 @@ def test_streams_leave_time_for_jobs_of_others_and_for_own_ones_that_are_late() 
 
 
 @pytest.mark.parametrize(
-    ("step_s", "requests", "policy", "undone", "wanted", "told"),
+    ("step_s", "streams", "policy", "undone", "wanted", "told"),
     [
         (1.0, 1, "cost", False, True, (True, 1)),
         (1.0, 1, "cost", False, False, (True, 0)),
         (1.0, 1, "cost", True, True, (True, 0)),  # a prompt of its own waits
         (1.0, 1, "conditional", False, True, (False, 1)),  # no step spares the streams
-        (1.0, 0, "conditional", True, False, (True, None)),
+        (1.0, 0, "conditional", True, True, (False, 0)),
+        (1.0, 0, "conditional", False, False, (True, None)),  # its prompts are away
+        (1.0, 0, "cost", False, False, (True, None)),
         (0.01, 9, "conditional", True, False, (True, None)),
         (None, 9, "conditional", True, False, (True, None)),
     ],
 )
 def test_when_streams_leave_time_for_jobs(
-    step_s: float | None, requests: int, policy: str, undone: bool, wanted: bool, told: Any
+    step_s: float | None, streams: int, policy: str, undone: bool, wanted: bool, told: Any
 ) -> None:
     """Whether jobs are pulled, and how many at a time."""
     router = SimpleNamespace(current=RouterConfig(policy=RouterPolicy(policy), itl_ms=50))
-    meter = SimpleNamespace(model=SimpleNamespace(undone=undone))
+    meter = SimpleNamespace(model=SimpleNamespace(undone=undone, streams=streams))
     outlook = SimpleNamespace(wanted=lambda late_s: wanted and late_s == 1.0)
-    side = SimpleNamespace(requests=requests, meter=meter, outlook=outlook)
+    side = SimpleNamespace(meter=meter, outlook=outlook)
     role: Any = SimpleNamespace(_side=side, _router=router)
     role._delays = partial(DecodeRole._delays, role)
     assert (not DecodeRole.busy(role, step_s), DecodeRole.most(role, step_s)) == told
