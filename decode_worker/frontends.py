@@ -1,9 +1,9 @@
-"""What a decode side does for frontends between two steps of its engine.
+"""Serves the frontends of a decode worker, between two steps of its engine.
 
-The engine's loop calls the hooks of `Frontends`. Through the request server they send the outputs
-of each step, and the load when it has changed. `Frontends` also hands unfinished requests back:
-when this worker shuts down, when its engine fails, and when requests find no free blocks
-(`make_way`). The frontends then send them to other decode workers.
+The engine's loop calls the hooks of `Frontends`. They give the outputs of each step to the request
+server, which sends them, and the load when it has changed. `Frontends` also hands unfinished
+requests back: when this worker shuts down, when its engine fails, and when requests find no free
+blocks (`make_way`). The frontends then send them to other decode workers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _FLUSH_S = 0.1
 class Frontends:
     """See the module.
 
-    `before_step` to `on_aborted` are its hooks (`EngineHooks` of engine/host.py), called on the
-    engine thread. All else is called on the asyncio thread."""
+    The engine thread calls its hooks, `before_step` to `on_aborted` (`EngineHooks` of
+    engine/host.py). The asyncio thread calls all else."""
 
     loop: EngineLoop
     server: RequestServer

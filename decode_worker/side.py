@@ -391,9 +391,9 @@ class DecodeRole(Role):
 
     def _delays(self, step_s: float | None) -> bool:
         # A step that computes a part of a job delays each stream by the time of that step. It does
-        # not delay requests whose prompts are away. If workers with no others did not pull, each
-        # would wait for the rest. A worker that always has streams would never measure a step, so
-        # without a measure it pulls.
+        # not delay requests whose prompts are in the queue. If all workers had only such requests
+        # and waited for them, nobody would pull. A worker that always has streams would never
+        # measure a step, so without a measure it pulls.
         model, target_s = self._side.meter.model, self._router.current.itl_ms / 1e3
         return bool(model.streams or model.undone) and (step_s or 0.0) > target_s
 

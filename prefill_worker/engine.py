@@ -1,7 +1,7 @@
 """Gives the tasks of a prefill worker to its engine.
 
-`Handoff` submits a task once its job is granted. The task becomes a vLLM request that samples one
-token, which nobody reads. While the request runs, scheduler.py hands its KV to the transfer worker.
+When a job is granted, `Handoff` makes a vLLM request of its task. The request samples one token,
+which nobody reads. While the request runs, scheduler.py hands its KV to the transfer worker.
 """
 
 from __future__ import annotations

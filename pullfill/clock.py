@@ -17,8 +17,8 @@ class Clock(Protocol):
 def boot_s() -> float:
     """Return the seconds since the machine was started. The time that it slept counts.
 
-    While a machine sleeps, Linux stops CLOCK_MONOTONIC, but not CLOCK_BOOTTIME. A system without
-    CLOCK_BOOTTIME gets CLOCK_MONOTONIC."""
+    While a machine sleeps, Linux's CLOCK_MONOTONIC stands still and its CLOCK_BOOTTIME goes on.
+    Where there is no CLOCK_BOOTTIME, this is CLOCK_MONOTONIC."""
     return time.clock_gettime(_BOOT)
 
 

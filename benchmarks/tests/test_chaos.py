@@ -1,4 +1,4 @@
-"""The fault benchmarks: their arithmetic without a cluster, and half a minute of `make soak`."""
+"""Tests the arithmetic of the fault benchmarks, and runs `make soak` for half a minute."""
 
 from __future__ import annotations
 

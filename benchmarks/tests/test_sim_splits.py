@@ -92,6 +92,13 @@ def test_streams_are_spread_when_prompts_are_few() -> None:
     assert both > 0.85 * plain
 
 
+def test_no_worker_sleeps_while_its_own_prompts_wait() -> None:
+    """All prompts of a planned step may go to the queue. Then the next step is planned at once."""
+    spread = System("spread", Options("cost", "spread"))
+    made, plain = (closed(one, 16, 1024, 1024, 1, 10.0, 40.0) for one in (spread, splits(2)[-1]))
+    assert made.tokens_s > 0.9 * plain.tokens_s
+
+
 def test_after_twice_the_load_all_is_well_again() -> None:
     # With other seeds there may be a burst at the end, which is late by itself.
     both, plain = (recovery(one, 4) for one in (splits(2)[0], splits(2)[2]))

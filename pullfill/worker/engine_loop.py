@@ -1,8 +1,8 @@
-"""`EngineLoop`: what the sides of a worker ask of its engine, and hear of its steps.
+"""The sides of a worker give requests to its engine, and hear of its steps, by an `EngineLoop`.
 
-The engine's steps are called by our own loop (engine/host.py), or by vLLM's in stock `vllm serve`
-(engine/stock_host.py). `EngineLoop` is the same over both, and tests/contract/test_ports.py checks
-it over each. It computes requests of frontends (`enter`), and those of prefill workers and
+Our own loop runs the engine's steps (engine/host.py). In stock `vllm serve` vLLM's loop runs them
+(engine/stock_host.py). An `EngineLoop` does the same with both: tests/contract/test_ports.py. It
+computes requests of frontends (`enter`), and those of prefill workers and
 self-checks (`add`). Its hooks tell the sides of each step.
 """
 

@@ -4,8 +4,8 @@
     quote    what one more prompt adds to the price, and when it is done (decode_worker/cost.py)
     beside   how long a job takes beside streams, and what that costs them (decode_worker/cost.py)
 
-Streams come first: each gets its token. Then come prompts. Own and pulled ones are one list, and
-share what the step has left.
+A step has room for the next token of each stream first. Prompts share the rest. Own prompts and
+pulled ones are one list.
 
 Times are seconds of one monotonic clock. What is passed and returned are msgspec structs, because a
 frozen dataclass takes ten times as long to make.
