@@ -28,7 +28,6 @@ from pullfill.engine.front_wire import LOAD_S, LoadReport
 from pullfill.frontend.routing.few import few
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.scheduler import Meter
-from pullfill.rate import Share
 from pullfill.wire import RouterConfig, RouterPolicy
 from pullfill.worker.step_cost import StepCost
 from pullfill.worker.step_meter import Step
@@ -196,11 +195,7 @@ class Rule:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-
-    @property
-    def cost(self) -> StepCost:
-        """How long steps are taken to be."""
-        return self.engine.machine.cost()
+        self.model = CostModel(engine.options.step_tokens, clock=engine.world)
 
     def plan(self) -> tuple[int, int]:
         """Return vLLM's threshold (0: none) and the most tokens of the step."""
@@ -223,13 +218,8 @@ class Product(Rule):
         policy = RouterPolicy(engine.options.rule)
         self.config = RouterConfig(policy=policy, max_local_prefill_length=engine.options.threshold)
         self.plans = policy is RouterPolicy.COST or engine.sides == "prefill"
-        self.model = CostModel(engine.options.step_tokens, clock=engine.world)
         self.step: Any = None
         self.decided: dict[str, Prefill] = {}
-
-    @property
-    def cost(self) -> StepCost:
-        return self.model.cost
 
     def plan(self) -> tuple[int, int]:
         """As step_meter.py does it."""
@@ -330,7 +320,6 @@ class Engine:
         self.cache: set[int] = set()
         self.own = self.jobs = 0
         self.came = -math.inf
-        self.prompts = Share(cluster.world)
         self._meter = Meter()
         self._stepping = False
         self._told_at = self._paced_at = -math.inf
@@ -359,13 +348,15 @@ class Engine:
         """What the worker has told others, at most TELL_S ago."""
         now = self.world.now
         if now - self._told_at >= TELL_S:
-            streams, cost = [r for r in self.running if r.made], self.rule.cost
+            streams, model = [r for r in self.running if r.made], self.rule.model
+            cost, (prompts_s, prompt_tokens, _) = model.cost, model.prompt_s.sums
             self._told = LoadReport(
                 running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
                 active_blocks=0, free_blocks=0, seats=self.options.seats, requests=self.own,
                 streams=len(streams),
-                stream_tokens=sum(r.computed for r in streams), prompt_share=self.prompts.share(),
-                step_s=(cost.base_s, cost.stream_s, cost.kv_s),
+                stream_tokens=sum(r.computed for r in streams), prompt_share=model.prompts.share(),
+                step_s=(cost.base_s, cost.stream_s, cost.kv_s), ended=model.ended.sums,
+                prompt_token_s=prompts_s / max(1.0, prompt_tokens),
             )  # fmt: skip
             self._told_at = now - now % TELL_S
             self.sent = self.backlog(), self.own
@@ -487,7 +478,6 @@ class Engine:
 
     def _done(self, parts: list[tuple[Request, int]], seconds: float, prompts_s: float) -> None:
         now = self.world.now
-        self.prompts.add(max(0.0, prompts_s))
         self.rule.stepped(seconds)
         over: list[Request] = []
         for r, count in parts:

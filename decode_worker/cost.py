@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.rate import Rate, fade
+from pullfill.rate import Lately, Rate, Share, fade
 from pullfill.worker import step_rule
 from pullfill.worker.step_cost import Errors, StepCost
 from pullfill.worker.step_meter import Step, StepModel
@@ -82,6 +82,7 @@ class Prefill(msgspec.Struct):
     probe: bool = False
     # Seconds that one prefill worker computes until it is done: it, and what goes before it.
     work: float = 0.0
+    tokens: int = 0  # of the prompt, that were not cached
     alone: bool = False  # a prefill worker was free
     # What was chosen. None: nothing can be learned from it, as it became another choice.
     option: Option | None = None
@@ -106,10 +107,11 @@ class Stream:
     """A request of ours that generates.
 
     since: number of the step of its first token. over: steps since then that took longer than its
-    target of the time between tokens."""
+    target of the time between tokens. prompt_tokens: that were not cached."""
 
     itl_s: float
     since: int
+    prompt_tokens: int
     over: int = 0
 
 
@@ -133,6 +135,9 @@ class CostModel(StepModel):
         self._newest = -math.inf  # when it was decided about the last one that told that
         self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
+        self.prompts = Share(clock)  # of the time, own and pulled ones
+        self.prompt_s = Lately()  # seconds and tokens of prompts
+        self.ended = Lately()  # as in a LoadReport
         # Each request that was admitted and is not over is in one of these.
         self._here: dict[str, Prefill] = {}
         self._away: dict[str, Prefill] = {}
@@ -177,7 +182,7 @@ class CostModel(StepModel):
             prompt, self.kept(), [*own, *self.jobs], self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
-        one = Prefill(targets, now, waited_s, tokens, start, Option(seconds, cost))
+        one = Prefill(targets, now, waited_s, tokens, start, Option(seconds, cost), tokens=tokens)
         one.probe = not (self._away or self._beside.fresh(now) or self._behind.fresh(now))
         if self._rate and queue.workers:
             # What a prompt attends to counts there as it does here.
@@ -279,6 +284,10 @@ class CostModel(StepModel):
             if not one.left:
                 first.append(name)
         first += [name for name in self._loaded if name in step.tokens]
+        if step.parts:
+            prompts_s = max(0.0, seconds - self.base(step.streams))
+            self.prompts.add(prompts_s)
+            self.prompt_s.add(prompts_s, sum(tokens for _, tokens in step.parts))
         self.learn(step, seconds)
         for stream in self._streams.values():
             stream.over += seconds > stream.itl_s
@@ -287,6 +296,8 @@ class CostModel(StepModel):
 
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
+        if stream := self._streams.get(name):
+            self.ended.add(stream.prompt_tokens, self.steps - stream.since + 1)
         for each in self._admitted:
             each.pop(name, None)
 
@@ -310,7 +321,7 @@ class CostModel(StepModel):
         away = name in self._loaded
         one = (self._loaded if away else self._here).pop(name)
         one.took_s = took = now - one.decided
-        self._streams[name] = Stream(one.targets.itl_s, self.steps)
+        self._streams[name] = Stream(one.targets.itl_s, self.steps, one.tokens)
         if not away:
             return
         beside_s = max(0.0, took - self.base(self.streams) - one.work)

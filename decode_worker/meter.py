@@ -19,7 +19,6 @@ from pullfill.engine import request_limits
 from pullfill.engine.front_wire import LoadReport
 from pullfill.engine.view import View
 from pullfill.errors import Outcome
-from pullfill.rate import Share
 from pullfill.wire import RouterConfig
 from pullfill.worker.step_meter import Step, StepMeter
 
@@ -33,12 +32,9 @@ class DecodeMeter(StepMeter):
         model = CostModel(view.chunks.step_tokens, clock)
         super().__init__(view, model, context.router_config, clock=clock)
         self.demand = DemandMeter(clock)
-        self.prompts = Share(clock)
 
     def stepped(self, step: Step, seconds: float) -> None:
-        streams, base_s = self.model.streams, self.model.base(step.streams)
-        if step.parts:
-            self.prompts.add(max(0.0, seconds - base_s))
+        streams = self.model.streams
         self.model.stepped(step, seconds)
         if streams and step.streams:
             gap_s = self.model.base(step.streams) if step.parts else seconds
@@ -49,6 +45,7 @@ class DecodeMeter(StepMeter):
     def report(self, draining: bool) -> LoadReport:
         """Return what frontends are told of the load."""
         model, cost = self.model, self.model.cost
+        prompts_s, prompt_tokens, _ = model.prompt_s.sums
         return msgspec.structs.replace(
             self._view.load(draining),
             seats=self._view.config.scheduler_config.max_num_seqs,
@@ -56,8 +53,10 @@ class DecodeMeter(StepMeter):
             streams=model.streams,
             stream_tokens=model.kv_tokens,
             # Rounded, because a report is sent only if it has changed.
-            prompt_share=round(self.prompts.share(), 2),
+            prompt_share=round(model.prompts.share(), 2),
             step_s=(cost.base_s, cost.stream_s, cost.kv_s),
+            prompt_token_s=prompts_s / max(1.0, prompt_tokens),
+            ended=model.ended.sums,
         )
 
     # ------------------------------------------------------------------ one request

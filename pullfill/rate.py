@@ -1,4 +1,4 @@
-"""Estimators: one for all that takes time (prefills, links, reads), one for what share it takes.
+"""Estimators: of all that takes time (prefills, links, reads), of what share it takes, of sums.
 
 A `Rate` fits `y = a * x1 + b * x2` to the newest observations, with a and b at least 0. Old
 observations lose weight with each new one and with time, so a change of speed is learned from the
@@ -24,6 +24,8 @@ _STAY = 0.02
 # one is as far off in the same direction, the speed has changed, and what was learned before is
 # forgotten.
 _CLIP = 4.0
+# What an addition leaves of a sum.
+_LEAVES = 0.97
 # Over how many seconds a share of the time is measured.
 SHARE_S = 5.0
 
@@ -114,6 +116,21 @@ class Share:
         # There is no time before the beginning.
         whole = SHARE_S * (1.0 - fade(max(now - self._began, 0.5)))
         return min(1.0, self._seconds * fade(now - self._at) / whole)
+
+
+class Lately:
+    """Sums of what came lately: about the last 33 additions count."""
+
+    __slots__ = ("sums",)
+
+    def __init__(self) -> None:
+        self.sums = (0.0, 0.0, 0.0)
+
+    def add(self, first: float, second: float, third: float = 1.0) -> None:
+        """Add to each of the sums. What was in them counts less."""
+        told = first, second, third
+        a, b, c = (value + _LEAVES * old for value, old in zip(told, self.sums, strict=True))
+        self.sums = a, b, c
 
 
 def fade(seconds: float) -> float:

@@ -8,6 +8,7 @@ smallest number with which at most _GAIN times as many requests are open as with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pullfill.engine.front_wire import LoadReport
@@ -22,8 +23,9 @@ from pullfill.rate import fade
 # streams, so its steps are longer. Longer steps make answers last longer, so there are more streams
 # still. By Little's law fewer open requests mean a higher throughput, or less waiting.
 
-# What share of its time a worker without streams can spend on prompts.
-_IDLE = 0.8
+# What share of its time a worker without streams can spend on prompts. With 0.8 prompts seemed to
+# need more workers than they do, and 64 workers answered half as many conversations in time.
+_IDLE = 0.95
 # Beside streams a prompt takes about so many times as long as alone.
 _BESIDE = 2.0
 # A prompt under way counts as so many streams, because a first token has less time than an answer.
@@ -37,6 +39,15 @@ _GAIN = 1.5
 _FULL = 0.75
 # This share of the open requests may need a seat at the same time. The rest are prompts.
 _SEATED = 0.75
+# While others have time, so much of the seats may be taken: it is decided about a prompt only when
+# there is a seat for it. With _FULL too many workers got streams when all answers began together.
+_TAKEN = 0.95
+# More workers get streams for their seats only if that makes tokens so many times as fast.
+_FASTER = 1.06
+# From so many ended answers on, what they tell of prompts and answers counts.
+_ENDED = 24.0
+# This share of a worker's time is left for its streams at least.
+_LEFT = 0.02
 # A step's own time counts as this share of it at least. Else there could be streams without end,
 # while clients that wait for their answers ask for no more.
 _FREE = 0.05
@@ -50,43 +61,73 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     # Each request becomes a stream. After a pause of all, or in a burst, none of them is one yet. A
     # worker of an older build tells only its streams.
     streams = sum(max(load.requests, load.streams) for load in loads) + 1
-    tokens = sum(load.stream_tokens for load in loads)
-    # A worker that does nothing tells nothing more, and its last share fades.
-    prompts = sum(load.prompt_share * fade(age_s) for load, age_s in workers)
-    # A worker that had no streams does not know what they cost.
-    knowing = sum(load.streams + 1e-6 for load in loads)
-    base_s, stream_s, token_s = (
-        sum((load.streams + 1e-6) * load.step_s[part] for load in loads) / knowing
-        for part in range(3)
-    )
-    stream_s += token_s * tokens / streams  # with its KV
-
-    def prompts_at(k: int) -> tuple[float, float]:
-        """Return two figures for the case that k workers have streams: how many prompts are under
-        way on all workers, and which share of their time these k have left for streams."""
-        apart = min(prompts, _IDLE * (count - k))
-        return apart + _BESIDE * (prompts - apart), max(0.02, 1.0 - (prompts - apart) / k)
-
+    begun = sum(load.streams for load in loads) + 1
     having = max(1, sum(load.streams > 0 for load in loads))
-    step_s = base_s + stream_s * streams / having
-    tokens_per_s = streams * prompts_at(having)[1] / max(1e-9, step_s)
+    # A worker whose first streams have not ended does not know well what they cost.
+    knowing = [(load.streams + 1e-6) * (load.ended[2] + 1e-6) for load in loads]
+    base_s, stream_s, kv_s = (_mean([o.step_s[part] for o in loads], knowing) for part in range(3))
+    stream_s += kv_s * sum(load.stream_tokens for load in loads) / begun  # with its KV
+    # A worker that does nothing tells nothing more, and its last share fades.
+    shares = [load.prompt_share * fade(age_s) for load, age_s in workers]
+    seats = sum(load.seats for load in loads) / count or math.inf  # of one worker
+    seated = min(streams, count * seats)
+    # Seconds of prompts for each token of the answers.
+    prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
+    if known := ended >= _ENDED:
+        token_s = _mean([load.prompt_token_s for load in loads], [s + 1e-6 for s in shares])
+        prompt_s = token_s * prompt_tokens / tokens
+    else:
+        left = max(_LEFT, 1.0 - max(0.0, sum(shares) - _IDLE * (count - having)) / having)
+        prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
+
+    def tokens_per_s(k: int, seated: float) -> float:
+        """Return how many tokens of so many streams k workers make in a second."""
+        step_s = base_s + stream_s * seated / k
+        # Either the other workers compute all prompts, or they and these k have no time left.
+        full_s = (step_s + prompt_s * seated / k) / (1.0 + _IDLE * (count - k) / k)
+        return seated / max(1e-9, step_s, full_s)
+
+    def needed() -> int:
+        """Return how many workers it takes for the seats of the streams."""
+        if not known:
+            return math.ceil(max(begun / _FULL, _SEATED * streams) / seats)
+        rates = [tokens_per_s(k, min(streams, k * seats)) for k in range(1, count + 1)]
+        enough = max(rates) / _FASTER
+        least = next(
+            k for k in range(1, count + 1) if rates[k - 1] >= enough or _FULL * k * seats >= streams
+        )
+        # Where the others have time left, prompts may wait for seats: it is decided about a prompt
+        # only when there is one for it.
+        others = [share for share, load in zip(shares, loads, strict=True) if not load.streams]
+        return (
+            least
+            if sum(others) >= _IDLE * len(others)
+            else max(least, math.ceil(begun / _TAKEN / seats))
+        )
+
+    rate = tokens_per_s(having, seated)
+    prompts = prompt_s * rate
+    least = max(1, needed(), _for_blocks(loads))
     found: list[tuple[int, float]] = []
-    for k in range(min(_needed(loads, streams), count), count + 1):
-        under_way, left = prompts_at(k)
-        # Solves streams = tokens_per_s * (base_s + stream_s * streams / k) / left.
-        free = max(_FREE, 1.0 - tokens_per_s * stream_s / left / k)
-        found.append((k, tokens_per_s * base_s / left / free + _FIRST * under_way))
-    least = min(open_ for _, open_ in found)
-    return next(k for k, open_ in found if open_ <= _GAIN * least)
+    for k in range(min(least, count), count + 1):
+        apart = min(prompts, _IDLE * (count - k))
+        left = max(_LEFT, 1.0 - (prompts - apart) / k)  # of the time of these k, for streams
+        # Solves streams = rate * (base_s + stream_s * streams / k) / left.
+        free = max(_FREE, 1.0 - rate * stream_s / left / k)
+        under_way = apart + _BESIDE * (prompts - apart)
+        found.append((k, rate * base_s / left / free + _FIRST * under_way))
+    best = min(open_ for _, open_ in found)
+    return next(k for k, open_ in found if open_ <= _GAIN * best)
 
 
-def _needed(loads: list[LoadReport], streams: int) -> int:
-    """How many workers it takes for the seats of all streams, and for the KV blocks in use."""
-    shares = [1e-9]
-    if seats := sum(load.seats for load in loads):
-        begun = sum(load.streams for load in loads) + 1
-        shares.append(max(begun / _FULL, _SEATED * streams) / seats)
+def _mean(told: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the mean of what workers tell. Those that do not know it tell 0."""
+    known = [(value, weight) for value, weight in zip(told, weights, strict=True) if value]
+    return sum(v * w for v, w in known) / (sum(w for _, w in known) or 1.0)
+
+
+def _for_blocks(loads: Sequence[LoadReport]) -> int:
+    """How many workers it takes for the KV blocks in use."""
     used = sum(load.active_blocks for load in loads)
-    if blocks := used + sum(load.free_blocks for load in loads):
-        shares.append(used / blocks / _FULL)
-    return -int(-len(loads) * max(shares) // 1)
+    blocks = used + sum(load.free_blocks for load in loads)
+    return math.ceil(len(loads) * used / blocks / _FULL) if blocks else 0

@@ -113,7 +113,9 @@ class LoadReport(Message, frozen=True, kw_only=True):
     requests: of clients, not finished. streams: those that generate. stream_tokens: in their KV.
     prompt_share: share of the engine's time that prompts took lately, own and pulled ones.
     step_s: seconds of a step without prompts: its own, of each stream, and of each of
-    `stream_tokens`."""
+    `stream_tokens`.
+    prompt_token_s: seconds that a token of a prompt took lately. 0: it has computed none.
+    ended: of answers that ended lately: uncached tokens of their prompts, tokens, number."""
 
     running: Count
     waiting: Count
@@ -127,6 +129,8 @@ class LoadReport(Message, frozen=True, kw_only=True):
     stream_tokens: Count = 0
     prompt_share: Finite = 0.0
     step_s: tuple[Finite, Finite, Finite] = (0.0, 0.0, 0.0)
+    prompt_token_s: Finite = 0.0
+    ended: tuple[Finite, Finite, Finite] = (0.0, 0.0, 0.0)
 
 
 class DecodeWelcome(Message, frozen=True, kw_only=True):

@@ -124,16 +124,31 @@ def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
     rig = Rig()
     for _ in range(1000):
         rig.step(0.01, a=1)
-    assert rig.meter.prompts.share() == 0
+    assert rig.meter.model.prompts.share() == 0
     for number in range(750):
         rig.local(own := f"own{number}", 300)
         for name in (own, "job"):
             rig.step(0.03, a=1, **{name: 300})
             rig.step(0.01, a=1)
         rig.meter.finished(own)
-    assert rig.meter.prompts.share() == pytest.approx(0.5, rel=0.1)
+    assert rig.meter.model.prompts.share() == pytest.approx(0.5, rel=0.1)
     rig.clock.advance(SHARE_S)
-    assert rig.meter.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
+    assert rig.meter.model.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
+    seconds, tokens, _ = rig.meter.model.prompt_s.sums
+    assert seconds / tokens == pytest.approx(0.02 / 300, rel=0.1)
+
+
+def test_answers_that_ended_tell_their_uncached_tokens_and_their_own() -> None:
+    rig = Rig()
+    for name in ("first", "second"):
+        rig.local(name, 300)
+        rig.step(0.03, **{name: 300})
+        for _ in range(9):
+            rig.step(0.01, **{name: 1})
+        rig.meter.finished(name)
+    rig.local("gone before its first token", 300)
+    rig.meter.finished("gone before its first token")
+    assert rig.meter.model.ended.sums == pytest.approx((1.97 * 300, 1.97 * 10, 1.97))
 
 
 def test_a_step_takes_own_prompts_and_jobs_by_their_due_times() -> None:
@@ -191,8 +206,15 @@ def test_a_report_tells_what_streams_and_prompts_take() -> None:
     cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
     meter: Any = SimpleNamespace(
-        model=SimpleNamespace(cost=cost, requests=5, streams=4, kv_tokens=900),
-        prompts=SimpleNamespace(share=lambda: 0.2567),
+        model=SimpleNamespace(
+            cost=cost,
+            requests=5,
+            streams=4,
+            kv_tokens=900,
+            prompts=SimpleNamespace(share=lambda: 0.2567),
+            prompt_s=SimpleNamespace(sums=(0.5, 4000.0, 9.0)),
+            ended=SimpleNamespace(sums=(900.0, 700.0, 3.0)),
+        ),
         _view=SimpleNamespace(
             load=lambda draining: blank(LoadReport, draining=draining), config=config
         ),
@@ -200,5 +222,5 @@ def test_a_report_tells_what_streams_and_prompts_take() -> None:
     assert DecodeMeter.report(meter, draining=True) == blank(
         LoadReport, draining=True, seats=8, requests=5, streams=4, stream_tokens=900,
         prompt_share=0.26,
-        step_s=(0.006, 0.0003, 1e-7),
+        step_s=(0.006, 0.0003, 1e-7), prompt_token_s=0.000125, ended=(900.0, 700.0, 3.0),
     )  # fmt: skip

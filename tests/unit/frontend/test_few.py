@@ -41,7 +41,7 @@ def worker(
         # As many, but the second worker has its time for prompts.
         ([worker(10, 0.2), worker(0, 0.8)], 1),
         # Prompts fill more than the second worker: both do both.
-        ([worker(10, 0.8), worker(10, 0.8)], 2),
+        ([worker(10, 0.95), worker(10, 0.95)], 2),
         ([worker(10), *[worker(prompts=0.7)] * 3], 1),
         # As many tokens per second from one worker would take twice as many streams.
         ([worker(40), *[worker(prompts=0.1)] * 3], 2),
@@ -57,8 +57,8 @@ def worker(
         ([worker(2), worker(stream_s=0.003)], 1),
         ([worker(2, stream_s=0.003), worker()], 2),
         # A share fades while its worker tells nothing new: an idle worker sends no reports.
-        ([worker(1, 0.9), worker(1, 0.9)], 2),
-        ([worker(1, 0.9, age_s=60), worker(1, 0.9, age_s=60)], 1),
+        ([worker(15, 0.5), worker(prompts=0.5)], 1),
+        ([worker(15, 0.5, age_s=60), worker(prompts=0.5, age_s=60)], 2),
         # Requests whose prompts wait become streams. After a burst nobody has streams yet, and who
         # gets them then has them for the whole answer. Older workers do not tell them.
         ([worker(1), worker(1)], 1),
@@ -67,6 +67,41 @@ def worker(
     ],
 )
 def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
+    workers: list[tuple[LoadReport, float]], count: int
+) -> None:
+    assert few(workers) == count
+
+
+def gpu(
+    streams: int = 0, requests: int = 0, prompts: float = 0.0, answer: int = 200, ended: int = 33
+) -> tuple[LoadReport, float]:
+    """One of 8 workers that clients keep saturated. Prompts have 1000 tokens."""
+    load = blank(
+        LoadReport, running=streams, seats=256, requests=requests, streams=streams,
+        stream_tokens=1000 * streams, prompt_share=prompts, step_s=(0.0184, 0.0, 1.5e-8),
+        prompt_token_s=6e-5 if prompts else 0.0, ended=(1000.0 * ended, answer * ended, ended),
+    )  # fmt: skip
+    return load, 0.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "count"),
+    [
+        # Prompts take all time of the others. More workers with streams would make fewer tokens,
+        # though requests wait for seats.
+        ([*[gpu(256, 512)] * 2, *[gpu(prompts=1.0)] * 6], 2),
+        # The others have time, so prompts wait for seats.
+        ([*[gpu(256, 512)] * 2, *[gpu(prompts=0.5)] * 6], 3),
+        # Answers begin and end together. The time of prompts is that of the answers that ended,
+        # and so the number is the same while all compute prompts and while none does.
+        ([*[gpu(10, 205, answer=1000)] * 5, *[gpu(prompts=1.0)] * 3], 4),
+        ([*[gpu(150, 205, answer=1000)] * 5, *[gpu(prompts=0.3)] * 3], 4),
+        # Too few have ended. What prompts take now counts.
+        ([*[gpu(10, 205, answer=1000, ended=4)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 4),
+        ([*[gpu(205, 205, answer=1000, ended=4)] * 5, *[gpu(ended=0)] * 3], 6),
+    ],
+)
+def test_seats_for_as_many_streams_as_prompts_allow(
     workers: list[tuple[LoadReport, float]], count: int
 ) -> None:
     assert few(workers) == count
