@@ -349,13 +349,13 @@ class Engine:
         now = self.world.now
         if now - self._told_at >= TELL_S:
             streams, model = [r for r in self.running if r.made], self.rule.model
-            cost, (prompts_s, prompt_tokens, _) = model.cost, model.prompt_s.sums
+            cost, (prompts_s, prompt_tokens, _) = model.cost, model.prompt_s
             self._told = LoadReport(
                 running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
                 active_blocks=0, free_blocks=0, seats=self.options.seats, requests=self.own,
                 streams=len(streams),
                 stream_tokens=sum(r.computed for r in streams), prompt_share=model.prompts.share(),
-                step_s=(cost.base_s, cost.stream_s, cost.kv_s), ended=model.ended.sums,
+                step_s=(cost.base_s, cost.stream_s, cost.kv_s), ended=model.ended,
                 prompt_token_s=prompts_s / max(1.0, prompt_tokens),
             )  # fmt: skip
             self._told_at = now - now % TELL_S

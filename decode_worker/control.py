@@ -119,8 +119,6 @@ class ControlServer:
                     )
                     peer.channel.abort()
 
-    # ------------------------------------------------------------------ one connection
-
     def _opened(self, channel: Channel) -> None:
         self._tasks.begin(self._serve(channel), "control connection")
 

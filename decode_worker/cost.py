@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pullfill.clock import SYSTEM_CLOCK, Clock
-from pullfill.rate import Lately, Rate, Share, fade
+from pullfill.rate import Rate, Share, fade, lately
 from pullfill.worker import step_rule
 from pullfill.worker.step_cost import Errors, StepCost
 from pullfill.worker.step_meter import Step, StepModel
@@ -136,8 +136,7 @@ class CostModel(StepModel):
         self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
         self.prompts = Share(clock)  # of the time, own and pulled ones
-        self.prompt_s = Lately()  # seconds and tokens of prompts
-        self.ended = Lately()  # as in a LoadReport
+        self.prompt_s = self.ended = (0.0, 0.0, 0.0)  # seconds and tokens; as in a LoadReport
         # Each request that was admitted and is not over is in one of these.
         self._here: dict[str, Prefill] = {}
         self._away: dict[str, Prefill] = {}
@@ -287,7 +286,8 @@ class CostModel(StepModel):
         if step.parts:
             prompts_s = max(0.0, seconds - self.base(step.streams))
             self.prompts.add(prompts_s)
-            self.prompt_s.add(prompts_s, sum(tokens for _, tokens in step.parts))
+            tokens = sum(count for _, count in step.parts)
+            self.prompt_s = lately(self.prompt_s, (prompts_s, tokens, 1.0))
         self.learn(step, seconds)
         for stream in self._streams.values():
             stream.over += seconds > stream.itl_s
@@ -297,7 +297,8 @@ class CostModel(StepModel):
     def finished(self, name: str) -> None:
         """Forget a request that is over."""
         if stream := self._streams.get(name):
-            self.ended.add(stream.prompt_tokens, self.steps - stream.since + 1)
+            tokens = self.steps - stream.since + 1
+            self.ended = lately(self.ended, (stream.prompt_tokens, tokens, 1.0))
         for each in self._admitted:
             each.pop(name, None)
 

@@ -53,8 +53,6 @@ class DemandMeter:
         self._buckets: deque[_Bucket] = deque()
         self._each = 0.0
 
-    # ------------------------------------------------------------------ engine thread
-
     def decided(self, now: Situation, decision: Decision, here_s: float) -> None:
         """Note a decision that counts.
 
@@ -92,8 +90,6 @@ class DemandMeter:
                 self._buckets.popleft()
             self._buckets.append(_Bucket(now))
         return self._buckets[-1]
-
-    # ------------------------------------------------------------------ any thread
 
     def figures(
         self,

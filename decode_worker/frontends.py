@@ -53,8 +53,6 @@ class Frontends:
     _tell_at: float = field(init=False, default=0.0)
     _woken: bool = field(init=False, default=False)
 
-    # ------------------------------------------------------------------ engine thread
-
     def before_step(self) -> None:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + 0.05  # nothing that is looked at needs a faster reaction
@@ -117,8 +115,6 @@ class Frontends:
                 blocks,
             )
             self.server.migrate(ids)
-
-    # ------------------------------------------------------------------ asyncio thread
 
     async def begin(self, host: str, port: int) -> None:
         """Listen for frontends. Raises NotNow."""

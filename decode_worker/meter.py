@@ -45,7 +45,7 @@ class DecodeMeter(StepMeter):
     def report(self, draining: bool) -> LoadReport:
         """Return what frontends are told of the load."""
         model, cost = self.model, self.model.cost
-        prompts_s, prompt_tokens, _ = model.prompt_s.sums
+        prompts_s, prompt_tokens, _ = model.prompt_s
         return msgspec.structs.replace(
             self._view.load(draining),
             seats=self._view.config.scheduler_config.max_num_seqs,
@@ -56,10 +56,8 @@ class DecodeMeter(StepMeter):
             prompt_share=round(model.prompts.share(), 2),
             step_s=(cost.base_s, cost.stream_s, cost.kv_s),
             prompt_token_s=prompts_s / max(1.0, prompt_tokens),
-            ended=model.ended.sums,
+            ended=model.ended,
         )
-
-    # ------------------------------------------------------------------ one request
 
     def predict(self, request: Any, hit_tokens: int, queue: Queue, config: RouterConfig) -> Prefill:
         """Predict what the prefill of a request costs. request: vLLM's Request."""

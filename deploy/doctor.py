@@ -58,9 +58,6 @@ def _findings(options: ClusterOptions) -> Iterator[Finding]:
         yield from cluster(ref)
 
 
-# --------------------------------------------------------------------------- its processes
-
-
 def processes(ref: ClusterRef) -> Iterator[Finding]:
     """Tell which processes of `up` have ended, and whether it starts them again."""
     if ref.state_dir is not None and (full := full_disk(ref.state_dir)):
@@ -72,9 +69,6 @@ def processes(ref: ClusterRef) -> Iterator[Finding]:
         return
     for line in status.process_lines(found):
         yield Finding(WARN, line)
-
-
-# --------------------------------------------------------------------------- the cluster
 
 
 def cluster(ref: ClusterRef) -> Iterator[Finding]:

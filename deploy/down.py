@@ -113,9 +113,6 @@ async def _by_hand(state: StateDir, entries: Sequence[ProcessEntry]) -> list[tup
     return [(r.instance_id, r.pid) for r in here if start_time(r.pid) is not None]
 
 
-# --------------------------------------------------------------------------- in order
-
-
 async def take_down(
     state: StateDir,
     entries: Sequence[ProcessEntry],

@@ -37,9 +37,6 @@ OneUrl = Annotated[
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-# --------------------------------------------------------------------------- etcd
-
-
 @asynccontextmanager
 async def etcd_of(ref: ClusterRef, wait_s: float = 3.0) -> AsyncIterator[EtcdClient]:
     """Connect to the cluster's etcd. Raises RegistryUnavailable if it does not answer in time."""
@@ -66,9 +63,6 @@ async def workers(etcd: EtcdClient, namespace: str) -> list[WorkerRecord]:
     """Return the record of every worker and frontend, by role and id."""
     records = [record for record, _ in await live_workers(etcd, namespace)]
     return sorted(records, key=lambda record: (record.role, record.instance_id))
-
-
-# --------------------------------------------------------------------------- HTTP
 
 
 def http_get(

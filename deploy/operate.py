@@ -123,9 +123,6 @@ async def recheck(ref: ClusterRef) -> int:
     return 0
 
 
-# --------------------------------------------------------------------------- suspects
-
-
 async def suspects(
     ref: ClusterRef,
     action: Annotated[str | None, Flag("", name="[clear]")] = None,

@@ -181,9 +181,6 @@ def state_lines(cluster: Cluster) -> Iterator[Text]:
         yield Text(told, style="yellow")
 
 
-# --------------------------------------------------------------------------- this machine
-
-
 def processes(ref: ClusterRef) -> dict[str, Any]:
     """Return `processes` and `supervisor` of `status --json`. {}: `up` has not started it here.
 

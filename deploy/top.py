@@ -160,9 +160,6 @@ def _shown_to(ref: ClusterRef, url: str, given: bool) -> Iterator[dict[str, str]
             yield {http_proof.HEADER: http_proof.proof(key.encode(), PATH, time.time())}
 
 
-# --------------------------------------------------------------------------- the screen
-
-
 def screen(snapshot: LiveSnapshot, trouble: str = "", height: int = 40) -> Group:
     """Return what to show.
 

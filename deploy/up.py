@@ -128,9 +128,6 @@ def _say_ready(options: UpOptions, state: StateDir, detach: bool) -> None:
     click.echo(f"  logs: {state.logs}\n  stop: {by_key}pullfill down{where}")
 
 
-# --------------------------------------------------------------------------- --detach
-
-
 def _fork(pipe: int) -> int:
     """Fork. Return the child's pid, or 0 in the child. No other thread may run in this process.
 

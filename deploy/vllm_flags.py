@@ -171,8 +171,6 @@ def of_role(option: str, text: str | None) -> list[str]:
     return arguments
 
 
-# --------------------------------------------------------------------------- vLLM's names
-
 # The files of vLLM that add flags to its parsers. A class of the second has a field for each flag
 # of the API server. A test compares the names with those parsers
 # (`tests/integration/test_vllm_names.py`).

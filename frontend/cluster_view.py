@@ -208,9 +208,6 @@ class ClusterView:
             return None
 
 
-# ------------------------------------------------------------------------------- metrics as text
-
-
 class MergedMetrics:
     """One Prometheus text from several: each family once."""
 

@@ -29,6 +29,8 @@ _LEAVES = 0.97
 # Over how many seconds a share of the time is measured.
 SHARE_S = 5.0
 
+Three = tuple[float, float, float]
+
 
 class Rate:
     """See the module. One thread observes. Any thread may read.
@@ -118,19 +120,10 @@ class Share:
         return min(1.0, self._seconds * fade(now - self._at) / whole)
 
 
-class Lately:
-    """Sums of what came lately: about the last 33 additions count."""
-
-    __slots__ = ("sums",)
-
-    def __init__(self) -> None:
-        self.sums = (0.0, 0.0, 0.0)
-
-    def add(self, first: float, second: float, third: float = 1.0) -> None:
-        """Add to each of the sums. What was in them counts less."""
-        told = first, second, third
-        a, b, c = (value + _LEAVES * old for value, old in zip(told, self.sums, strict=True))
-        self.sums = a, b, c
+def lately(sums: Three, more: Three) -> Three:
+    """Add to sums of what came lately: about the last 33 additions count."""
+    a, b, c = (new + _LEAVES * old for new, old in zip(more, sums, strict=True))
+    return a, b, c
 
 
 def fade(seconds: float) -> float:

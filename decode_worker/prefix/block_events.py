@@ -116,8 +116,6 @@ class BlockEvents:
         self._armed = False
         self._flushed_at = 0.0
 
-    # ------------------------------------------------------------------ engine thread
-
     def follow(self, identity: bytes, send: Send) -> None:
         """Send a frontend a snapshot, and all that follow what is new.
 
@@ -134,8 +132,6 @@ class BlockEvents:
         if not self._armed:
             self._armed = True
             self._loop.call_soon_threadsafe(self._arm)
-
-    # ------------------------------------------------------------------ asyncio thread
 
     def status(self) -> dict[str, int]:
         """For /status: cached blocks, and the number of the next event."""

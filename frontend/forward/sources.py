@@ -86,9 +86,6 @@ def _shown(text: str) -> str:
     return redact.url(_NO_PORT.sub(":...", text))[:80]
 
 
-# --------------------------------------------------------------------------- heartbeats
-
-
 MAX_BYTES = 4096
 # Messages that are read, in 50 ms at most, before other tasks get their turn.
 BATCH = 64

@@ -44,8 +44,6 @@ class Balancer:
     _block: int = 0
     _even_until: float = 0.0
 
-    # ---------------------------------------------------------------- requests
-
     def choose(
         self, flight: Flight, workers: Sequence[DecodeConnection], now: float
     ) -> DecodeConnection:
@@ -104,8 +102,6 @@ class Balancer:
         if flight.share is not None:
             flight.share.end(len(flight.tokens) - flight.record.migrated_tokens)
 
-    # ---------------------------------------------------------------- workers
-
     def report(
         self, instance_id: str, load: LoadReport, workers: Sequence[DecodeConnection], now: float
     ) -> tuple[DecodeConnection, DecodeConnection] | None:
@@ -125,8 +121,6 @@ class Balancer:
         if (found := self.placer.uneven(by_id, now)) is None:
             return None
         return by_id[found[0]], by_id[found[1]]
-
-    # ---------------------------------------------------------------- inside
 
     def _hashed(self, flight: Flight) -> Prompt:
         """The prompt with its hashes, which are computed once."""

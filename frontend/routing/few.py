@@ -22,6 +22,9 @@ from pullfill.rate import fade
 # If fewer workers have the streams, they must make the same tokens per second. Each has more
 # streams, so its steps are longer. Longer steps make answers last longer, so there are more streams
 # still. By Little's law fewer open requests mean a higher throughput, or less waiting.
+#
+# Clients that wait for their answers ask in waves. Then the prompts and streams of the moment tell
+# little. So prompts = tokens per second * what prompts take for each token of answers that ended.
 
 # What share of its time a worker without streams can spend on prompts. With 0.8 prompts seemed to
 # need more workers than they do, and 64 workers answered half as many conversations in time.

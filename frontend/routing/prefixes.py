@@ -49,8 +49,6 @@ class Prefixes:
         self._followed: dict[str, _Followed] = {}
         counters.PREFIX_BLOCKS.set_function(lambda: float(len(self.index)))
 
-    # ---------------------------------------------------------------- questions
-
     def control(self, instance_id: str) -> str:
         """Return the address where this worker is asked for its blocks. Empty: not followed."""
         followed = self._followed.get(instance_id)
@@ -79,8 +77,6 @@ class Prefixes:
             for name, each in self._followed.items()
             if each.replica.state is not State.WARM and now - each.replica.since > self._missing_s
         }
-
-    # ---------------------------------------------------------------- from the pool
 
     def follow(self, connection: DecodeConnection, now: float) -> None:
         """Ask a worker that has welcomed us for its blocks, and for all changes from then on."""

@@ -96,8 +96,6 @@ class Recipe:
 DEMO = Recipe(init_range=0.2, embedding=0.1, readable=True)
 
 
-# --------------------------------------------------------------------------- weights
-
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 

@@ -130,8 +130,6 @@ class FrontAdapters:
                 rest = feature.identifier.removeprefix(name)
                 feature.identifier = request.lora_request.lora_name + rest
 
-    # ---------------------------------------------------------------- inside
-
     async def _read_all(self) -> None:
         for name in list(self._unread):
             try:

@@ -28,8 +28,6 @@ _log = log.get("engine.front_patches")
 
 _APP = "vllm.entrypoints."
 
-# --------------------------------------------------------------------------- errors
-
 
 # vLLM prints the type of an exception in bodies, but `InternalServerError` in all streams. It logs
 # a traceback of each request that it refuses in a stream or at /v1/messages.
@@ -87,9 +85,6 @@ def _one_line(record: logging.LogRecord) -> bool:
         record.msg, record.args = "%s (%s)", (record.getMessage(), exc)
         record.exc_info = None
     return True
-
-
-# --------------------------------------------------------------------------- the end of streams
 
 
 # vLLM's completions and chat tell errors themselves. Its Responses API cannot print an error and

@@ -88,8 +88,6 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         return False
 
-    # ------------------------------------------------------------------ scheduler half: memory
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], RankTold]
     ) -> None:
@@ -104,8 +102,6 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._by_position = groups.by_position(kv_cache_manager, self._block_size)
         for half in self._halves:
             half.bind(kv_cache_manager, kept_from, self._by_position)
-
-    # ------------------------------------------------------------------ scheduler half: requests
 
     def _of(self, request: Any) -> SchedulerHalf:
         first, *others = self._halves
@@ -150,8 +146,6 @@ class WorkerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         return any(half.has_work for half in self._halves)
-
-    # ------------------------------------------------------------------ worker half
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         return self._pool

@@ -89,8 +89,6 @@ class SchedulerHalf(ABC):
         """See StepMeter."""
         return self.step_meter.deferred if self.step_meter is not None else {}
 
-    # ------------------------------------------------------------------ the engine
-
     @abstractmethod
     def bind(self, manager: Any, kept_from: KeptFrom, by_position: ByPosition) -> None:
         """Take vLLM's KVCacheManager, and functions of `engine.groups`."""
@@ -98,8 +96,6 @@ class SchedulerHalf(ABC):
     def built(self, view: View) -> None:
         """The engine is built. It has taken no step yet."""
         return None
-
-    # ------------------------------------------------------------------ requests
 
     def owns(self, request_id: str) -> bool:
         """Whether the request is of this side. What nobody else owns is of the first side."""
@@ -120,8 +116,6 @@ class SchedulerHalf(ABC):
     @abstractmethod
     def finished(self, request: Any, tables: Tables) -> bool:
         """vLLM is done with a request. Returns True if it must keep the blocks until `sent`."""
-
-    # ------------------------------------------------------------------ steps
 
     @abstractmethod
     def before_step(self) -> StepReport:

@@ -74,8 +74,6 @@ class EngineLoop(EngineHooks):
             raise NotNow(f"the engine has ended: {self._life.failure!r}")
         return result.result()
 
-    # ------------------------------------------------------------------ requests of our own
-
     def add(self, request: Any) -> Future[Any]:
         """Have the engine compute a request. Returns its outcome: the last EngineCoreOutput.
 
@@ -126,8 +124,6 @@ class EngineLoop(EngineHooks):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
-
-    # ------------------------------------------------------------------ called on the engine thread
 
     def before_step(self) -> None:
         for side in self._sides:

@@ -130,8 +130,6 @@ class WorkerProcess:
         logger.info("drained")
         return 0
 
-    # ------------------------------------------------------------------ engine thread
-
     def _load(self) -> EngineHost:
         environment.bound_compute_threads()
         name = str(self._options.instance_id)

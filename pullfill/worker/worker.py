@@ -163,8 +163,6 @@ class Worker:
             service.engine_stuck(stuck)
         self._membership.note_state(self._state)
 
-    # ------------------------------------------------------------------ what others are told
-
     def _describe(self, incarnation: str) -> list[WorkerRecord]:
         sides = self._sides.items()
         return [side.describe(self._record(name, incarnation)) for name, side in sides]

@@ -134,7 +134,7 @@ def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
     assert rig.meter.model.prompts.share() == pytest.approx(0.5, rel=0.1)
     rig.clock.advance(SHARE_S)
     assert rig.meter.model.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
-    seconds, tokens, _ = rig.meter.model.prompt_s.sums
+    seconds, tokens, _ = rig.meter.model.prompt_s
     assert seconds / tokens == pytest.approx(0.02 / 300, rel=0.1)
 
 
@@ -148,7 +148,7 @@ def test_answers_that_ended_tell_their_uncached_tokens_and_their_own() -> None:
         rig.meter.finished(name)
     rig.local("gone before its first token", 300)
     rig.meter.finished("gone before its first token")
-    assert rig.meter.model.ended.sums == pytest.approx((1.97 * 300, 1.97 * 10, 1.97))
+    assert rig.meter.model.ended == pytest.approx((1.97 * 300, 1.97 * 10, 1.97))
 
 
 def test_a_step_takes_own_prompts_and_jobs_by_their_due_times() -> None:
@@ -212,8 +212,8 @@ def test_a_report_tells_what_streams_and_prompts_take() -> None:
             streams=4,
             kv_tokens=900,
             prompts=SimpleNamespace(share=lambda: 0.2567),
-            prompt_s=SimpleNamespace(sums=(0.5, 4000.0, 9.0)),
-            ended=SimpleNamespace(sums=(900.0, 700.0, 3.0)),
+            prompt_s=(0.5, 4000.0, 9.0),
+            ended=(900.0, 700.0, 3.0),
         ),
         _view=SimpleNamespace(
             load=lambda draining: blank(LoadReport, draining=draining), config=config
