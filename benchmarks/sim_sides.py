@@ -349,14 +349,16 @@ class Engine:
         now = self.world.now
         if now - self._told_at >= TELL_S:
             streams, model = [r for r in self.running if r.made], self.rule.model
-            cost, (prompts_s, prompt_tokens, _) = model.cost, model.prompt_s
+            cost = model.cost
             self._told = LoadReport(
                 running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
                 active_blocks=0, free_blocks=0, seats=self.options.seats, requests=self.own,
                 streams=len(streams),
-                stream_tokens=sum(r.computed for r in streams), prompt_share=model.prompts.share(),
+                stream_tokens=sum(r.computed for r in streams),
+                prompt_share=min(1.0, model.prompts.share()),
                 step_s=(cost.base_s, cost.stream_s, cost.kv_s), ended=model.ended,
-                prompt_token_s=prompts_s / max(1.0, prompt_tokens),
+                prompt_token_s=model.prompt_token_s,
+                prompt_tokens_per_s=model.first_tokens.share(),
             )  # fmt: skip
             self._told_at = now - now % TELL_S
             self.sent = self.backlog(), self.own
@@ -444,8 +446,7 @@ class Engine:
         streams = [r for r, _ in parts if r.made]
         kv = sum(r.computed for r in streams)
         seconds = self.machine.step(self.world.random, len(streams), kv, prompts)
-        prompts_s = seconds - self.machine.cost().base(len(streams), kv) if prompts else 0.0
-        self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds, prompts_s))
+        self.world.at(self.world.now + seconds, lambda: self._done(parts, seconds, bool(prompts)))
         if tokens := sum(n for r, n in parts if r.job_of is not None):
             self._meter.step(tokens, self.world.now, self.world.now + seconds)
             self.cluster.rates[self.number] = self._meter.load((), (), 0.0).tokens_per_s
@@ -476,7 +477,7 @@ class Engine:
         self.waiting.extendleft(reversed(deferred))
         return found
 
-    def _done(self, parts: list[tuple[Request, int]], seconds: float, prompts_s: float) -> None:
+    def _done(self, parts: list[tuple[Request, int]], seconds: float, prompts: bool) -> None:
         now = self.world.now
         self.rule.stepped(seconds)
         over: list[Request] = []
@@ -503,7 +504,7 @@ class Engine:
                 self.own -= 1
                 self.rule.finished(r)
                 self.cluster.over(r)
-        if prompts_s or over:
+        if prompts or over:
             self.cluster.changed(self)
         self._step()
 

@@ -136,6 +136,7 @@ class CostModel(StepModel):
         self._late = Errors()  # of the predictions of remote prefills
         self._rate = 0.0  # of prefill workers, as last told
         self.prompts = Share(clock)  # of the time, own and pulled ones
+        self.first_tokens = Share(clock)  # uncached prompt tokens of own requests, each second
         self.prompt_s = self.ended = (0.0, 0.0, 0.0)  # seconds and tokens; as in a LoadReport
         # Each request that was admitted and is not over is in one of these.
         self._here: dict[str, Prefill] = {}
@@ -308,6 +309,12 @@ class CostModel(StepModel):
         return bool(self._here)
 
     @property
+    def prompt_token_s(self) -> float:
+        """Seconds that a prompt token took lately."""
+        seconds, tokens, _ = self.prompt_s
+        return seconds / max(1.0, tokens)
+
+    @property
     def requests(self) -> int:
         """Number of those that were admitted and are not over."""
         return sum(map(len, self._admitted))
@@ -322,6 +329,7 @@ class CostModel(StepModel):
         away = name in self._loaded
         one = (self._loaded if away else self._here).pop(name)
         one.took_s = took = now - one.decided
+        self.first_tokens.add(one.tokens)
         self._streams[name] = Stream(one.targets.itl_s, self.steps, one.tokens)
         if not away:
             return

@@ -45,7 +45,6 @@ class DecodeMeter(StepMeter):
     def report(self, draining: bool) -> LoadReport:
         """Return what frontends are told of the load."""
         model, cost = self.model, self.model.cost
-        prompts_s, prompt_tokens, _ = model.prompt_s
         return msgspec.structs.replace(
             self._view.load(draining),
             seats=self._view.config.scheduler_config.max_num_seqs,
@@ -53,9 +52,10 @@ class DecodeMeter(StepMeter):
             streams=model.streams,
             stream_tokens=model.kv_tokens,
             # Rounded, because a report is sent only if it has changed.
-            prompt_share=round(model.prompts.share(), 2),
+            prompt_share=round(min(1.0, model.prompts.share()), 2),
             step_s=(cost.base_s, cost.stream_s, cost.kv_s),
-            prompt_token_s=prompts_s / max(1.0, prompt_tokens),
+            prompt_token_s=model.prompt_token_s,
+            prompt_tokens_per_s=round(model.first_tokens.share()),
             ended=model.ended,
         )
 

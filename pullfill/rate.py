@@ -113,11 +113,11 @@ class Share:
         self._at = now
 
     def share(self) -> float:
-        """Return the share, from 0 to 1."""
+        """Return the share."""
         now = self._clock.monotonic()
         # There is no time before the beginning.
         whole = SHARE_S * (1.0 - fade(max(now - self._began, 0.5)))
-        return min(1.0, self._seconds * fade(now - self._at) / whole)
+        return self._seconds * fade(now - self._at) / whole
 
 
 def lately(sums: Three, more: Three) -> Three:

@@ -78,13 +78,16 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
     if known := ended >= _ENDED:
         token_s = _mean([load.prompt_token_s for load in loads], [s + 1e-6 for s in shares])
-        prompt_s = token_s * prompt_tokens / tokens
+        # Prefill workers without a decode side compute some of them, and tell nothing here.
+        asked = token_s * sum(o.prompt_tokens_per_s * fade(age_s) for o, age_s in workers)
+        here = min(1.0, sum(shares) / asked) if asked else 1.0
+        prompt_s = here * token_s * prompt_tokens / tokens
     else:
         left = max(_LEFT, 1.0 - max(0.0, sum(shares) - _IDLE * (count - having)) / having)
         prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
 
     def tokens_per_s(k: int, seated: float) -> float:
-        """Return how many tokens of so many streams k workers make in a second."""
+        """Return how many tokens k workers make in a second if they have so many streams."""
         step_s = base_s + stream_s * seated / k
         # Either the other workers compute all prompts, or they and these k have no time left.
         full_s = (step_s + prompt_s * seated / k) / (1.0 + _IDLE * (count - k) / k)
@@ -99,14 +102,10 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         least = next(
             k for k in range(1, count + 1) if rates[k - 1] >= enough or _FULL * k * seats >= streams
         )
-        # Where the others have time left, prompts may wait for seats: it is decided about a prompt
-        # only when there is one for it.
-        others = [share for share, load in zip(shares, loads, strict=True) if not load.streams]
-        return (
-            least
-            if sum(others) >= _IDLE * len(others)
-            else max(least, math.ceil(begun / _TAKEN / seats))
-        )
+        # If prompts do not fill the other workers now, they may wait for seats: it is decided about
+        # a prompt only when there is one for it.
+        idle = sum(shares) < _IDLE * (count - least)
+        return max(least, math.ceil(begun / _TAKEN / seats)) if idle else least
 
     rate = tokens_per_s(having, seated)
     prompts = prompt_s * rate

@@ -115,6 +115,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     step_s: seconds of a step without prompts: its own, of each stream, and of each of
     `stream_tokens`.
     prompt_token_s: seconds that a token of a prompt took lately. 0: it has computed none.
+    prompt_tokens_per_s: uncached, of the requests that began to generate, whoever computed them.
     ended: of answers that ended lately: uncached tokens of their prompts, tokens, number."""
 
     running: Count
@@ -130,6 +131,7 @@ class LoadReport(Message, frozen=True, kw_only=True):
     prompt_share: Finite = 0.0
     step_s: tuple[Finite, Finite, Finite] = (0.0, 0.0, 0.0)
     prompt_token_s: Finite = 0.0
+    prompt_tokens_per_s: Finite = 0.0
     ended: tuple[Finite, Finite, Finite] = (0.0, 0.0, 0.0)
 
 

@@ -2,8 +2,8 @@
 
 Our own loop runs the engine's steps (engine/host.py). In stock `vllm serve` vLLM's loop runs them
 (engine/stock_host.py). An `EngineLoop` does the same with both: tests/contract/test_ports.py. It
-computes requests of frontends (`enter`), and those of prefill workers and
-self-checks (`add`). Its hooks tell the sides of each step.
+takes requests of frontends (`enter`), and those of prefill workers and self-checks (`add`). Its
+hooks tell the sides of each step.
 """
 
 from __future__ import annotations

@@ -73,4 +73,4 @@ def test_a_share_is_right_from_the_beginning_and_fades() -> None:
     clock.advance(60.0)
     assert share.share() < 0.01
     share.add(20.0)
-    assert share.share() == 1.0, "never more"
+    assert share.share() > 1.0

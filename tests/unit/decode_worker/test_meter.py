@@ -134,8 +134,7 @@ def test_the_share_of_prompts_is_that_of_own_ones_and_jobs() -> None:
     assert rig.meter.model.prompts.share() == pytest.approx(0.5, rel=0.1)
     rig.clock.advance(SHARE_S)
     assert rig.meter.model.prompts.share() == pytest.approx(0.5 / math.e, rel=0.1)
-    seconds, tokens, _ = rig.meter.model.prompt_s
-    assert seconds / tokens == pytest.approx(0.02 / 300, rel=0.1)
+    assert rig.meter.model.prompt_token_s == pytest.approx(0.02 / 300, rel=0.1)
 
 
 def test_answers_that_ended_tell_their_uncached_tokens_and_their_own() -> None:
@@ -205,22 +204,17 @@ def test_jobs_cost_nothing_once_they_are_not_followed() -> None:
 def test_a_report_tells_what_streams_and_prompts_take() -> None:
     cost = StepCost(0.006, 0.0003, 1e-7, 7e-5, 0.0)
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
-    meter: Any = SimpleNamespace(
-        model=SimpleNamespace(
-            cost=cost,
-            requests=5,
-            streams=4,
-            kv_tokens=900,
-            prompts=SimpleNamespace(share=lambda: 0.2567),
-            prompt_s=(0.5, 4000.0, 9.0),
-            ended=(900.0, 700.0, 3.0),
-        ),
-        _view=SimpleNamespace(
-            load=lambda draining: blank(LoadReport, draining=draining), config=config
-        ),
+    model = SimpleNamespace(
+        cost=cost, requests=5, streams=4, kv_tokens=900, prompt_token_s=0.000125,
+        prompts=SimpleNamespace(share=lambda: 0.2567), ended=(900.0, 700.0, 3.0),
+        first_tokens=SimpleNamespace(share=lambda: 1234.4),
+    )  # fmt: skip
+    view = SimpleNamespace(
+        load=lambda draining: blank(LoadReport, draining=draining), config=config
     )
+    meter: Any = SimpleNamespace(model=model, _view=view)
     assert DecodeMeter.report(meter, draining=True) == blank(
         LoadReport, draining=True, seats=8, requests=5, streams=4, stream_tokens=900,
-        prompt_share=0.26,
-        step_s=(0.006, 0.0003, 1e-7), prompt_token_s=0.000125, ended=(900.0, 700.0, 3.0),
+        prompt_share=0.26, step_s=(0.006, 0.0003, 1e-7), prompt_token_s=0.000125,
+        prompt_tokens_per_s=1234.0, ended=(900.0, 700.0, 3.0),
     )  # fmt: skip

@@ -73,13 +73,15 @@ def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
 
 
 def gpu(
-    streams: int = 0, requests: int = 0, prompts: float = 0.0, answer: int = 200, ended: int = 33
+    streams: int = 0, requests: int = 0, prompts: float = 0.0, answer: int = 200, **told: float
 ) -> tuple[LoadReport, float]:
-    """One of 8 workers that clients keep saturated. Prompts have 1000 tokens."""
+    """What one GPU worker tells. Prompts have 1000 tokens."""
+    ended, asked = told.get("ended", 33.0), told.get("asked", 0.0)  # asked: tokens per second
     load = blank(
         LoadReport, running=streams, seats=256, requests=requests, streams=streams,
         stream_tokens=1000 * streams, prompt_share=prompts, step_s=(0.0184, 0.0, 1.5e-8),
-        prompt_token_s=6e-5 if prompts else 0.0, ended=(1000.0 * ended, answer * ended, ended),
+        prompt_token_s=6e-5 if prompts else 0.0, prompt_tokens_per_s=asked,
+        ended=(1000.0 * ended, answer * ended, ended),
     )  # fmt: skip
     return load, 0.0
 
@@ -96,6 +98,11 @@ def gpu(
         # and so the number is the same while all compute prompts and while none does.
         ([*[gpu(10, 205, answer=1000)] * 5, *[gpu(prompts=1.0)] * 3], 4),
         ([*[gpu(150, 205, answer=1000)] * 5, *[gpu(prompts=0.3)] * 3], 4),
+        # Prompts were longer. Now all workers have streams, and none has a seat left.
+        ([gpu(250, 250, prompts=0.2, answer=50)] * 4, 4),
+        # If prefill workers compute a part of the prompts, the time of these is for streams.
+        ([*[gpu(100, 220, 0.5, answer=1000, asked=3_000.0)] * 3, gpu(prompts=0.9)], 2),
+        ([*[gpu(100, 220, 0.5, answer=1000, asked=30_000.0)] * 3, gpu(prompts=0.9)], 3),
         # Too few have ended. What prompts take now counts.
         ([*[gpu(10, 205, answer=1000, ended=4)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 4),
         ([*[gpu(205, 205, answer=1000, ended=4)] * 5, *[gpu(ended=0)] * 3], 6),
