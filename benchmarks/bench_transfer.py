@@ -119,9 +119,6 @@ def pairs_of(case: Case) -> list[tuple[int, int]]:
     ]
 
 
-# ---------------------------------------------------------------------------- in one process
-
-
 def write_rows(rig: Rig, sizes: Sizes, rounds: int) -> list[Row]:
     """GB/s of each case, with the ratios to a loop of memmove over its runs, and to one memcpy."""
     rows = []
@@ -205,9 +202,6 @@ def plan_rows(rounds: int) -> list[Row]:
     return rows
 
 
-# ---------------------------------------------------------------------------- the other process
-
-
 def serve(directory: Path) -> None:
     """For each line on stdin, the layout of a case: make its region, say where it is."""
     held: list[Region] = []  # owners do not keep their memory alive
@@ -250,9 +244,6 @@ def other_process() -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.communicate()  # it ends with its stdin
-
-
-# ---------------------------------------------------------------------------- this process
 
 
 class RawSender:

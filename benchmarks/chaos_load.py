@@ -145,8 +145,6 @@ class Load:
         """When the tokens of all answers came, ascending."""
         return sorted(t for a in list(self.asks) for t in list(a.at))
 
-    # ------------------------------------------------------------------ the load's thread
-
     def _main(self) -> None:
         try:
             asyncio.run(self._run())

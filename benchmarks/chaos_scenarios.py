@@ -244,8 +244,6 @@ class Stage:
             run.left = str(exc)
         return run
 
-    # ------------------------------------------------------------------ inside
-
     def _kill(self, run: Run, load: Load) -> None:
         role = run.scenario.victim
         victim = self.cluster.of(role)[0]

@@ -98,8 +98,6 @@ class Faults:
         self._cluster.whole()
         self._starting.clear()
 
-    # ------------------------------------------------------------------ inside
-
     def _possible(self, kind: str) -> bool:
         """A role with a worker still starting has only one that may not be taken."""
         role = kind.partition("-")[2]

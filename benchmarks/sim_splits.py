@@ -34,9 +34,6 @@ CAPACITY_PER_S = 7.4
 """Requests that one worker answers in a second, about."""
 
 
-# ---------------------------------------------------------------------- loads
-
-
 def conversations(seed: int, rate: float, count: int = COUNT) -> list[Request]:
     """Whole sessions, `rate` requests a second: answers of 84 tokens on average, and half of the
     prompt tokens found in the cache of the worker that had the session before."""
@@ -68,9 +65,6 @@ def conversations(seed: int, rate: float, count: int = COUNT) -> list[Request]:
 def _added(rng: random.Random, share: float) -> int:
     median, deviation = LONG if rng.random() < share else SHORT
     return int(max(8, rng.lognormvariate(math.log(median), deviation)))
-
-
-# ---------------------------------------------------------------------- one run
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +153,6 @@ def recovery(system: System, seed: int) -> tuple[float, float, float]:
         if sum(late[max(0, number - 9) : number + 1]) > 1
     ]
     return max(0.0, *ends), max(one.first - one.at for one in asks), tokens / 25.0
-
-
-# ---------------------------------------------------------------------- systems
 
 
 STEP = Options("cost", "pack")

@@ -129,9 +129,6 @@ def first(rules: Sequence[Rule], request: Any, now: Situation) -> Decision | Non
     return None
 
 
-# ---------------------------------------------------------------- rules of more than one line
-
-
 def multimodal(request: Any, now: Situation) -> object:
     if not request.mm_features:
         return False
@@ -186,8 +183,6 @@ def cost(request: Any, now: Situation) -> Decision | None:
     return None if now.long else Decision(False, PREFIX_HIT if now.hit_tokens else "short_prompt")
 
 
-# ---------------------------------------------------------------- all rules, in their order
-
 # A job holds token ids, a LoRA adapter and multimodal inputs. A prompt whose KV depends on more is
 # prefilled here. These come first, as nothing changes that.
 OF_THE_REQUEST: tuple[Rule, ...] = (
@@ -232,9 +227,6 @@ OF_THE_CLUSTER: tuple[Rule, ...] = (
     cost,
 )
 RULES = OF_THE_REQUEST + OF_THE_CLUSTER
-
-
-# ---------------------------------------------------------------- what follows from a decision
 
 
 def expected(now: Situation, decision: Decision) -> Expected | None:

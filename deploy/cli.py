@@ -90,8 +90,6 @@ COMMANDS = {
 # Commands whose other flags go to vLLM.
 FOR_VLLM = ("up", "worker", "decode", "prefill", "frontend")
 
-# --------------------------------------------------------------------------- its flags
-
 
 class Command(click.Command):
     """A command of the table. where: `module.function`."""
@@ -227,9 +225,6 @@ def _file() -> click.Option:
         help="YAML file with these flags as keys, without --, e.g. `decode: 2`. Command-line flags "
         "win",
     )
-
-
-# --------------------------------------------------------------------------- the command
 
 
 class _InOrder(click.Group):

@@ -98,8 +98,6 @@ class WorkerPool:
         # The last BYE frames leave within the sockets' linger.
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
-    # ---------------------------------------------------------------- questions
-
     def trouble(self) -> str:
         """Return why no worker can take requests. Empty: one can."""
         return "" if self.dispatcher.workers else NO_WORKER
@@ -117,8 +115,6 @@ class WorkerPool:
     def made(self) -> dict[str, int]:
         """Return how many tokens each worker has sent over its connection."""
         return {name: connection.made for name, connection in self._connections.items()}
-
-    # ---------------------------------------------------------------- registry
 
     def refresh(self) -> None:
         """Bring connections in line with the registry. Cheap; called on every change."""
@@ -160,8 +156,6 @@ class WorkerPool:
         self._refused[name] = (record.incarnation, reason)
         _log.warning("decode worker %s is not used: %s", name, reason)
 
-    # ---------------------------------------------------------------- from the connections
-
     def on_ready(self, connection: DecodeConnection) -> None:
         _log.info(
             "decode worker %s takes requests (%s)", connection.instance_id, connection.record.data
@@ -195,8 +189,6 @@ class WorkerPool:
             self.prefixes.take(connection, frames[0].buffer, connection.heard_at)
         else:
             self.dispatcher.on_message(connection, kind, frames)
-
-    # ---------------------------------------------------------------- inside
 
     def _update(self) -> None:
         usable = [connection for connection in self._connections.values() if connection.usable]

@@ -82,8 +82,6 @@ class Driver:
         self.pool = WorkerPool(directory, hello, ("demo", model), self._port, Prefixes(0))
         self.pool.start()
 
-    # ---------------------------------------------------------------- called by the dispatcher
-
     def outputs(self, instance_id: str, outputs: Any) -> None:
         for out in outputs.outputs:
             self.tokens += len(out.new_token_ids)
@@ -105,8 +103,6 @@ class Driver:
 
     def left(self, instance_id: str) -> None:
         """Nothing to forget."""
-
-    # ---------------------------------------------------------------- commands
 
     async def wait(self, decode: int, within: float) -> dict[str, Any]:
         """Until that many workers take requests."""
@@ -150,8 +146,6 @@ class Driver:
                 r.fallback or r.reason for r in records if r is not None and r.path != "remote"
             ),
         }
-
-    # ---------------------------------------------------------------- inside
 
     async def _ask(self, request: Any) -> None:
         end = self._ends[request.request_id] = asyncio.get_running_loop().create_future()

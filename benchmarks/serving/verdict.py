@@ -62,8 +62,6 @@ class Verdict:
             *self._troubles(),
         ]
 
-    # ---------------------------------------------------------------- (a)
-
     def _interference(self) -> list[Row]:
         if not self._m.of(Name.PULLFILL, "interference", LONGS):
             return []
@@ -116,8 +114,6 @@ class Verdict:
         ]
         return row("(a) long prompts prefilled remotely", asked.count("remote"), f"of {len(asked)}")
 
-    # ---------------------------------------------------------------- NIXL
-
     def _beside_nixl(self) -> list[Row]:
         """Every form of it that was measured."""
         if not self._m.of(Name.PULLFILL, "interference", LONGS):
@@ -142,8 +138,6 @@ class Verdict:
             return [*rows, missing(name, rival, "not both were idle")]
         return [*rows, versus(name, 100 * mine, unit, rival, 100 * other, at_most=1 / 20)]
 
-    # ---------------------------------------------------------------- (d)
-
     def _chat(self) -> list[Row]:
         """By the decode worker's own account of its hit, not by the usage, for ours."""
         windows = self._m.of(Name.PULLFILL, "chat")
@@ -158,8 +152,6 @@ class Verdict:
             row(f"{name}, median", 100 * median(shares), "%", at_least=95.0),
         ]
         return [self._marked(r, windows) for r in rows]
-
-    # ---------------------------------------------------------------- what went wrong
 
     def _troubles(self) -> list[Row]:
         skipped = {t.system: t.what for t in self._m.troubles if t.skipped}
@@ -180,8 +172,6 @@ class Verdict:
             Row(metric=f"{name}: the load ran dry", value=None, unit="", ok=False) for name in dry
         ]
         return rows
-
-    # ---------------------------------------------------------------- helpers
 
     def _against(
         self,

@@ -75,7 +75,6 @@ class TestRates:
         assert stats.ttfts([answer(1.0, error="no")]) == []
 
 
-# --------------------------------------------------------------------------
 # What the serving benchmark's systems are made of, without starting one.
 
 
@@ -109,7 +108,6 @@ class TestGoodput:
         assert [r.metric for r in rows if not r.ok] == ["pullfill: goodput"]
 
 
-# --------------------------------------------------------------------------
 # Targets of the serving benchmark, both ways, on figures made up here; tables.
 
 

@@ -151,8 +151,6 @@ class ReadLeases:
             case _:
                 raise BadMessage("an asker says only lease_ask and lease_end")
 
-    # ------------------------------------------------------------------ giving
-
     def _ask(self, asker: _Asker, ask: LeaseAsk) -> None:
         size = self.context.blocks.block_size
         if ask.start % size or len(ask.token_ids) % 4 or len(ask.token_ids) // 4 <= ask.start:
@@ -227,8 +225,6 @@ class ReadLeases:
         lease = _Lease(next(self._numbers), fence, blocks)
         self._pinned.add(lease)
         return lease
-
-    # ------------------------------------------------------------------ ending
 
     def _end(self, asker: _Asker, said: LeaseEnd) -> None:
         failpoints.hit("decode.before_lease_end")

@@ -36,8 +36,6 @@ class View:
         self.tier = tier_of(core)
         self.chunks = PrefillChunks(core)
 
-    # ------------------------------------------------------------------ load
-
     def counts(self) -> tuple[int, int]:
         """Return how many requests run, and how many wait. Any thread."""
         running, waiting = self._scheduler.get_request_counts()
@@ -104,8 +102,6 @@ class View:
                 most = middle - 1
         return least * size
 
-    # ------------------------------------------------------------------ for parts of a side
-
     def seats(self, reserve: bool) -> Seats:
         """Return the seats of this engine. reserve: whether they count (`--reserve-seats`)."""
         return Seats(self._core if reserve else None)
@@ -124,8 +120,6 @@ def tier_of(core: Any) -> Tier | None:
     found: Tier = tier
     return found
 
-
-# --------------------------------------------------------------------------- tokens of a step
 
 _LAST = 1 << 30
 # Prompts that wait and that a plan looks at. Beside 1,000 of them it must take no milliseconds.
@@ -233,9 +227,6 @@ class PrefillChunks:
         """Set both numbers as they were at first."""
         self._scheduler.max_num_scheduled_tokens = self.step_tokens
         self._config.long_prefill_token_threshold = self._threshold
-
-
-# --------------------------------------------------------------------------- seats
 
 
 class Seats:

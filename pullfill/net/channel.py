@@ -68,8 +68,6 @@ class Channel:
         name = writer.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
 
-    # ------------------------------------------------------------------ in
-
     async def read(self, kind: type[T], limit: int = MAX_FRAME) -> T:
         """Return the next message. One caller at a time.
 
@@ -98,8 +96,6 @@ class Channel:
         if self._aborted:
             raise EOFError("ended here")
         return body if self._in is None else self._in.remove(body)
-
-    # ------------------------------------------------------------------ out
 
     def write(self, message: msgspec.Struct) -> None:
         """Send one message. Never blocks, and never raises on a broken connection."""
@@ -167,9 +163,6 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise BadMessage(f"not a tcp://host:port address: {address!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-# --------------------------------------------------------------------------- opening
 
 
 async def accept(channel: Channel, key: ClusterKey | None) -> Hello | LeaseHello:

@@ -22,8 +22,6 @@ from pullfill.registry.watch import Delete, Follower, Put
 from pullfill.runtime import log
 from pullfill.wire import WorkerRecord, decode
 
-# --------------------------------------------------------------------------- once
-
 
 def decode_worker_record(namespace: str, key: bytes, value: bytes) -> WorkerRecord:
     """The record at `key`. Raises BadMessage, also if it is of another worker."""
@@ -103,8 +101,6 @@ async def refuse_if_incompatible(
             )
 
 
-# --------------------------------------------------------------------------- watched
-
 _log = log.get("registry.directory")
 
 
@@ -161,8 +157,6 @@ class Directory(Follower):
     def workers(self, role: str) -> dict[str, WorkerRecord]:
         """Members with `role` by instance id, ready and draining ones."""
         return {r.instance_id: r for r in self._members.values() if r.role == role}
-
-    # ------------------------------------------------------------------ following
 
     async def _beat(self) -> None:
         while True:

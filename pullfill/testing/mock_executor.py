@@ -112,8 +112,6 @@ class MockExecutor(Executor):  # type: ignore[misc]
         """Do nothing for calls that would only change a model. There is no worker to call."""
         return [None]
 
-    # ------------------------------------------------------------------ once
-
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """The shape of a cache, small unless the settings say otherwise."""
         size = self._settings
@@ -166,8 +164,6 @@ class MockExecutor(Executor):  # type: ignore[misc]
     @property
     def supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
-
-    # ------------------------------------------------------------------ each step
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         output = self._model.step(scheduler_output)

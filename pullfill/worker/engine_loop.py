@@ -150,7 +150,6 @@ class EngineLoop(EngineHooks):
             elif output.finish_reason is not None:
                 self._end(output.request_id, output)
 
-    # ------------------------------------------------------------------ for the request server
     # Engine thread, except `prepare` and `adding`.
 
     def prepare(self, request: Any, tokens: memoryview) -> Any:

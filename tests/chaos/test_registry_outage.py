@@ -87,9 +87,6 @@ async def test_a_paused_virtual_machine_is_not_revoked(
     await worker.leave()
 
 
-# ------------------------------------------------------------------ a cluster of three
-
-
 @pytest.mark.essential
 async def test_nobody_loses_its_lease_when_the_etcd_leader_is_killed(tmp_path: Path) -> None:
     made: list[str] = []

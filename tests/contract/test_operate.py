@@ -65,9 +65,6 @@ def test_a_process_knows_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pod_name()
 
 
-# ------------------------------------ pullfill page: the live page of a cluster without a frontend
-
-
 COMMAND = (sys.executable, "-m", "pullfill", "page")
 KEPT = Explained(
     request_id="cmpl-x-0-1234abcd", path="remote", reason="long_prompt", prompt_tokens=900,

@@ -78,9 +78,6 @@ print("fine")
     assert result.stdout.strip().endswith("fine"), result.stdout + result.stderr
 
 
-# ---------------------------------------------------------------------- writers that stop or die
-
-
 def foreign(region: Region) -> int:
     return int((region.data == FOREIGN).sum())
 
@@ -109,9 +106,6 @@ def test_a_writer_stopped_or_killed_anywhere_leaves_not_one_byte_after_the_proof
                 assert writer.answer() == "fenced"
             assert foreign(big) == 0
         big.data[:] = 0
-
-
-# ---------------------------------------------------------------------- without NIXL, and bad input
 
 
 def test_without_the_package_the_reason_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

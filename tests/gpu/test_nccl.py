@@ -49,9 +49,6 @@ def test_torch_and_pullfill_load_the_same_library(nccl: NcclToItself) -> None:
     nccl.close()
 
 
-# ---------------------------------------------------------------------- between two processes
-
-
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuProgram]:
     """Its memory is zero."""

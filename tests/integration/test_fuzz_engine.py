@@ -90,9 +90,6 @@ def test_vllms_codec_gives_its_structs_or_bad_message(
     assert _Bomb.exploded, "it would have been noticed"
 
 
-# ------------------------------------------------------------------ the request server
-
-
 class _Core(FakeCore):
     """Takes every request; a utility of it fails."""
 
@@ -156,9 +153,6 @@ def test_any_multipart_message_leaves_the_engine_thread_alive(
     arrive([(b"z", front_wire.HELO, [HELLO]), (b"z", front_wire.PING, [])])
     assert b"z" in request_server._frontends
     assert failed == []
-
-
-# ------------------------------------------------------------------ what a salt keeps apart
 
 
 @pytest.mark.essential

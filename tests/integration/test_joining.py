@@ -54,9 +54,6 @@ def test_second_decode_joins_by_hand_and_is_drained_by_command(
     load.check(oracle)
 
 
-# ------------------------------------------------------------------ those that do not fit
-
-
 def last_error(worker: Worker, within_s: float = 90.0) -> str:
     """Waits for the process to end with a failure; its one `error:` line."""
     code = worker.wait(within_s)

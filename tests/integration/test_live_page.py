@@ -129,7 +129,6 @@ def test_a_job_is_seen_on_its_way_and_the_page_survives_its_frontend(
         assert page.locator("#ended tr", has_text=ids[0][-10:]).count() == 1, "it remembers"
 
 
-# --------------------------------------------------------------------------
 # Over a scripted cluster. No engine.
 
 

@@ -146,8 +146,6 @@ def test_a_cluster_of_the_installed_wheel_serves(venv: Path, tmp_path: Path) -> 
         run(venv, "python", "-m", "pullfill", "down", cwd=tmp_path, timeout=120)
 
 
-# ------------------------------------------------------------------ a layer on an image of vLLM
-
 STOCK = ROOT / "deploy" / "stock"
 
 

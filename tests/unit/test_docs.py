@@ -32,9 +32,6 @@ def section(begin: str, end: str) -> str:
     return text_of("docs/architecture.md").split(f"\n{begin}\n")[1].split(f"\n{end}\n")[0]
 
 
-# ------------------------------------------------------------------ files
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
     broken = []
@@ -92,9 +89,6 @@ def test_every_document_is_in_the_readme() -> None:
     assert [d.name for d in (ROOT / "docs").glob("*.md") if f"docs/{d.name}" not in readme] == []
 
 
-# ------------------------------------------------------------------ the command line
-
-
 def shell_parts(code: str) -> Iterator[str]:
     """The inside of each `$( )`, then the rest with a word in its place."""
     while inner := re.search(r"\$\(([^()]*)\)", code):
@@ -123,9 +117,6 @@ def test_commands_and_their_flags_exist(name: str) -> None:
         if not commands()[command].ignore_unknown_options:
             unknown += [f"{command} {f}" for f in used if f not in flags(commands()[command])]
     assert unknown == []
-
-
-# ------------------------------------------------------------------ wires and words
 
 
 WIRE_PARTS = ("pullfill.wire.codec", "pullfill.wire.records")
@@ -175,9 +166,6 @@ def test_every_outcome_in_use_is_described() -> None:
     outcomes = [o for o in Outcome if f"Outcome.{o.name}" in used]
     assert len(outcomes) > 5
     assert [o.value for o in outcomes if f"`{o.value}`" not in text] == []
-
-
-# ------------------------------------------------------------------ make and programs
 
 
 @pytest.mark.parametrize("name", NAMES)

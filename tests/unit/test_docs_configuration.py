@@ -21,8 +21,6 @@ from tests.support.docs import (
 )
 from tests.support.metrics import EVERYWHERE, families
 
-# ------------------------------------------------------------------ the command line
-
 PROCESSES = {
     "all": ("up", "worker", "decode", "prefill", "frontend"),
     "workers": ("worker", "decode", "prefill"),
@@ -66,9 +64,6 @@ def test_defaults_of_flags() -> None:
                 text = f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
                 real[one.name.partition("/")[0]] = {"True": "on", "False": "off"}.get(text, text)
     assert {flag: text for flag, text in shown.items() if text and "--no-" not in flag} == real
-
-
-# ------------------------------------------------------------------ environment, settings, metrics
 
 
 def test_environment_variables() -> None:
@@ -127,9 +122,6 @@ def test_metric_labels() -> None:
             shown = re.search(rf"`{name}\{{([\w,]+)\}}`", COMMANDS.read_text())
             assert shown is not None, name
             assert tuple(shown[1].split(",")) == labels, name
-
-
-# ------------------------------------------------------------------ routes and alerts
 
 
 def test_every_route_of_ours_is_listed() -> None:

@@ -34,9 +34,6 @@ TEXT = st.one_of(
 )
 
 
-# ------------------------------------------------------------------ etcd
-
-
 @EXAMPLES
 def test_registry_keys_and_values(examples: int) -> None:
     record = example(WorkerRecord)
@@ -58,9 +55,6 @@ def test_registry_keys_and_values(examples: int) -> None:
         read_failure(value)
 
     explore(examples, check, key=st.binary(max_size=60), value=mutated(good))
-
-
-# ------------------------------------------------------------------ descriptors
 
 
 _NUMBER = st.one_of(st.integers(0, 5), st.integers(0, 2**20), st.integers(0, 2**64 - 1))
@@ -132,9 +126,6 @@ def test_an_endpoint_opens_no_other_file_than_a_region(tmp_path: Path) -> None:
             ShmTransport().connect(mine, described)
         assert ShmTransport().can_reach(described) is not None, path
     assert victim.read_bytes() == b"v" * 8192
-
-
-# ------------------------------------------------------------------ files
 
 
 @EXAMPLES

@@ -118,8 +118,6 @@ class StreamSession(PeerSession):
             self._ended = "the session is closed"
             self._drop()
 
-    # ------------------------------------------------------------------ one operation
-
     def move(
         self, verb: Direction, fence: FenceToken, source: Sequence[int], target: Sequence[int]
     ) -> int:
@@ -227,8 +225,6 @@ class StreamSession(PeerSession):
         if connection.take_mark() != ANSWER:
             raise BadMessage("no answer after the last batch")
         return decode(connection.receive(), Answer)
-
-    # ------------------------------------------------------------------ the connection
 
     def _dial(self) -> socket.socket:
         endpoint = self._descriptor.endpoints.get(self.transport, "")

@@ -47,9 +47,6 @@ def test_a_line_stays_one_line_whatever_clients_call_their_requests(said: io.Str
     assert "\x1b" not in said.getvalue()
 
 
-# ------------------------------------------------------------------ the format json
-
-
 PROGRAM = """
 import asyncio, logging, warnings
 from pullfill.runtime import log

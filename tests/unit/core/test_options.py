@@ -95,9 +95,6 @@ def test_frontends_of_up_drain_longer_than_workers_unless_it_is_told(
     assert options.drain_s("frontend") == frontends_s + options.frontend.ready_grace_s
 
 
-# --------------------------------------------------------------------------- values
-
-
 def test_an_address_to_listen_at() -> None:
     assert parse_listen("--heartbeats", None) is None
     for given in ("7", "127.0.0.1:7", "tcp://127.0.0.1:7"):

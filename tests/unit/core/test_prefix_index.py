@@ -107,9 +107,6 @@ def test_predicted_blocks_never_exceed_their_bound() -> None:
         assert 0 < sum(1 in predicted.match([one], now) for one in sent) <= 8
 
 
-# ------------------------------------------------------------------ names of blocks
-
-
 TOKENS = array("I", range(100)).tobytes()
 
 

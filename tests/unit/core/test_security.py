@@ -135,9 +135,6 @@ def test_what_a_renewal_leaves_for_a_moment_passes(tmp_path: Path, file: Path) -
             load(file)
 
 
-# ------------------------------------------------------------------ how it gets to every process
-
-
 def test_a_state_directory_remembers_it(tmp_path: Path, file: Path) -> None:
     recorded(tmp_path, security=str(file))
     assert ClusterRef.resolve(state_dir=tmp_path).security == load(file)

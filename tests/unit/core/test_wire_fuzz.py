@@ -76,9 +76,6 @@ def test_lists_of_ids(examples: int) -> None:
     explore(examples, check, data=mutated([*VALID, front_wire.encode_list(["a", "b"])]))
 
 
-# ------------------------------------------------------------------ frames and handshakes
-
-
 STREAMS = st.one_of(
     st.lists(mutated(VALID), max_size=4).map(lambda bodies: b"".join(map(framing.frame, bodies))),
     st.tuples(st.integers(0, 2**32 - 1), st.binary(max_size=100)).map(

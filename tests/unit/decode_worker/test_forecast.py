@@ -47,9 +47,6 @@ def load(rate: float, done: int = 0) -> Load:
     return Load(tokens_per_s=rate, done_tokens=done)
 
 
-# ------------------------------------------------------------------ what is expected
-
-
 def test_the_wait_is_what_is_in_front_over_the_rate_of_all_that_pull() -> None:
     made, _ = forecaster()
     assert of(made, 100, p=load(1000), depth=5000).wait_s == 5
@@ -87,9 +84,6 @@ def test_the_writing_is_measured_by_link_and_the_slowest_sets_the_deadline() -> 
     clock.advance(MAX_TIMEOUT_S)
     forgotten, fresh = (of(one, 16_000, **both) for one in (made, forecaster()[0]))
     assert forgotten == fresh, "a worker that is gone keeps no long prompt local for ever"
-
-
-# ------------------------------------------------------------------ what a prefill worker reports
 
 
 def task(done_blocks: int, *, ended: bool = False) -> Any:

@@ -78,8 +78,6 @@ def test_a_worker_that_ends_hands_them_back_after_it_takes_no_more() -> None:
     assert said == ["drain", "receive", {"a", "not yet in the engine"}]
 
 
-# ------------------------------------------------------------------ the load
-
 IDLE = blank(LoadReport, free_blocks=100)
 
 

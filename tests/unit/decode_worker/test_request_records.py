@@ -46,9 +46,6 @@ def test_what_a_prefill_worker_says_at_its_commit_counts_only_if_vllm_loads_the_
     assert traces.finish("r") is None
 
 
-# ------------------------------------------------------------------ requests of no frontend
-
-
 class Rig:
     """A decode worker, and the clients of the server beside it. theirs: requests of frontends."""
 

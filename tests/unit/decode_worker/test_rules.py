@@ -116,9 +116,6 @@ def test_table(now: Situation, reason: str) -> None:
     assert told == Decision(reason in ("long_prompt", "policy_always_remote"), reason)
 
 
-# ------------------------------------------------------------------ what follows from a decision
-
-
 @given(st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0.1, 3600), st.floats(0.1, 3600))
 def test_deadlines_are_never_below_the_settings(
     claim_within_s: float, commit_within_s: float, remote_s: float, claim_s: float

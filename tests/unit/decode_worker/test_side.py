@@ -99,9 +99,6 @@ def test_what_waits_leaves_out_the_jobs_that_others_have_claimed() -> None:
     model.drain()
 
 
-# ------------------------------------------------------------------ jobs of its own
-
-
 def body(job_id: str, decode_instance: str = "me") -> bytes:
     return encode(
         PrefillJob(

@@ -100,9 +100,6 @@ def test_no_cluster_is_told_plainly(
     assert not state_dir.exists()
 
 
-# ------------------------------------------------------------------ one worker or frontend
-
-
 runner = CliRunner()
 
 

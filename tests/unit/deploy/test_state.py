@@ -117,9 +117,6 @@ def test_tagged_finds_exactly_ours(child: subprocess.Popen[bytes]) -> None:
     assert tagged("ab") == []
 
 
-# ------------------------------------------------------------------ pullfill down
-
-
 def test_a_straggler_that_dies_slowly_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,9 +114,6 @@ def test_without_a_frontend_it_shows_what_the_workers_tell(
         assert part in said
 
 
-# ------------------------------------------------------------------ the screen
-
-
 @pytest.fixture(scope="module")
 def whole() -> LiveSnapshot:
     return ScriptedLive().snapshot()

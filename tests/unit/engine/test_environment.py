@@ -49,9 +49,6 @@ def test_what_the_engine_runs_on(
         )
 
 
-# --------------------------------------------------------------------------- heap
-
-
 def test_the_heap_is_trimmed_at_times_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, trims = FakeClock(), list[float]()
     monkeypatch.setattr(environment, "trim", lambda: trims.append(clock.monotonic()))

@@ -121,7 +121,6 @@ def test_a_request_that_was_left_out_of_a_step_gets_the_next_one(
     assert time.monotonic() - began < 10.0, "it waited for the idle poll"
 
 
-# ------------------------------------------------------------------ a step that fails
 # Requests that it did not touch are found. They migrate: tests/chaos/test_failed_step.py
 
 

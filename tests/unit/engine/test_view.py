@@ -79,9 +79,6 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     return Scheduler()
 
 
-# --------------------------------------------------------------------------- load
-
-
 def test_tokens_that_are_to_be_computed(scheduler: Scheduler) -> None:
     seen = View(scheduler)
     idle = seen.load(draining=True)
@@ -108,9 +105,6 @@ def test_every_length_of_a_hit_is_found(scheduler: Scheduler) -> None:
         scheduler.pool.cache(request.block_hashes[: 2 * cached])
         # The last token is always computed, so the last block is never a hit.
         assert View(scheduler).hit(request) == min(cached, 5) * BLOCK
-
-
-# --------------------------------------------------------------------------- chunks
 
 
 def test_streams_come_first_then_prompts_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +168,6 @@ def test_what_a_step_computes_is_read_from_its_plan() -> None:
         scheduled_cached_reqs=cached,
     )
     assert set(PrefillChunks(Scheduler()).parts(output)) == {(32, 200), (500, 8), (100, 64)}
-
-
-# --------------------------------------------------------------------------- seats
 
 
 @pytest.mark.parametrize("end", ["settled", "finished"])

@@ -139,9 +139,6 @@ def test_which_blocks_of_a_prompt_can_be_matched() -> None:
     assert len({*whole, *others}) == 60, "salt and adapter make other blocks"
 
 
-# --------------------------------------------------------------------------- fetches
-
-
 @pytest.mark.parametrize("policy", [DecodePolicy.KV, DecodePolicy.ROUND_ROBIN])
 async def test_the_worker_that_holds_most_is_named(rig: Rig, policy: DecodePolicy) -> None:
     rig.policy = policy
@@ -168,9 +165,6 @@ async def test_nobody_is_named_who_holds_hardly_more(rig: Rig) -> None:
     assert rig.holder(request("r2", PROMPT[: 2 * BLOCK]), 2) is None, "too short"
     rig.min_fetch = 0
     assert rig.holder(request("r3", PROMPT), 2) is None, "switched off"
-
-
-# --------------------------------------------------------------------------- the blocks of workers
 
 
 async def test_events_that_stay_away_are_asked_for_again_and_told(rig: Rig) -> None:

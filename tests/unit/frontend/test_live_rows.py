@@ -47,9 +47,6 @@ def test_the_prediction_is_that_of_the_choice() -> None:
     assert predicted_of(RECORD) is None
 
 
-# --------------------------------------------------------------------------- under way
-
-
 NOW = 100.0
 DECODE, PREFILL = worker_record("d", role="decode"), worker_record("p", role="prefill")
 

@@ -128,9 +128,6 @@ def test_long_runs_are_cut_at_pages() -> None:
         assert batch.total <= 100_000
 
 
-# --------------------------------------------------------------------------- streams
-
-
 def content(iovec: Iovec) -> bytes:
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in iovec.tolist())
 

@@ -63,9 +63,6 @@ def test_a_move_that_is_done_in_parts_goes_on_where_it_stopped(links: Pair) -> N
     assert gather(target, sizes) == source[:200].tobytes()
 
 
-# --------------------------------------------------------------------------- the link
-
-
 def test_a_frame_that_is_too_long_takes_no_memory(links: Pair) -> None:
     here, there = links
     there.mark(struct.pack("<I", 2**32 - 1))
