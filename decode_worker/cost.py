@@ -177,9 +177,9 @@ class CostModel(StepModel):
         self._rate = queue.rate or self._rate
         arrival = now - waited_s
         prompt = Prompt("", start, tokens, arrival + targets.ttft_s, arrival)
-        own = [each.prompt(name) for name, each in islice(self._here.items(), step_rule.LOOK)]
+        ours = [each.prompt(name) for name, each in self._here.items()]
         cost, seconds = step_rule.quote(
-            prompt, self.kept(), [*own, *self.jobs], self.cost, self.errors,
+            prompt, self.kept(), [*ours, *self.jobs], self.cost, self.errors,
             now=now, step_tokens=self._step_tokens,
         )  # fmt: skip
         one = Prefill(targets, now, waited_s, tokens, start, Option(seconds, cost), tokens=tokens)

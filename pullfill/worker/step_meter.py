@@ -49,7 +49,7 @@ class StepModel:
     from the last few dozen.
 
     kv_tokens: in the KV of its streams, as last counted. steps: how many have run.
-    measured: steps that computed prompts. jobs: prompts of others in the last plan."""
+    measured: steps that told what prompts take. jobs: prompts of others in the last plan."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         # In units that make the numbers alike: a step, 8 streams, 8192 tokens of KV; 256 tokens,
@@ -57,6 +57,7 @@ class StepModel:
         self._decode, self._prefill = Fit((0.005, 0.002, 0.001)), Fit((0.03, 0.02))
         self.errors = Errors()
         self.kv_tokens = self.steps = self.measured = 0
+        self._alone = 0  # steps of streams alone
         self.jobs: Sequence[Prompt] = ()
         self._clock = clock
         self._tell()
@@ -89,21 +90,25 @@ class StepModel:
             cost = self.cost
             work = sum(cost.work(at, tokens) for at, tokens in step.parts)
             self.errors.stepped(cost.base(step.streams, step.kv_tokens) + work, seconds)
-        self.measured += bool(step.parts)
         tokens = pairs = 0.0
         for at, count in step.parts:
             tokens += count / 256.0
             pairs += count * (at + count / 2.0) / 262_144.0
         base = (1.0, step.streams / 8.0, step.kv_tokens / 8192.0)
-        if tokens > 1 / 16:  # fewer take less than a step varies
-            rest = seconds - self._decode.of(base)
-            self._prefill.observe((tokens, pairs), max(0.0, rest))
-            if rest < 0:
+        alone, work = self._decode.of(base), self._prefill.of((tokens, pairs))
+        self._alone += bool(step.streams and not step.parts)
+        # Until some steps had streams alone, a step tells what its larger part takes. Else a small
+        # chunk would seem to take what streams do, and the next ones would be smaller still.
+        known = not step.streams or self._alone >= EVERY or work > alone
+        if known and tokens > 1 / 16:  # fewer take less than a step varies
+            self.measured += 1
+            self._prefill.observe((tokens, pairs), max(0.0, seconds - alone))
+            if seconds < alone:
                 # It would take less still without prompts. Where all steps have prompts, nothing
                 # else tells that, and prompts would be taken to cost less and less.
                 self._decode.observe(base, seconds)
-        elif not tokens and step.streams:
-            self._decode.observe(base, seconds)
+        elif step.streams:
+            self._decode.observe(base, max(0.0, seconds - work))
         if self.steps < EVERY or self.steps % EVERY == 0:
             self._tell()
 

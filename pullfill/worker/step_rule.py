@@ -65,8 +65,8 @@ LEAST_TOKENS = 32
 # has waited for OLD times its target: it may be long, and those that wait behind it are in time.
 LATE_TURN = 4
 OLD = 4.0
-# So many prompts are looked at, those that are due first. The others count as late. So a plan
-# beside 1,000 waiting prompts takes no milliseconds.
+# So many prompts are looked at. Those that are not late yet come first, by when they are due. The
+# others count as late. So a plan beside 1,000 waiting prompts takes no milliseconds.
 LOOK = 64
 
 
@@ -129,8 +129,7 @@ def plan(
     """Plan the next step. step_tokens: most prompt tokens in it. turn: its number."""
     if not prompts:
         return Plan((), {})
-    by_due = sorted(prompts, key=lambda prompt: prompt.due)
-    by_due, others = by_due[:LOOK], by_due[LOOK:]
+    by_due, others = _looked_at(prompts, now, LOOK)
     _, limit, missed = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     timely = [prompt for number, prompt in enumerate(by_due) if number not in missed]
     late = sorted(
@@ -162,7 +161,7 @@ def quote(
 
     The cost is how many more requests are expected to miss a target. Waiting counts, too: see LATER
     and LOST."""
-    by_due, before = sorted(prompts, key=lambda prompt: prompt.due)[: LOOK - 1], 0.0
+    by_due, before = _looked_at(prompts, now, LOOK - 1)[0], 0.0
     if by_due:
         before, _, _ = _cheapest(streams, by_due, cost, errors, now, step_tokens)
     bisect.insort(by_due, one, key=lambda prompt: prompt.due)
@@ -202,6 +201,19 @@ def beside(
     if seconds > ttft_s:
         own = 1.0 if work <= ttft_s else LOST * own
     return seconds, max(0.0, whole - own)
+
+
+def _looked_at(
+    prompts: Sequence[Prompt], now: float, most: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return `most` of the prompts, by when they are due, and the others.
+
+    Late ones are taken if there is room. Else many of them would hide those that can be in time."""
+    others = list[Prompt]()
+    if len(prompts) > most:
+        ordered = sorted(prompts, key=lambda prompt: (prompt.due <= now, prompt.due))
+        prompts, others = ordered[:most], ordered[most:]
+    return sorted(prompts, key=lambda prompt: prompt.due), others
 
 
 def _cheapest(

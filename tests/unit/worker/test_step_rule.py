@@ -14,6 +14,7 @@ from pullfill.worker.step_meter import Step, StepModel
 from pullfill.worker.step_rule import (
     LATE_TURN,
     LEAST_TOKENS,
+    LOOK,
     Plan,
     Prompt,
     Streams,
@@ -194,6 +195,17 @@ def test_late_prompts_come_by_arrival_and_one_of_them_first_now_and_then() -> No
         assert planned(streams(4), *old, prompt("timely", 500), turn=turn).order == order
 
 
+def test_many_late_prompts_hide_none_that_can_be_in_time() -> None:
+    late = [prompt(str(n), 500, -1.0 - n, arrival=-2.0 - n) for n in range(2 * LOOK)]
+    ahead, one = prompt("ahead", 1500, 0.9), prompt("one", 500)
+    assert planned(streams(4), *late, one, ahead).order[:2] == ("ahead", "one")
+    alone, behind = (
+        quote(one, streams(4), [*others, ahead], COST, Errors(), now=0.0, step_tokens=STEP)[1]
+        for others in ((), late)
+    )
+    assert behind == pytest.approx(alone), "it comes before those that are late already"
+
+
 def test_a_late_prompt_ends_however_many_come_in_time() -> None:
     left, turn = 2000, 0
     while left > 0 and turn < 1000:
@@ -329,6 +341,18 @@ def test_prompts_cost_something_where_no_step_is_without_them() -> None:
     assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.5)
     step_s = fit.cost.base(30, 0) + fit.cost.work(0, 500)
     assert step_s == pytest.approx(gpu.base(30, 0) + gpu.work(0, 500), rel=0.2)
+
+
+def test_small_chunks_beside_streams_do_not_make_prompts_dear() -> None:
+    """Else the next chunk would be smaller still, and no step without one would tell better."""
+    fit, gpu = StepModel(), StepCost(0.018, 0.0, 1.5e-8, 5.7e-5, 8e-9)
+    for _ in range(20):
+        ran(fit, 0, 0, [(0, 1000)] * 4, gpu.base(0, 0) + 4 * gpu.work(0, 1000))
+    for number in range(1500):
+        at = 32 * number % 992
+        ran(fit, 6, 6000, [(at, 32)], gpu.base(6, 6000) + gpu.work(at, 32))
+    assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.3)
+    assert fit.cost.base(6, 6000) == pytest.approx(gpu.base(6, 6000), rel=0.2)
 
 
 def test_a_pause_spoils_nothing() -> None:
