@@ -45,8 +45,9 @@ _SEATED = 0.75
 # While others have time, so much of the seats may be taken: it is decided about a prompt only when
 # there is a seat for it. With _FULL too many workers got streams when all answers began together.
 _TAKEN = 0.95
-# More workers get streams for their seats only if that makes tokens so many times as fast.
-_FASTER = 1.06
+# More workers get streams for their seats only if that makes tokens so many times as fast. Or if
+# requests wait for seats, and tokens are at most so many times as slow as with the best number.
+_FASTER = 1.05
 # From so many ended answers on, what they tell of prompts and answers counts.
 _ENDED = 24.0
 # This share of a worker's time is left for its streams at least.
@@ -66,8 +67,9 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     streams = sum(max(load.requests, load.streams) for load in loads) + 1
     begun = sum(load.streams for load in loads) + 1
     having = max(1, sum(load.streams > 0 for load in loads))
-    # A worker whose first streams have not ended does not know well what they cost.
-    knowing = [(load.streams + 1e-6) * (load.ended[2] + 1e-6) for load in loads]
+    # A worker whose first streams have not ended does not know well what they cost. One that tells
+    # nothing does not count.
+    knowing = [(load.streams + 1e-6) * (load.ended[2] + 1e-6) * any(load.step_s) for load in loads]
     base_s, stream_s, kv_s = (_mean([o.step_s[part] for o in loads], knowing) for part in range(3))
     stream_s += kv_s * sum(load.stream_tokens for load in loads) / begun  # with its KV
     # A worker that does nothing tells nothing more, and its last share fades.
@@ -77,7 +79,10 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     # Seconds of prompts for each token of the answers.
     prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
     if known := ended >= _ENDED:
-        token_s = _mean([load.prompt_token_s for load in loads], [s + 1e-6 for s in shares])
+        knowing = [
+            (s + 1e-6) * (o.prompt_token_s > 0.0) for s, o in zip(shares, loads, strict=True)
+        ]
+        token_s = _mean([load.prompt_token_s for load in loads], knowing)
         # Prefill workers without a decode side compute some of them, and tell nothing here.
         asked = token_s * sum(o.prompt_tokens_per_s * fade(age_s) for o, age_s in workers)
         here = min(1.0, sum(shares) / asked) if asked else 1.0
@@ -86,21 +91,27 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         left = max(_LEFT, 1.0 - max(0.0, sum(shares) - _IDLE * (count - having)) / having)
         prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
 
-    def tokens_per_s(k: int, seated: float) -> float:
-        """Return how many tokens k workers make in a second if they have so many streams."""
-        step_s = base_s + stream_s * seated / k
-        # Either the other workers compute all prompts, or they and these k have no time left.
-        full_s = (step_s + prompt_s * seated / k) / (1.0 + _IDLE * (count - k) / k)
-        return seated / max(1e-9, step_s, full_s)
+    def tokens_per_s(k: int, seated: float, beside: float = 1.0) -> float:
+        """Return how many tokens k workers make in a second if they have so many streams.
+
+        beside: prompts take so many times as long there as at the other workers."""
+        step_s, apart = base_s + stream_s * seated / k, _IDLE * (count - k)
+        rate = seated / max(step_s, 1e-9)
+        if rate * prompt_s > apart:  # then these k have no time left
+            rate = (k + beside * apart) / (step_s * k / seated + beside * prompt_s)
+        return rate
+
+    # What the workers make if prompts beside streams take longer there. With more workers fewer
+    # requests wait for seats.
+    each = [tokens_per_s(k, min(streams, k * seats), _BESIDE) for k in range(1, count + 1)]
+    enough = max(each) / _FASTER
 
     def needed() -> int:
         """Return how many workers it takes for the seats of the streams."""
         if not known:
             return math.ceil(max(begun / _FULL, _SEATED * streams) / seats)
-        rates = [tokens_per_s(k, min(streams, k * seats)) for k in range(1, count + 1)]
-        enough = max(rates) / _FASTER
         least = next(
-            k for k in range(1, count + 1) if rates[k - 1] >= enough or _FULL * k * seats >= streams
+            k for k in range(1, count + 1) if each[k - 1] >= enough or _FULL * k * seats >= streams
         )
         # If prompts do not fill the other workers now, they may wait for seats: it is decided about
         # a prompt only when there is one for it.
@@ -119,13 +130,17 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         under_way = apart + _BESIDE * (prompts - apart)
         found.append((k, rate * base_s / left / free + _FIRST * under_way))
     best = min(open_ for _, open_ in found)
-    return next(k for k, open_ in found if open_ <= _GAIN * best)
+    chosen = next(k for k, open_ in found if open_ <= _GAIN * best)
+    # Requests that wait for a seat are late, unless some are put off. The order of prompts decides
+    # that, once there are seats.
+    while known and chosen < count and _TAKEN * chosen * seats < streams and each[chosen] >= enough:
+        chosen += 1
+    return chosen
 
 
 def _mean(told: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the mean of what workers tell. Those that do not know it tell 0."""
-    known = [(value, weight) for value, weight in zip(told, weights, strict=True) if value]
-    return sum(v * w for v, w in known) / (sum(w for _, w in known) or 1.0)
+    """Return the mean of what workers tell."""
+    return sum(t * w for t, w in zip(told, weights, strict=True)) / (sum(weights) or 1.0)
 
 
 def _for_blocks(loads: Sequence[LoadReport]) -> int:

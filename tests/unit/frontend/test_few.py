@@ -20,12 +20,13 @@ def worker(
     seats: int = 64,
     blocks: int = 0,
     stream_s: float = STEP_S[1],
+    kv_s: float = STEP_S[2],
     age_s: float = 0.0,
 ) -> tuple[LoadReport, float]:
     load = blank(
         LoadReport, running=streams, active_blocks=blocks, free_blocks=1000 - blocks, seats=seats,
         requests=streams if requests is None else requests, streams=streams,
-        stream_tokens=1000 * streams, prompt_share=prompts, step_s=(STEP_S[0], stream_s, STEP_S[2]),
+        stream_tokens=1000 * streams, prompt_share=prompts, step_s=(STEP_S[0], stream_s, kv_s),
     )  # fmt: skip
     return load, age_s
 
@@ -56,6 +57,8 @@ def worker(
         # What streams cost is told by those that have some.
         ([worker(2), worker(stream_s=0.003)], 1),
         ([worker(2, stream_s=0.003), worker()], 2),
+        # One of them has learned that their KV costs nothing. What others assume does not count.
+        ([worker(10, 0.1, kv_s=0.0), worker(0, 0.2, kv_s=1e-5)], 1),
         # A share fades while its worker tells nothing new: an idle worker sends no reports.
         ([worker(15, 0.5), worker(prompts=0.5)], 1),
         ([worker(15, 0.5, age_s=60), worker(prompts=0.5, age_s=60)], 2),
@@ -92,6 +95,8 @@ def gpu(
         # Prompts take all time of the others. More workers with streams would make fewer tokens,
         # though requests wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=1.0)] * 6], 2),
+        # With more workers tokens come hardly slower, and fewer requests wait for a seat.
+        ([*[gpu(256, 1024)] * 2, *[gpu(prompts=1.0)] * 14], 5),
         # The others have time, so prompts wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=0.5)] * 6], 3),
         # Answers begin and end together. The time of prompts is that of the answers that ended,
