@@ -25,6 +25,8 @@ from benchmarks.report import percentile
 from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
 from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.frontend.dispatch import WORTH_MOVING
+from pullfill.frontend.routing.choice import MOVE_S, Placer
 from pullfill.frontend.routing.few import few
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.scheduler import Meter
@@ -37,6 +39,8 @@ BLOCK = 16
 WAY_S = 0.003
 """Seconds from the decision until an idle prefill side claims the job. It takes as long again from
 the last KV write to the commit."""
+MOVES_S = 0.05
+"""How long a stream stands still that goes on at another worker, which reads its KV."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 QUIET_S = 0.5
@@ -146,6 +150,7 @@ class Request:
     home: Engine | None = None
     job_of: Request | None = None
     remote: bool | None = None
+    moved: bool = False
 
     @property
     def due(self) -> float:
@@ -263,6 +268,12 @@ class Product(Rule):
 
     def loaded(self, request: Request) -> None:
         self.model.settled(request.name, True)
+
+    def moved(self, request: Request) -> None:
+        """It goes on here. To the model it is a prompt of which one token is left."""
+        targets = Targets(request.ttft_s, request.itl_s)
+        one = self.model.predict(Queue(0), targets, request.computed, 1)
+        self.model.admitted(request.name, one, False)
 
     def remote(self, request: Request) -> bool:
         engine, world = self.engine, self.engine.world
@@ -417,6 +428,17 @@ class Engine:
         self.arrived.append(request)
         self.wake()
 
+    def go_on(self, request: Request) -> None:
+        """A stream of another worker goes on here, if there is a seat. Else it waits for one."""
+        if len(self.running) >= self.options.seats:
+            self.world.at(self.world.now + MOVES_S, lambda: self.go_on(request))
+            return
+        request.home = self
+        self.running.append(request)
+        self.rule.moved(request)
+        self.cluster.changed(self)
+        self.wake()
+
     def wake(self) -> None:
         if not self._stepping:
             self._stepping = True
@@ -482,6 +504,8 @@ class Engine:
         self.rule.stepped(seconds)
         over: list[Request] = []
         for r, count in parts:
+            if r.job_of is None and r.home is not self:  # it has moved
+                continue
             r.computed += count
             if r.computed < r.prompt:
                 continue
@@ -542,11 +566,32 @@ class Cluster:
         self._turn = itertools.count()
         # How many workers get streams, and until when that and what they have told hold.
         self._few, self._few_until, self._told_until = 1, 0.0, 0.0
+        self._placer = Placer(world.random)
+        self._even_at = 0.0 if options.place == "pack" else math.inf
 
     # ------------------------------------------------------------------ placement
 
     def add(self, request: Request) -> None:
         self.place(request).add(request)
+
+    def _even(self) -> None:
+        """Move a stream, if they are unevenly spread: what a frontend does."""
+        now, named = self.world.now, {f"{one.number:06}": one for one in self.decode}
+        self._even_at = now + MOVE_S
+        for name, engine in named.items():
+            view = self._placer.join(name)
+            view.told, view.told_at = engine.load(), now
+        if found := self._placer.uneven(named, now):
+            source, to = (named[name] for name in found)
+            able = [r for r in source.running if r.made and not r.moved]
+            one = max(able, key=lambda r: r.output - r.made, default=None)
+            if one is not None and one.output - one.made >= WORTH_MOVING:
+                source.running.remove(one)
+                source.rule.finished(one)
+                one.home, one.moved = None, True
+                source.own, to.own = source.own - 1, to.own + 1
+                self.changed(source)
+                self.world.at(now + MOVES_S, lambda: to.go_on(one))
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Add each of these requests when it comes, and name them."""
@@ -661,6 +706,8 @@ class Cluster:
 
     def pull(self, engine: Engine) -> None:
         """Called before each step of a worker."""
+        if self.world.now >= self._even_at:
+            self._even()
         if self.queue:
             self.changed(engine)  # jobs that it has may be late by now
             if engine.number in self._able or not self._pullers:

@@ -258,8 +258,11 @@ class Placer:
             return None
         count, ordered = self._fewest(views, now), [*each]
         few, others = ordered[:count], ordered[count:]
-        to = min(few, key=each.__getitem__)
-        source = max(others if any(map(each.get, others)) else few, key=each.__getitem__)
+        to, most = (which(few, key=each.__getitem__) for which in (min, max))
+        # A worker beyond these computes more prompts once its last streams have moved. If it has
+        # many, it is likely to be one of these again before that.
+        left = [name for name in others if 0 < each[name] <= each[most] / 2]
+        source = max(left, key=each.__getitem__, default=most)
         if source in few and each[source] - each[to] < 2:
             self._move_at = math.inf
             return None
