@@ -7,7 +7,7 @@ running requests first, in order, one token for each that generates and a chunk 
 then waiting ones while the step has tokens and the engine has seats. What differs between systems
 is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Cluster.place`) and
 who gets a prompt (`Rule.remote`). The production code decides both under the rules `conditional`
-and `cost` (`rules.py`, `CostModel`). Only the times are made up: `Machine` and WAY_S.
+and `cost` (`rules.py`, `CostModel`). Only the times are made up: `Machine`, WAY_S, MOVES_S.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WAY_S = 0.003
 """Seconds from the decision until an idle prefill side claims the job. It takes as long again from
 the last KV write to the commit."""
 MOVES_S = 0.05
-"""How long a stream stands still that goes on at another worker, which reads its KV."""
+"""Seconds between two tokens of a stream that moves. The other worker reads its KV meanwhile."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
 QUIET_S = 0.5
@@ -429,7 +429,7 @@ class Engine:
         self.wake()
 
     def go_on(self, request: Request) -> None:
-        """A stream of another worker goes on here, if there is a seat. Else it waits for one."""
+        """Continue a stream that another worker began, as soon as there is a seat."""
         if len(self.running) >= self.options.seats:
             self.world.at(self.world.now + MOVES_S, lambda: self.go_on(request))
             return
@@ -575,7 +575,7 @@ class Cluster:
         self.place(request).add(request)
 
     def _even(self) -> None:
-        """Move a stream, if they are unevenly spread: what a frontend does."""
+        """Do what a frontend does: if streams are unevenly spread, move one of them."""
         now, named = self.world.now, {f"{one.number:06}": one for one in self.decode}
         self._even_at = now + MOVE_S
         for name, engine in named.items():

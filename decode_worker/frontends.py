@@ -1,4 +1,4 @@
-"""The frontends of a decode worker get its outputs and its load between two steps of its engine.
+"""Sends outputs and load to the frontends of a decode worker, between two steps of its engine.
 
 The engine's loop calls the hooks of `Frontends`. They give the outputs of each step to the request
 server, which sends them, and the load when it has changed. `Frontends` also hands unfinished

@@ -259,8 +259,8 @@ class Placer:
         count, ordered = self._fewest(views, now), [*each]
         few, others = ordered[:count], ordered[count:]
         to, most = (which(few, key=each.__getitem__) for which in (min, max))
-        # A worker beyond these computes more prompts once its last streams have moved. If it has
-        # many, it is likely to be one of these again before that.
+        # One of the others computes more prompts once its last streams have moved. If it has many,
+        # it is likely to be one of the few again before that.
         left = [name for name in others if 0 < each[name] <= each[most] / 2]
         source = max(left, key=each.__getitem__, default=most)
         if source in few and each[source] - each[to] < 2:

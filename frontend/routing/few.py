@@ -94,15 +94,14 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     def tokens_per_s(k: int, seated: float, beside: float = 1.0) -> float:
         """Return how many tokens k workers make in a second if they have so many streams.
 
-        beside: prompts take so many times as long there as at the other workers."""
+        beside: how many times as long a prompt takes on a worker with streams."""
         step_s, apart = base_s + stream_s * seated / k, _IDLE * (count - k)
         rate = seated / max(step_s, 1e-9)
         if rate * prompt_s > apart:  # then these k have no time left
             rate = (k + beside * apart) / (step_s * k / seated + beside * prompt_s)
         return rate
 
-    # What the workers make if prompts beside streams take longer there. With more workers fewer
-    # requests wait for seats.
+    # Tokens per second with 1, 2, ... workers. With more workers, fewer requests wait for seats.
     each = [tokens_per_s(k, min(streams, k * seats), _BESIDE) for k in range(1, count + 1)]
     enough = max(each) / _FASTER
 

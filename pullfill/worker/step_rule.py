@@ -206,9 +206,10 @@ def beside(
 def _looked_at(
     prompts: Sequence[Prompt], now: float, most: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Return `most` of the prompts, by when they are due, and the others.
+    """Return at most `most` prompts, sorted by when they are due, and the rest.
 
-    Late ones are taken if there is room. Else many of them would hide those that can be in time."""
+    Prompts that are late already are in the rest, unless there is room for them. If they took that
+    room, those that can still be in time would be in the rest."""
     others = list[Prompt]()
     if len(prompts) > most:
         ordered = sorted(prompts, key=lambda prompt: (prompt.due <= now, prompt.due))

@@ -78,7 +78,7 @@ def test_the_fewest_with_which_tokens_are_about_as_fast_as_can_be(
 def gpu(
     streams: int = 0, requests: int = 0, prompts: float = 0.0, answer: int = 200, **told: float
 ) -> tuple[LoadReport, float]:
-    """What one GPU worker tells. Prompts have 1000 tokens."""
+    """Return the load report of one GPU worker whose prompts have 1000 tokens, and its age."""
     ended, asked = told.get("ended", 33.0), told.get("asked", 0.0)  # asked: tokens per second
     load = blank(
         LoadReport, running=streams, seats=256, requests=requests, streams=streams,
