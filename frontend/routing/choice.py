@@ -145,6 +145,8 @@ class Placer:
         self._few, self._few_until = 1, 0.0
         # When a stream moves, if they are unevenly spread until then.
         self._move_at = math.inf
+        # Which worker one shall have left the last time, and how many it had.
+        self._source = "", 0
 
     # ---------------------------------------------------------------- workers
 
@@ -259,17 +261,20 @@ class Placer:
         count, ordered = self._fewest(views, now), [*each]
         few, others = ordered[:count], ordered[count:]
         to, most = (which(few, key=each.__getitem__) for which in (min, max))
-        # One of the others computes more prompts once its last streams have moved. If it has many,
-        # it is likely to be one of the few again before that.
-        left = [name for name in others if 0 < each[name] <= each[most] / 2]
-        source = max(left, key=each.__getitem__, default=most)
-        if source in few and each[source] - each[to] < 2:
+        # One of the others computes more prompts once its last streams have moved.
+        left = sorted((name for name in others if each[name]), key=each.__getitem__)
+        sources = [most, *left] if each[most] - each[to] > 1 else left
+        if not sources:
             self._move_at = math.inf
             return None
         self._move_at = min(self._move_at, now + _UNEVEN_S)
         if now < self._move_at:
             return None
         self._move_at = now + MOVE_S * self.peers
+        # If none has moved since the last time, they may not.
+        able = [name for name in sources if (name, each[name]) != self._source]
+        source = (able or sources)[-1]
+        self._source = source, each[source]
         return source, to
 
     def _by_prefix(

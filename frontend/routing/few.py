@@ -3,7 +3,7 @@
 A worker without streams has its time for prompts. So workers of both sides become decode workers
 and prefill workers while the load is light. But streams on fewer workers have longer steps, and
 prompts that the other workers cannot compute are computed beside streams. `few` returns the
-smallest number with which at most _GAIN times as many requests are open as with the best number.
+smallest number with which the requests get about as many tokens per second as with the best number.
 """
 
 from __future__ import annotations
@@ -14,47 +14,35 @@ from collections.abc import Sequence
 from pullfill.engine.front_wire import LoadReport
 from pullfill.rate import fade
 
-# open requests = streams + _FIRST * prompts under way
-# streams = tokens per second * time of a token
-# time of a token = step with an equal part of the streams / (1 - share of prompts)
-# share of prompts there = what workers without streams cannot do, in equal parts
+# tokens per second = streams / step with an equal part of the streams
 #
-# If fewer workers have the streams, they must make the same tokens per second. Each has more
-# streams, so its steps are longer. Longer steps make answers last longer, so there are more streams
-# still. By Little's law fewer open requests mean a higher throughput, or less waiting.
+# They need prompts: tokens per second * what prompts take for each token of answers that ended. If
+# the workers without streams cannot compute all of these, the others compute the rest meanwhile:
 #
-# Clients that wait for their answers ask in waves. Then the prompts and streams of the moment tell
-# little. So prompts = tokens per second * what prompts take for each token of answers that ended.
+#     tokens per second = time of the workers / (time of a token there + prompts for each token)
+#
+# All requests count as streams, also those whose prompts wait. So the number stays the same while
+# clients that wait for their answers ask in waves.
 
 # What share of its time a worker without streams can spend on prompts. With 0.8 prompts seemed to
 # need more workers than they do, and 64 workers answered half as many conversations in time.
 _IDLE = 0.95
-# Beside streams a prompt takes about so many times as long as alone.
-_BESIDE = 2.0
-# A prompt under way counts as so many streams, because a first token has less time than an answer.
-# With 1, streams went to a worker whose time prompts needed, and stayed for their whole answers.
-_FIRST = 4.0
-# So many times as many requests as with the best number may be open. A worker that gets streams
-# while a load begins keeps them for their whole answers. With a smaller number too many workers
-# got some, and prompts were late (load `conversations` of `make sim-fleet`).
-_GAIN = 1.5
+# At best there are so many times as many tokens per second. A worker that gets streams while a load
+# begins keeps them for their whole answers, and it is not known yet what prompts take. With 1.04
+# too many workers got some then, and prompts were late (load `9/s` of `make sim-fleet`).
+_ABOUT, _BEGIN = 1.04, 1.2
+# A step without prompts takes so many times as long as if all workers had streams, at most. With
+# more, streams of 64 workers were too slow to be in time (load `conversations`).
+_SLOW = 1.5
 # Seats and KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
-# This share of the open requests may need a seat at the same time. The rest are prompts.
-_SEATED = 0.75
 # While others have time, so much of the seats may be taken: it is decided about a prompt only when
 # there is a seat for it. With _FULL too many workers got streams when all answers began together.
 _TAKEN = 0.95
-# More workers get streams for their seats only if that makes tokens so many times as fast. Or if
-# requests wait for seats, and tokens are at most so many times as slow as with the best number.
-_FASTER = 1.05
 # From so many ended answers on, what they tell of prompts and answers counts.
 _ENDED = 24.0
 # This share of a worker's time is left for its streams at least.
 _LEFT = 0.02
-# A step's own time counts as this share of it at least. Else there could be streams without end,
-# while clients that wait for their answers ask for no more.
-_FREE = 0.05
 
 
 def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
@@ -75,7 +63,6 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     # A worker that does nothing tells nothing more, and its last share fades.
     shares = [load.prompt_share * fade(age_s) for load, age_s in workers]
     seats = sum(load.seats for load in loads) / count or math.inf  # of one worker
-    seated = min(streams, count * seats)
     # Seconds of prompts for each token of the answers.
     prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
     if known := ended >= _ENDED:
@@ -89,52 +76,34 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         prompt_s = here * token_s * prompt_tokens / tokens
     else:
         left = max(_LEFT, 1.0 - max(0.0, sum(shares) - _IDLE * (count - having)) / having)
+        seated = min(streams, count * seats)
         prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
 
-    def tokens_per_s(k: int, seated: float, beside: float = 1.0) -> float:
-        """Return how many tokens k workers make in a second if they have so many streams.
+    def step_s(k: int, streams: float) -> float:
+        """Return the time of a step if k workers have so many streams."""
+        return max(1e-9, base_s + stream_s * streams / k)
 
-        beside: how many times as long a prompt takes on a worker with streams."""
-        step_s, apart = base_s + stream_s * seated / k, _IDLE * (count - k)
-        rate = seated / max(step_s, 1e-9)
-        if rate * prompt_s > apart:  # then these k have no time left
-            rate = (k + beside * apart) / (step_s * k / seated + beside * prompt_s)
-        return rate
+    def tokens_per_s(k: int) -> float:
+        """Return how many tokens k workers make in a second."""
+        seated, apart = min(streams, k * seats), _IDLE * (count - k)
+        token_s = step_s(k, seated) * k / seated
+        if prompt_s * k > apart * token_s:  # then these k have no time left
+            return (k + apart) / (token_s + prompt_s)
+        return k / token_s
 
-    # Tokens per second with 1, 2, ... workers. With more workers, fewer requests wait for seats.
-    each = [tokens_per_s(k, min(streams, k * seats), _BESIDE) for k in range(1, count + 1)]
-    enough = max(each) / _FASTER
-
-    def needed() -> int:
-        """Return how many workers it takes for the seats of the streams."""
-        if not known:
-            return math.ceil(max(begun / _FULL, _SEATED * streams) / seats)
-        least = next(
-            k for k in range(1, count + 1) if each[k - 1] >= enough or _FULL * k * seats >= streams
-        )
-        # If prompts do not fill the other workers now, they may wait for seats: it is decided about
-        # a prompt only when there is one for it.
-        idle = sum(shares) < _IDLE * (count - least)
-        return max(least, math.ceil(begun / _TAKEN / seats)) if idle else least
-
-    rate = tokens_per_s(having, seated)
-    prompts = prompt_s * rate
-    least = max(1, needed(), _for_blocks(loads))
-    found: list[tuple[int, float]] = []
-    for k in range(min(least, count), count + 1):
-        apart = min(prompts, _IDLE * (count - k))
-        left = max(_LEFT, 1.0 - (prompts - apart) / k)  # of the time of these k, for streams
-        # Solves streams = rate * (base_s + stream_s * streams / k) / left.
-        free = max(_FREE, 1.0 - rate * stream_s / left / k)
-        under_way = apart + _BESIDE * (prompts - apart)
-        found.append((k, rate * base_s / left / free + _FIRST * under_way))
-    best = min(open_ for _, open_ in found)
-    chosen = next(k for k, open_ in found if open_ <= _GAIN * best)
-    # Requests that wait for a seat are late, unless some are put off. The order of prompts decides
-    # that, once there are seats.
-    while known and chosen < count and _TAKEN * chosen * seats < streams and each[chosen] >= enough:
-        chosen += 1
-    return chosen
+    numbers = range(1, count + 1)
+    each = [tokens_per_s(k) for k in numbers]
+    enough = max(each) / (_ABOUT if known else _BEGIN)
+    able = [k for k, rate in zip(numbers, each, strict=True) if rate >= enough]
+    # If prompts take most of the time, each number of workers gives about as many tokens.
+    slow = _SLOW * step_s(count, begun)
+    chosen = next((k for k in able if step_s(k, begun) <= slow), able[-1])
+    if not known:
+        chosen = max(chosen, math.ceil(streams / _FULL / seats))
+    # If the other workers have time though requests are without a seat, their prompts wait for one.
+    elif streams - 1 > chosen * seats and sum(shares) < _IDLE * (count - chosen):
+        chosen = max(chosen, math.ceil(begun / _TAKEN / seats))
+    return min(count, max(chosen, _for_blocks(loads)))
 
 
 def _mean(told: Sequence[float], weights: Sequence[float]) -> float:

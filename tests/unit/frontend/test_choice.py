@@ -178,9 +178,10 @@ def test_streams_move_one_by_one_if_they_stay_unevenly_spread() -> None:
     assert uneven(1.3, 13, 8, 0) == ("a", "b")
     assert not uneven(1.5, 10, 11, 0)
     assert not uneven(1.6, 14, 7, 0)
-    assert uneven(2.6, 11, 9, 1) == ("c", "b")
+    assert uneven(2.6, 11, 9, 6) == ("c", "b")
     assert uneven(2.9, 11, 9, 5) == ("c", "b")
-    assert uneven(3.2, 11, 9, 6) == ("a", "b"), "the third one has streams for long"
+    assert uneven(3.2, 11, 9, 5) == ("a", "b"), "those of the third one may not move"
+    assert uneven(3.5, 11, 9, 5) == ("c", "b")
     rig.view("a").told = None
     assert not rig.placer.uneven(rig.names, 9.0), "stock servers tell nothing"
 

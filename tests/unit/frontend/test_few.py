@@ -41,19 +41,21 @@ def worker(
         ([worker(30), worker(0)], 2),
         # As many, but the second worker has its time for prompts.
         ([worker(10, 0.2), worker(0, 0.8)], 1),
-        # Prompts fill more than the second worker: both do both.
-        ([worker(10, 0.95), worker(10, 0.95)], 2),
+        # Prompts fill more than the second worker: the first one computes some of them.
+        ([worker(10, 0.95), worker(10, 0.95)], 1),
+        # But its steps would be much longer with all the streams.
+        ([worker(20, 0.95), worker(20, 0.95)], 2),
         ([worker(10), *[worker(prompts=0.7)] * 3], 1),
-        # As many tokens per second from one worker would take twice as many streams.
-        ([worker(40), *[worker(prompts=0.1)] * 3], 2),
-        # One worker's steps would be half as long again, and so get more streams than it can take.
+        # Steps of two workers would be much longer.
+        ([worker(40), *[worker(prompts=0.1)] * 3], 3),
+        # One worker's steps would be half as long again.
         ([worker(15, 0.1), worker(15, 0.2), worker(0, 0.8), worker(0, 0.8)], 2),
         ([worker(2, seats=8), worker(seats=8)], 1),
         ([worker(2, seats=2), worker(seats=2)], 2),
         ([worker(1, blocks=900), worker(), worker()], 2),
         ([worker(8, seats=8), worker(8, seats=8)], 2),
-        # Requests do not wait for the seats of one worker.
-        ([worker(1, seats=8, requests=16), *[worker(seats=8)] * 3], 2),
+        # Each request needs a seat soon.
+        ([worker(1, seats=8, requests=16), *[worker(seats=8)] * 3], 3),
         # What streams cost is told by those that have some.
         ([worker(2), worker(stream_s=0.003)], 1),
         ([worker(2, stream_s=0.003), worker()], 2),
@@ -95,8 +97,8 @@ def gpu(
         # Prompts take all time of the others. More workers with streams would make fewer tokens,
         # though requests wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=1.0)] * 6], 2),
-        # With more workers tokens come hardly slower, and fewer requests wait for a seat.
-        ([*[gpu(256, 1024)] * 2, *[gpu(prompts=1.0)] * 14], 5),
+        # Five would make as many tokens. With three, streams have too few seats.
+        ([*[gpu(256, 1024)] * 2, *[gpu(prompts=1.0)] * 14], 4),
         # The others have time, so prompts wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=0.5)] * 6], 3),
         # Answers begin and end together. The time of prompts is that of the answers that ended,
@@ -108,8 +110,8 @@ def gpu(
         # If prefill workers compute a part of the prompts, the time of these is for streams.
         ([*[gpu(100, 220, 0.5, answer=1000, asked=3_000.0)] * 3, gpu(prompts=0.9)], 2),
         ([*[gpu(100, 220, 0.5, answer=1000, asked=30_000.0)] * 3, gpu(prompts=0.9)], 3),
-        # Too few have ended. What prompts take now counts.
-        ([*[gpu(10, 205, answer=1000, ended=4)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 4),
+        # Too few have ended. What prompts take now counts, and each request needs a seat.
+        ([*[gpu(10, 205, answer=1000, ended=4)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 6),
         ([*[gpu(205, 205, answer=1000, ended=4)] * 5, *[gpu(ended=0)] * 3], 6),
     ],
 )
