@@ -30,7 +30,7 @@ _IDLE = 0.95
 # At best there are so many times as many tokens per second. A worker that gets streams while a load
 # begins keeps them for their whole answers, and it is not known yet what prompts take. With 1.04
 # too many workers got some then, and prompts were late (load `9/s` of `make sim-fleet`).
-_ABOUT, _BEGIN = 1.04, 1.2
+_ABOUT, _BEGIN = 1.04, 1.3
 # A step without prompts takes so many times as long as if all workers had streams, at most. With
 # more, streams of 64 workers were too slow to be in time (load `conversations`).
 _SLOW = 1.5
@@ -95,9 +95,10 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     each = [tokens_per_s(k) for k in numbers]
     enough = max(each) / (_ABOUT if known else _BEGIN)
     able = [k for k, rate in zip(numbers, each, strict=True) if rate >= enough]
-    # If prompts take most of the time, each number of workers gives about as many tokens.
+    # If prompts take most of the time, each number of workers gives about as many tokens. Before
+    # answers have ended, what a step takes is a guess.
     slow = _SLOW * step_s(count, begun)
-    chosen = next((k for k in able if step_s(k, begun) <= slow), able[-1])
+    chosen = next((k for k in able if not known or step_s(k, begun) <= slow), able[-1])
     if not known:
         chosen = max(chosen, math.ceil(streams / _FULL / seats))
     # If the other workers have time though requests are without a seat, their prompts wait for one.

@@ -43,11 +43,9 @@ def worker(
         ([worker(10, 0.2), worker(0, 0.8)], 1),
         # Prompts fill more than the second worker: the first one computes some of them.
         ([worker(10, 0.95), worker(10, 0.95)], 1),
-        # But its steps would be much longer with all the streams.
-        ([worker(20, 0.95), worker(20, 0.95)], 2),
         ([worker(10), *[worker(prompts=0.7)] * 3], 1),
-        # Steps of two workers would be much longer.
-        ([worker(40), *[worker(prompts=0.1)] * 3], 3),
+        # The steps of one worker would be much longer.
+        ([worker(40), *[worker(prompts=0.1)] * 3], 2),
         # One worker's steps would be half as long again.
         ([worker(15, 0.1), worker(15, 0.2), worker(0, 0.8), worker(0, 0.8)], 2),
         ([worker(2, seats=8), worker(seats=8)], 1),
@@ -82,9 +80,10 @@ def gpu(
 ) -> tuple[LoadReport, float]:
     """Return the load report of one GPU worker whose prompts have 1000 tokens, and its age."""
     ended, asked = told.get("ended", 33.0), told.get("asked", 0.0)  # asked: tokens per second
+    kv = int(told.get("kv", 1000) * streams)
     load = blank(
         LoadReport, running=streams, seats=256, requests=requests, streams=streams,
-        stream_tokens=1000 * streams, prompt_share=prompts, step_s=(0.0184, 0.0, 1.5e-8),
+        stream_tokens=kv, prompt_share=prompts, step_s=(0.0184, 0.0, 1.5e-8),
         prompt_token_s=6e-5 if prompts else 0.0, prompt_tokens_per_s=asked,
         ended=(1000.0 * ended, answer * ended, ended),
     )  # fmt: skip
@@ -99,6 +98,9 @@ def gpu(
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=1.0)] * 6], 2),
         # Five would make as many tokens. With three, streams have too few seats.
         ([*[gpu(256, 1024)] * 2, *[gpu(prompts=1.0)] * 14], 4),
+        # Two would make as many tokens, but the steps with their KV would be too long.
+        ([*[gpu(200, 250, answer=50)] * 2, *[gpu(0, 0, 1.0, answer=50)] * 6], 2),
+        ([*[gpu(200, 250, answer=50, kv=8000)] * 2, *[gpu(0, 0, 1.0, answer=50)] * 6], 3),
         # The others have time, so prompts wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=0.5)] * 6], 3),
         # Answers begin and end together. The time of prompts is that of the answers that ended,
