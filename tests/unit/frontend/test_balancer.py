@@ -94,14 +94,14 @@ async def test_what_workers_report_decides_how_many_get_streams(rig: Rig) -> Non
         for worker in rig.workers:
             load = blank(
                 front_wire.LoadReport, active_blocks=9, free_blocks=99, requests=streams,
-                streams=streams, prompt_share=0.1, step_s=(0.006, 0.0003, 0.0),
+                streams=streams, prompt_share=0.01, step_s=(0.006, 0.0003, 0.0),
             )  # fmt: skip
             rig.balancer.report(worker.instance_id, load, (), now)
         rig.now = now
         return {rig.worker_of(request(f"r{n}", PROMPT[n + streams :])) for n in range(4)}
 
     assert where(1, rig.now) == {"a"}
-    assert where(50, rig.now + 1.0) - {"a"} == {"b", "c"}
+    assert where(100, rig.now + 1.0) - {"a"} == {"b", "c"}
 
 
 def test_not_every_report_looks_at_all_workers(rig: Rig) -> None:
