@@ -32,8 +32,8 @@ _IDLE = 0.95
 # too many workers got some then, and prompts were late (load `9/s` of `make sim-fleet`).
 _ABOUT, _BEGIN = 1.04, 1.3
 # A step without prompts takes so many times as long as if all workers had streams, at most. With
-# more, streams of 64 workers were too slow to be in time (load `conversations`). With 1.5 two workers
-# both got streams too often, and answered 0.95 as many requests in time (`make sim-splits`).
+# more, streams of 64 workers were too slow to be in time (load `conversations`). With 1.5 both of
+# two workers got streams too often, and 0.95 as many requests were in time (`make sim-splits`).
 _SLOW = 1.7
 # Seats and KV blocks of the workers with streams are used to this share at most.
 _FULL = 0.75
