@@ -27,9 +27,10 @@ from pullfill.rate import fade
 # What share of its time a worker without streams can spend on prompts. With 0.8 prompts seemed to
 # need more workers than they do, and 64 workers answered half as many conversations in time.
 _IDLE = 0.95
-# At best there are so many times as many tokens per second. A worker that gets streams while a load
-# begins keeps them for their whole answers, and it is not known yet what prompts take. With 1.04
-# too many workers got some then, and prompts were late (load `9/s` of `make sim-fleet`).
+# The best number gives at most so many times as many tokens per second as the chosen one. _BEGIN
+# holds until _ENDED answers have ended: a worker that gets streams while a load begins keeps them
+# for their whole answers, and it is not known yet what prompts take. With 1.04 too many workers got
+# some then, and prompts were late (load `9/s` of `make sim-fleet`).
 _ABOUT, _BEGIN = 1.04, 1.3
 # A step without prompts takes so many times as long as if all workers had streams, at most. With
 # more, streams of 64 workers were too slow to be in time (load `conversations`). With 1.5 both of
@@ -87,10 +88,10 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     def tokens_per_s(k: int) -> float:
         """Return how many tokens k workers make in a second."""
         seated, apart = min(streams, k * seats), _IDLE * (count - k)
-        token_s = step_s(k, seated) * k / seated
-        if prompt_s * k > apart * token_s:  # then these k have no time left
-            return (k + apart) / (token_s + prompt_s)
-        return k / token_s
+        stream_token_s = step_s(k, seated) * k / seated  # of one worker's time
+        if prompt_s * k > apart * stream_token_s:  # then the others cannot compute all prompts
+            return (k + apart) / (stream_token_s + prompt_s)
+        return k / stream_token_s
 
     numbers = range(1, count + 1)
     each = [tokens_per_s(k) for k in numbers]
