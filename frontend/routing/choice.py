@@ -264,7 +264,9 @@ class Placer:
         # One of the others computes more prompts once its last streams have moved.
         left = sorted((name for name in others if each[name]), key=each.__getitem__)
         sources = [most, *left] if each[most] - each[to] > 1 else left
-        if not sources:
+        # A stream that moves to a worker without a free seat would wait there.
+        full = (told := self.views[to].told) is not None and 0 < told.seats <= told.requests
+        if full or not sources:
             self._move_at = math.inf
             return None
         self._move_at = min(self._move_at, now + _UNEVEN_S)
