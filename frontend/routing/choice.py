@@ -145,8 +145,8 @@ class Placer:
         self._few, self._few_until = 1, 0.0
         # When a stream moves, if they are unevenly spread until then.
         self._move_at = math.inf
-        # Which worker one shall have left the last time, and how many it had.
-        self._source = "", 0
+        # The worker that a stream was last to leave.
+        self._source = ""
 
     # ---------------------------------------------------------------- workers
 
@@ -259,11 +259,10 @@ class Placer:
         if len(each) < len(views) or len(each) < 2:
             return None
         count, ordered = self._fewest(views, now), [*each]
-        few, others = ordered[:count], ordered[count:]
-        to, most = (which(few, key=each.__getitem__) for which in (min, max))
+        to = min(ordered[:count], key=each.__getitem__)
         # One of the others computes more prompts once its last streams have moved.
-        left = sorted((name for name in others if each[name]), key=each.__getitem__)
-        sources = [most, *left] if each[most] - each[to] > 1 else left
+        sources = [name for name in ordered[:count] if each[name] > each[to] + 1]
+        sources += [name for name in ordered[count:] if each[name]]
         # A stream that moves to a worker without a free seat would wait there.
         full = (told := self.views[to].told) is not None and 0 < told.seats <= told.requests
         if full or not sources:
@@ -273,11 +272,9 @@ class Placer:
         if now < self._move_at:
             return None
         self._move_at = now + MOVE_S * self.peers
-        # If none has moved since the last time, they may not.
-        able = [name for name in sources if (name, each[name]) != self._source]
-        source = (able or sources)[-1]
-        self._source = source, each[source]
-        return source, to
+        # They take turns, because all streams of one may have to stay.
+        self._source = next((name for name in sources if name > self._source), sources[0])
+        return self._source, to
 
     def _by_prefix(
         self,

@@ -4,6 +4,7 @@ A worker without streams has its time for prompts. So workers of both sides beco
 and prefill workers while the load is light. But streams on fewer workers have longer steps, and
 prompts that the other workers cannot compute are computed beside streams. `few` returns the
 smallest number with which the requests get about as many tokens per second as with the best number.
+It returns more if steps would be too long, or seats or KV blocks too few.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pullfill.rate import fade
 
 # tokens per second = streams / step with an equal part of the streams
 #
-# They need prompts: tokens per second * what prompts take for each token of answers that ended. If
-# the workers without streams cannot compute all of these, the others compute the rest meanwhile:
+# Each token needs time for prompts: what they take for each token of the answers that ended. If the
+# workers without streams cannot compute all these prompts, the others compute the rest meanwhile:
 #
 #     tokens per second = time of the workers / (time of a token there + prompts for each token)
 #
-# All requests count as streams, also those whose prompts wait. So the number stays the same while
-# clients that wait for their answers ask in waves.
+# Here all requests count as streams for which there are seats, also those whose prompts wait. So
+# the number stays the same while clients that wait for their answers ask in waves.
 
 # What share of its time a worker without streams can spend on prompts. With 0.8 prompts seemed to
 # need more workers than they do, and 64 workers answered half as many conversations in time.
@@ -32,14 +33,17 @@ _IDLE = 0.95
 # for their whole answers, and it is not known yet what prompts take. With 1.04 too many workers got
 # some then, and prompts were late (load `9/s` of `make sim-fleet`).
 _ABOUT, _BEGIN = 1.04, 1.3
-# A step without prompts takes so many times as long as if all workers had streams, at most. With
-# more, streams of 64 workers were too slow to be in time (load `conversations`). With 1.5 both of
-# two workers got streams too often, and 0.95 as many requests were in time (`make sim-splits`).
+# Once _ENDED answers have ended: a step without prompts takes at most so many times as long as if
+# all workers had streams, unless that costs too many tokens per second. Without a limit, streams of
+# 64 workers were too slow to be in time (load `conversations`). With 1.5 both of two workers got
+# streams too often, and 0.95 as many requests as with 1.7 were in time (`make sim-splits`).
 _SLOW = 1.7
-# Seats and KV blocks of the workers with streams are used to this share at most.
+# KV blocks of the workers with streams are used to this share at most. So are their seats, until
+# _ENDED answers have ended.
 _FULL = 0.75
-# While others have time, so much of the seats may be taken: it is decided about a prompt only when
-# there is a seat for it. With _FULL too many workers got streams when all answers began together.
+# If requests lack a seat while other workers have time, streams take at most this share of the
+# seats: it is decided about a prompt only when there is a seat for it. With _FULL too many workers
+# got streams when all answers began together.
 _TAKEN = 0.95
 # From so many ended answers on, what they tell of prompts and answers counts.
 _ENDED = 24.0
@@ -75,18 +79,18 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         # Prefill workers without a decode side compute some of them, and tell nothing here.
         asked = token_s * sum(o.prompt_tokens_per_s * fade(age_s) for o, age_s in workers)
         here = min(1.0, sum(shares) / asked) if asked else 1.0
-        prompt_s = here * token_s * prompt_tokens / tokens
+        prompt_s = here * token_s * prompt_tokens / max(1.0, tokens)
     else:
         left = max(_LEFT, 1.0 - max(0.0, sum(shares) - _IDLE * (count - having)) / having)
         seated = min(streams, count * seats)
         prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
 
     def step_s(k: int, streams: float) -> float:
-        """Return the time of a step if k workers have so many streams."""
-        return max(1e-9, base_s + stream_s * streams / k)
+        """Return how long a step takes if k workers have `streams` streams in equal parts."""
+        return max(1e-9, base_s + stream_s * max(1.0, streams / k))
 
     def tokens_per_s(k: int) -> float:
-        """Return how many tokens k workers make in a second."""
+        """Return the tokens per second if k of the workers have the streams."""
         seated, apart = min(streams, k * seats), _IDLE * (count - k)
         stream_token_s = step_s(k, seated) * k / seated  # of one worker's time
         if prompt_s * k > apart * stream_token_s:  # then the others cannot compute all prompts
@@ -98,7 +102,7 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     enough = max(each) / (_ABOUT if known else _BEGIN)
     able = [k for k, rate in zip(numbers, each, strict=True) if rate >= enough]
     # If prompts take most of the time, each number of workers gives about as many tokens. Before
-    # answers have ended, what a step takes is a guess.
+    # answers have ended, what a step takes is a guess, so it limits nothing.
     slow = _SLOW * step_s(count, begun)
     chosen = next((k for k in able if not known or step_s(k, begun) <= slow), able[-1])
     if not known:

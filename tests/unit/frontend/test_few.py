@@ -109,6 +109,8 @@ def gpu(
         ([*[gpu(150, 205, answer=1000)] * 5, *[gpu(prompts=0.3)] * 3], 4),
         # Prompts were longer. Now all workers have streams, and none has a seat left.
         ([gpu(250, 250, prompts=0.2, answer=50)] * 4, 4),
+        # A worker without a stream makes no other's steps shorter.
+        ([gpu(1, 1, kv=100_000), *[gpu()] * 15], 1),
         # If prefill workers compute a part of the prompts, the time of these is for streams.
         ([*[gpu(100, 220, 0.5, answer=1000, asked=3_000.0)] * 3, gpu(prompts=0.9)], 2),
         ([*[gpu(100, 220, 0.5, answer=1000, asked=30_000.0)] * 3, gpu(prompts=0.9)], 3),
