@@ -22,6 +22,8 @@ _KEEP = 0.9995
 _CLIP = 3.0
 # How many steps it takes to learn that the whole engine has become slower or faster.
 _FACTOR_STEPS = 32.0
+# What is assumed of each part before counts as a step in which that part alone takes so long.
+_PRIOR_S = 0.002
 # What never happened counts as this share of one step. See `Errors.beyond`.
 _UNSEEN = 0.3
 _ALL = 1 << 30
@@ -57,13 +59,19 @@ class StepCost(msgspec.Struct, frozen=True):
 
 class Fit:
     """Least squares with coefficients of at least 0, which forget slowly, times a factor that
-    follows quickly. prior: counts as a fifth of an observation of each."""
+    follows quickly.
+
+    prior: what the coefficients are before anything is observed, all above 0. The larger a
+    coefficient's part of a time is by the prior, the more of an error is put down to it, until
+    observations differ enough to tell."""
 
     def __init__(self, prior: Sequence[float]) -> None:
-        size = len(prior)
+        self._prior = tuple(prior)
         self._b = list(prior)
-        self._xx = [[0.2 * (i == j) for j in range(size)] for i in range(size)]
-        self._xy = [0.2 * b for b in prior]
+        self._xy = [_PRIOR_S / b for b in prior]
+        self._xx = [
+            [_PRIOR_S / b**2 * (i == j) for j in range(len(prior))] for i, b in enumerate(prior)
+        ]
         self._factor = 1.0
         self._count = 0
 
@@ -80,12 +88,13 @@ class Fit:
             y = min(y, _CLIP * expected)
             self._factor *= 1.0 + (y / expected - 1.0) / _FACTOR_STEPS
         # The error of a time grows with its length, so each weighs by its size.
-        weight = 1.0 / max(sum(x), 1e-9)
+        weight = 1.0 / sum(b * v for b, v in zip(self._prior, x, strict=True))
         for i, xi in enumerate(x):
-            self._xx[i] = [
-                _KEEP * r + weight * xi * xj for r, xj in zip(self._xx[i], x, strict=True)
-            ]
-            self._xy[i] = _KEEP * self._xy[i] + weight * xi * y
+            if xi:  # steps without prompts do not make it forget what those take
+                self._xx[i] = [
+                    _KEEP * r + weight * xi * xj for r, xj in zip(self._xx[i], x, strict=True)
+                ]
+                self._xy[i] = _KEEP * self._xy[i] + weight * xi * y
         if self._count < EVERY or self._count % EVERY == 0:
             self._solve(x)
 

@@ -46,18 +46,16 @@ class StepModel:
 
     For minutes all steps may have as many streams. So what a stream or a token costs in proportion
     to the rest is remembered for thousands of steps. How fast the engine is as a whole is learned
-    from the last few dozen.
+    from the last few dozen. All parts are learned together: with prompts in most steps, nothing
+    else tells what of a step's time is theirs.
 
     kv_tokens: in the KV of its streams, as last counted. steps: how many have run.
     measured: steps that told what prompts take. jobs: prompts of others in the last plan."""
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        # In units that make the numbers alike: a step, 8 streams, 8192 tokens of KV; 256 tokens,
-        # 512 times 512 pairs.
-        self._decode, self._prefill = Fit((0.005, 0.002, 0.001)), Fit((0.03, 0.02))
+        self._fit = Fit((0.005, 2.5e-4, 1.2e-7, 1.2e-4, 7.6e-8))  # the fields of `StepCost`
         self.errors = Errors()
         self.kv_tokens = self.steps = self.measured = 0
-        self._alone = 0  # steps of streams alone
         self.jobs: Sequence[Prompt] = ()
         self._clock = clock
         self._tell()
@@ -90,32 +88,16 @@ class StepModel:
             cost = self.cost
             work = sum(cost.work(at, tokens) for at, tokens in step.parts)
             self.errors.stepped(cost.base(step.streams, step.kv_tokens) + work, seconds)
-        tokens = pairs = 0.0
-        for at, count in step.parts:
-            tokens += count / 256.0
-            pairs += count * (at + count / 2.0) / 262_144.0
-        base = (1.0, step.streams / 8.0, step.kv_tokens / 8192.0)
-        alone, work = self._decode.of(base), self._prefill.of((tokens, pairs))
-        self._alone += bool(step.streams and not step.parts)
-        # Until some steps had streams alone, a step tells what its larger part takes. Else a small
-        # chunk would seem to take what streams do, and the next ones would be smaller still.
-        known = not step.streams or self._alone >= EVERY or work > alone
-        if known and tokens > 1 / 16:  # fewer take less than a step varies
-            self.measured += 1
-            self._prefill.observe((tokens, pairs), max(0.0, seconds - alone))
-            if seconds < alone:
-                # It would take less still without prompts. Where all steps have prompts, nothing
-                # else tells that, and prompts would be taken to cost less and less.
-                self._decode.observe(base, seconds)
-        elif step.streams:
-            self._decode.observe(base, max(0.0, seconds - work))
+        tokens = sum(count for _, count in step.parts)
+        pairs = sum(count * (at + count / 2.0) for at, count in step.parts)
+        self.measured += tokens > 16  # fewer take less than a step varies
+        if step.streams or tokens:
+            self._fit.observe((1.0, step.streams, step.kv_tokens, tokens, pairs), seconds)
         if self.steps < EVERY or self.steps % EVERY == 0:
             self._tell()
 
     def _tell(self) -> None:
-        base, stream, kv = self._decode.learned()
-        token, pair = self._prefill.learned()
-        self._cost = StepCost(base, stream / 8.0, kv / 8192.0, token / 256.0, pair / 262_144.0)
+        self._cost = StepCost(*self._fit.learned())
 
 
 class StepMeter:

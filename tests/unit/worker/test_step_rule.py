@@ -355,6 +355,20 @@ def test_small_chunks_beside_streams_do_not_make_prompts_dear() -> None:
     assert fit.cost.base(6, 6000) == pytest.approx(gpu.base(6, 6000), rel=0.2)
 
 
+def test_prompts_beside_the_first_streams_are_not_taken_for_dear() -> None:
+    """A worker that takes prompts for dear computes none, and so would never learn better."""
+    fit, rng = StepModel(), random.Random(1)
+    gpu = StepCost(0.018, 0.0, 1.5e-8, 5.7e-5, 8e-9)
+    ran(fit, 0, 0, [(0, 1000)], gpu.base(0, 0) + gpu.work(0, 1000))
+    for number in range(60):
+        streams, tokens = 1 + number // 6, rng.randint(60, 250)
+        step_s = gpu.base(streams, 1000 * streams) + gpu.work(0, tokens)
+        ran(fit, streams, 1000 * streams, [(0, tokens)], step_s)
+    for _ in range(4000):
+        ran(fit, 110, 170_000, [], gpu.base(110, 170_000))
+    assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.25)
+
+
 def test_a_pause_spoils_nothing() -> None:
     fit, rng = StepModel(), random.Random(1)
     run_steps(fit, rng, COST, 800)
