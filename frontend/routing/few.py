@@ -33,11 +33,6 @@ _IDLE = 0.95
 # for their whole answers, and it is not known yet what prompts take. With 1.04 too many workers got
 # some then, and prompts were late (load `9/s` of `make sim-fleet`).
 _ABOUT, _BEGIN = 1.04, 1.3
-# Once _ENDED answers have ended: a step without prompts takes at most so many times as long as if
-# all workers had streams, unless that costs too many tokens per second. Without a limit, streams of
-# 64 workers were too slow to be in time (load `conversations`). With 1.5 both of two workers got
-# streams too often, and 0.95 as many requests as with 1.7 were in time (`make sim-splits`).
-_SLOW = 1.7
 # KV blocks of the workers with streams are used to this share at most. So are their seats, until
 # _ENDED answers have ended.
 _FULL = 0.75
@@ -45,7 +40,9 @@ _FULL = 0.75
 # seats: it is decided about a prompt only when there is a seat for it. With _FULL too many workers
 # got streams when all answers began together.
 _TAKEN = 0.95
-# From so many ended answers on, what they tell of prompts and answers counts.
+# From so many ended answers on, for each worker with streams, what they tell of prompts and answers
+# counts. The first ones that end are short. With 24 of 64 workers prompts seemed to be three times
+# as long beside the answers as they were.
 _ENDED = 24.0
 # This share of a worker's time is left for its streams at least.
 _LEFT = 0.02
@@ -71,7 +68,7 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     seats = sum(load.seats for load in loads) / count or math.inf  # of one worker
     # Seconds of prompts for each token of the answers.
     prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
-    if known := ended >= _ENDED:
+    if known := ended >= _ENDED * having:
         knowing = [
             (s + 1e-6) * (o.prompt_token_s > 0.0) for s, o in zip(shares, loads, strict=True)
         ]
@@ -100,11 +97,7 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     numbers = range(1, count + 1)
     each = [tokens_per_s(k) for k in numbers]
     enough = max(each) / (_ABOUT if known else _BEGIN)
-    able = [k for k, rate in zip(numbers, each, strict=True) if rate >= enough]
-    # If prompts take most of the time, each number of workers gives about as many tokens. Before
-    # answers have ended, what a step takes is a guess, so it limits nothing.
-    slow = _SLOW * step_s(count, begun)
-    chosen = next((k for k in able if not known or step_s(k, begun) <= slow), able[-1])
+    chosen = next(k for k, rate in zip(numbers, each, strict=True) if rate >= enough)
     if not known:
         chosen = max(chosen, math.ceil(streams / _FULL / seats))
     # If the other workers have time though requests are without a seat, their prompts wait for one.

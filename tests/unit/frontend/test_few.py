@@ -98,9 +98,6 @@ def gpu(
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=1.0)] * 6], 2),
         # Five would make as many tokens. With three, streams have too few seats.
         ([*[gpu(256, 1024)] * 2, *[gpu(prompts=1.0)] * 14], 4),
-        # Two would make as many tokens, but the steps with their KV would be too long.
-        ([*[gpu(200, 250, answer=50)] * 2, *[gpu(0, 0, 1.0, answer=50)] * 6], 2),
-        ([*[gpu(200, 250, answer=50, kv=8000)] * 2, *[gpu(0, 0, 1.0, answer=50)] * 6], 3),
         # The others have time, so prompts wait for seats.
         ([*[gpu(256, 512)] * 2, *[gpu(prompts=0.5)] * 6], 3),
         # Answers begin and end together. The time of prompts is that of the answers that ended,
