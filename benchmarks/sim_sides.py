@@ -5,9 +5,10 @@ sim.py, sim_splits.py and sim_fleet.py use it.
 A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
 running requests first, in order, one token for each that generates and a chunk for each prompt,
 then waiting ones while the step has tokens and the engine has seats. What differs between systems
-is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Cluster.place`) and
-who gets a prompt (`Rule.remote`). The production code decides both under the rules `conditional`
-and `cost` (`rules.py`, `CostModel`). Only the times are made up: `Machine`, WAY_S, MOVES_S.
+is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Options.place`) and
+who gets a prompt (`Rule.remote`). The production code decides all of that: `Placer`, and under the
+rules `conditional` and `cost` rules.py and `CostModel`. Only the times are made up: `Machine`,
+WAY_S, MOVES_S.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from typing import Any
 from benchmarks.report import percentile
 from pullfill.decode_worker.cost import CostModel, Prefill, Queue, Targets
 from pullfill.decode_worker.rules import OF_THE_CLUSTER, Decision, Situation, first
-from pullfill.engine.front_wire import LOAD_S, LoadReport
+from pullfill.engine.front_wire import LoadReport
 from pullfill.frontend.dispatch import WORTH_MOVING
-from pullfill.frontend.routing.choice import MOVE_S, Placer
-from pullfill.frontend.routing.few import few
+from pullfill.frontend.routing import choice
 from pullfill.prefill_worker.puller import Puller, budget_of
 from pullfill.prefill_worker.scheduler import Meter
-from pullfill.wire import RouterConfig, RouterPolicy
+from pullfill.wire import DecodePolicy, RouterConfig, RouterPolicy
 from pullfill.worker.step_cost import StepCost
 from pullfill.worker.step_meter import Step
 from pullfill.worker.step_rule import Prompt
@@ -43,6 +43,8 @@ MOVES_S = 0.05
 """Seconds between two tokens of a stream that moves. The other worker reads its KV meanwhile."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
+MEMORY = 1 << 24
+"""KV blocks of a worker: more than it needs."""
 QUIET_S = 0.5
 """A worker with both sides pulls jobs if none of its own prompts waits and none has come for so
 many seconds, or if a full step fits between two tokens. Beside streams it pulls one at a time."""
@@ -148,6 +150,7 @@ class Request:
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
     home: Engine | None = None
+    share: choice.Share | None = None
     job_of: Request | None = None
     remote: bool | None = None
     moved: bool = False
@@ -180,13 +183,13 @@ class Options:
     """How one system is run.
 
     rule: `plain` (vLLM), `conditional` or `cost`.
-    place: `turn`, `spread` (the least loaded), or `pack`: the least loaded of a few (few.py).
+    place: `router.decode_policy`.
     threshold: `router.max_local_prefill_length`.
     chunk: `--long-prefill-token-threshold`, without `cost`. 0: vLLM's default.
     seats: `--max-num-seqs`."""
 
     rule: str
-    place: str = "turn"
+    place: DecodePolicy = DecodePolicy.ROUND_ROBIN
     threshold: int = 512
     chunk: int = 0
     step_tokens: int = 1024
@@ -318,7 +321,7 @@ class Product(Rule):
 class Engine:
     """One worker: its engine, its prefix cache, and its sides (`decode`, `prefill` or `both`).
 
-    own: number of its clients' requests that are not over. jobs: number of pulled ones."""
+    own: its clients' requests that are not over. jobs: number of pulled ones."""
 
     def __init__(self, cluster: Cluster, number: int, machine: Machine, sides: str) -> None:
         self.cluster, self.world, self.options = cluster, cluster.world, cluster.options
@@ -329,13 +332,12 @@ class Engine:
         # All whose prompts are not computed, so nobody has to look for them among all streams.
         self.undone: dict[str, Request] = {}
         self.cache: set[int] = set()
-        self.own = self.jobs = 0
+        self.own: set[Request] = set()
+        self.jobs = 0
         self.came = -math.inf
         self._meter = Meter()
         self._stepping = False
         self._told_at = self._paced_at = -math.inf
-        # Prompt tokens and requests that it has told, with what was sent to it since.
-        self.sent = (0, 0)
         self.rule: Any = Rule(self) if self.options.rule == "plain" else Product(self)
 
     # ------------------------------------------------------------------ load
@@ -362,8 +364,9 @@ class Engine:
             streams, model = [r for r in self.running if r.made], self.rule.model
             cost = model.cost
             self._told = LoadReport(
-                running=self.own, waiting=0, uncached_tokens_queued=self.backlog(),
-                active_blocks=0, free_blocks=0, seats=self.options.seats, requests=self.own,
+                running=len(self.own), waiting=0, uncached_tokens_queued=self.backlog(),
+                active_blocks=sum(r.prompt + r.made for r in self.own) // BLOCK,
+                free_blocks=MEMORY, seats=self.options.seats, requests=len(self.own),
                 streams=len(streams),
                 stream_tokens=sum(r.computed for r in streams),
                 prompt_share=min(1.0, model.prompts.share()),
@@ -372,7 +375,6 @@ class Engine:
                 prompt_tokens_per_s=model.first_tokens.share(),
             )  # fmt: skip
             self._told_at = now - now % TELL_S
-            self.sent = self.backlog(), self.own
         return self._told
 
     def pace(self) -> tuple[float, float]:
@@ -386,7 +388,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """A client's request."""
-        self.own, self.came = self.own + 1, self.world.now
+        self.own.add(request)
+        self.came = self.world.now
         self.world.at(self.came + QUIET_S + 1e-6, self._quiet)
         request.home = self
         request.hit = request.computed = self.hit(request)
@@ -517,6 +520,8 @@ class Engine:
             if not r.made:
                 self.cache.update(r.blocks[: r.prompt // BLOCK])
             r.token(now)
+            if r.share is not None:
+                r.share.first()
             if r.made >= r.output:
                 over.append(r)
         for r in over:
@@ -525,7 +530,9 @@ class Engine:
                 self.jobs -= 1
                 self.cluster.commit(r.job_of)
             else:
-                self.own -= 1
+                self.own.remove(r)
+                if r.share is not None:
+                    r.share.end(r.made)
                 self.rule.finished(r)
                 self.cluster.over(r)
         if prompts or over:
@@ -564,32 +571,48 @@ class Cluster:
         for one in self.engines:
             self.changed(one)
         self._turn = itertools.count()
-        # How many workers get streams, and until when that and what they have told hold.
-        self._few, self._few_until, self._told_until = 1, 0.0, 0.0
-        self._placer = Placer(world.random)
-        self._even_at = 0.0 if options.place == "pack" else math.inf
+        self._by_name = {f"{one.number:06}": one for one in self.decode}
+        self._told_until = 0.0
+        self.placer = choice.Placer(world.random)
+        self._even_at = 0.0 if options.place is DecodePolicy.PACK else math.inf
 
     # ------------------------------------------------------------------ placement
 
     def add(self, request: Request) -> None:
         self.place(request).add(request)
 
+    def _tell(self) -> None:
+        """What workers tell the frontend. It has no limit to their KV memory."""
+        now = self.world.now
+        if now >= self._told_until:
+            self._told_until = now - now % TELL_S + TELL_S
+            for name, engine in self._by_name.items():
+                told = engine.load()
+                view = self.placer.report(
+                    name, told.uncached_tokens_queued, told.active_blocks, None
+                )
+                view.told, view.told_at = told, now
+
     def _even(self) -> None:
         """Do what a frontend does: if streams are unevenly spread, move one of them."""
-        now, named = self.world.now, {f"{one.number:06}": one for one in self.decode}
-        self._even_at = now + MOVE_S
-        for name, engine in named.items():
-            view = self._placer.join(name)
-            view.told, view.told_at = engine.load(), now
-        if found := self._placer.uneven(named, now):
-            source, to = (named[name] for name in found)
+        self._tell()
+        now = self.world.now
+        self._even_at = now + choice.MOVE_S
+        if found := self.placer.uneven(self._by_name, now):
+            source, to = (self._by_name[name] for name in found)
             able = [r for r in source.running if r.made and not r.moved]
             one = max(able, key=lambda r: r.output - r.made, default=None)
             if one is not None and one.output - one.made >= WORTH_MOVING:
                 source.running.remove(one)
                 source.rule.finished(one)
                 one.home, one.moved = None, True
-                source.own, to.own = source.own - 1, to.own + 1
+                source.own.remove(one)
+                to.own.add(one)
+                if one.share is not None:
+                    one.share.end(one.made)
+                prompt = choice.Prompt(one.computed, BLOCK)
+                view = self.placer.join(found[1])
+                one.share = self.placer.send(view, one.computed, prompt, now)
                 self.changed(source)
                 self.world.at(now + MOVES_S, lambda: to.go_on(one))
 
@@ -616,29 +639,14 @@ class Cluster:
 
     def place(self, request: Request) -> Engine:
         """Choose who answers a request: what the frontend does."""
-        if self.options.place == "turn":
-            return self.decode[next(self._turn) % len(self.decode)]
-        fits, now = self.decode, self.world.now
-        if self.options.place == "pack":
-            if now >= self._few_until:
-                self._few_until = now + LOAD_S
-                self._few = few([(one.load(), 0.0) for one in self.decode])
-            fits = fits[: self._few]
-        if now >= self._told_until:
-            self._told_until = now - now % TELL_S + TELL_S
-            for one in fits:
-                one.load()
-        chosen = min(fits, key=lambda one: self._cost(one, request))
-        tokens, count = chosen.sent
-        chosen.sent = tokens + request.prompt - chosen.hit(request), count + 1
-        return chosen
-
-    def _cost(self, engine: Engine, request: Request) -> float:
-        """Seconds of prompts there, this one included, and a little for each request."""
-        tokens, count = engine.sent
-        if request.blocks:
-            tokens -= engine.hit(request)
-        return (tokens + request.prompt) * engine.machine.token_s + 0.01 * count
+        self._tell()
+        now, prompt = self.world.now, choice.Prompt(request.prompt, BLOCK, request.blocks)
+        held = {}
+        if request.blocks and self.options.place in choice.BY_PREFIX:
+            held = {name: engine.hit(request) // BLOCK for name, engine in self._by_name.items()}
+        view, told = self.placer.choose(self.options.place, prompt, self._by_name, now, held)
+        request.share = self.placer.send(view, told.matched_tokens, prompt, now)
+        return self._by_name[view.instance_id]
 
     # ------------------------------------------------------------------ the queue
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from benchmarks import command
 from benchmarks.report import Row, percentile, row, versus
 from benchmarks.sim_sides import BLOCK, Cluster, Machine, Options, Request, World
+from pullfill.wire import DecodePolicy
 
 NAME = "sim-splits"
 MACHINE = Machine()
@@ -155,12 +156,16 @@ def recovery(system: System, seed: int) -> tuple[float, float, float]:
     return max(0.0, *ends), max(one.first - one.at for one in asks), tokens / 25.0
 
 
-STEP = Options("cost", "pack")
-PLAIN = Options("plain", "spread")
+STEP = Options("cost", DecodePolicy.PACK)
+PLAIN = Options("plain", DecodePolicy.KV)
 ONE_EACH = ("decode", "prefill")
 MEASURED = (
     (System("1 decode + 1 prefill, conditional", Options("conditional"), ONE_EACH), 0.987, 0.897),
-    (System("2 with both sides, conditional", Options("conditional", "spread")), 0.655, 0.430),
+    (
+        System("2 with both sides, conditional", Options("conditional", DecodePolicy.KV)),
+        0.655,
+        0.430,
+    ),
     (System("2 vLLM servers in turn", Options("plain", step_tokens=2048)), 0.753, 0.430),
     (
         System(
@@ -178,8 +183,8 @@ def splits(workers: int) -> list[System]:
     half = ("decode",) * (workers // 2) + ("prefill",) * (workers - workers // 2)
     return [
         System("both sides", STEP, ("both",) * workers),
-        System("half of each, cost", Options("cost", "spread"), half),
-        System("plain, least loaded", PLAIN, ("decode",) * workers),
+        System("half of each, cost", Options("cost", DecodePolicy.KV), half),
+        System("plain, kv", PLAIN, ("decode",) * workers),
     ]
 
 
