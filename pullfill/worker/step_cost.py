@@ -74,6 +74,7 @@ class Fit:
         ]
         self._factor = 1.0
         self._count = 0
+        self._told = [False] * len(prior)  # whether a step has told of each since the last `_solve`
 
     def of(self, x: Sequence[float]) -> float:
         return self._factor * sum(b * v for b, v in zip(self._b, x, strict=True))
@@ -91,6 +92,7 @@ class Fit:
         weight = 1.0 / sum(b * v for b, v in zip(self._prior, x, strict=True))
         for i, xi in enumerate(x):
             if xi:  # steps without prompts do not make it forget what those take
+                self._told[i] = True
                 self._xx[i] = [
                     _KEEP * r + weight * xi * xj for r, xj in zip(self._xx[i], x, strict=True)
                 ]
@@ -103,7 +105,13 @@ class Fit:
         for _ in range(8):  # one coordinate after the other, from where it was
             for i, row in enumerate(self._xx):
                 rest = sum(r * b for r, b in zip(row, self._b, strict=True)) - row[i] * self._b[i]
-                self._b[i] = max(0.0, (self._xy[i] - rest) / row[i])
+                if self._told[i]:
+                    self._b[i] = max(0.0, (self._xy[i] - rest) / row[i])
+                else:
+                    # If steps without prompts become longer, it is not because prompts took less
+                    # than they seemed to.
+                    self._xy[i] = rest + row[i] * self._b[i]
+        self._told = [False] * len(self._b)
         # The engine has not changed by that. So what it takes now stays as it was told.
         if (after := self.of(x)) > 0 and self._count > EVERY:
             self._factor *= min(max(before / after, 0.5), 2.0)

@@ -369,6 +369,15 @@ def test_prompts_beside_the_first_streams_are_not_taken_for_dear() -> None:
     assert fit.cost.work(0, 1000) == pytest.approx(gpu.work(0, 1000), rel=0.25)
 
 
+def test_prompts_do_not_become_cheap_while_there_are_none() -> None:
+    fit, rng = StepModel(), random.Random(1)
+    run_steps(fit, rng, COST, 1500)
+    for _ in range(3000):  # the engine is half as fast, and computes no prompts
+        count = rng.randint(1, 30)
+        ran(fit, count, 500 * count, [], 2 * COST.base(count, 500 * count))
+    assert fit.cost.work(0, 300) > 0.9 * COST.work(0, 300)
+
+
 def test_a_pause_spoils_nothing() -> None:
     fit, rng = StepModel(), random.Random(1)
     run_steps(fit, rng, COST, 800)
