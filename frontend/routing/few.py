@@ -40,9 +40,10 @@ _FULL = 0.75
 # seats: it is decided about a prompt only when there is a seat for it. With _FULL too many workers
 # got streams when all answers began together.
 _TAKEN = 0.95
-# From so many ended answers on, for each worker with streams, what they tell of prompts and answers
-# counts. The first ones that end are short. With 24 of 64 workers prompts seemed to be three times
-# as long beside the answers as they were.
+# From so many ended answers on, for each worker with streams but one, what they tell of prompts and
+# answers counts: one worker may have got its first streams just now. The first answers that end are
+# short. With 24 of 64 workers prompts seemed to be three times as long beside the answers as they
+# were.
 _ENDED = 24.0
 # This share of a worker's time is left for its streams at least.
 _LEFT = 0.02
@@ -68,7 +69,7 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
     seats = sum(load.seats for load in loads) / count or math.inf  # of one worker
     # Seconds of prompts for each token of the answers.
     prompt_tokens, tokens, ended = (sum(load.ended[part] for load in loads) for part in range(3))
-    if known := ended >= _ENDED * having:
+    if known := ended >= _ENDED * max(1, having - 1):
         knowing = [
             (s + 1e-6) * (o.prompt_token_s > 0.0) for s, o in zip(shares, loads, strict=True)
         ]
