@@ -16,8 +16,7 @@ times as long as on CPUs: answers of 340 tokens, as in the public trace.
 
 8 workers run every split. 64 workers run the best of these splits and its two neighbours. 1,000
 workers run one load for 8 s: an answer begins and ends in that time. Loads with clients are
-measured after several answers of each client, because all of them begin together. Answers of 1,024
-tokens take 25 to 40 s, and then the load is measured for two of them.
+measured after some answers of each, because all begin together.
 """
 
 from __future__ import annotations

@@ -43,8 +43,6 @@ MOVES_S = 0.05
 """Seconds between two tokens of a stream that moves. The other worker reads its KV meanwhile."""
 TELL_S = 0.1
 """How old a worker's load is where others read it, at most."""
-MEMORY = 1 << 24
-"""KV blocks of a worker: more than it needs."""
 QUIET_S = 0.5
 """A worker with both sides pulls jobs if none of its own prompts waits and none has come for so
 many seconds, or if a full step fits between two tokens. Beside streams it pulls one at a time."""
@@ -150,7 +148,7 @@ class Request:
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
     home: Engine | None = None
-    share: choice.Share | None = None
+    share: Any = None
     job_of: Request | None = None
     remote: bool | None = None
     moved: bool = False
@@ -366,7 +364,8 @@ class Engine:
             self._told = LoadReport(
                 running=len(self.own), waiting=0, uncached_tokens_queued=self.backlog(),
                 active_blocks=sum(r.prompt + r.made for r in self.own) // BLOCK,
-                free_blocks=MEMORY, seats=self.options.seats, requests=len(self.own),
+                free_blocks=1 << 24,  # more than it needs
+                seats=self.options.seats, requests=len(self.own),
                 streams=len(streams),
                 stream_tokens=sum(r.computed for r in streams),
                 prompt_share=min(1.0, model.prompts.share()),
@@ -520,8 +519,7 @@ class Engine:
             if not r.made:
                 self.cache.update(r.blocks[: r.prompt // BLOCK])
             r.token(now)
-            if r.share is not None:
-                r.share.first()
+            r.share.first()
             if r.made >= r.output:
                 over.append(r)
         for r in over:
@@ -531,8 +529,7 @@ class Engine:
                 self.cluster.commit(r.job_of)
             else:
                 self.own.remove(r)
-                if r.share is not None:
-                    r.share.end(r.made)
+                r.share.end(r.made)
                 self.rule.finished(r)
                 self.cluster.over(r)
         if prompts or over:
@@ -572,32 +569,25 @@ class Cluster:
             self.changed(one)
         self._turn = itertools.count()
         self._by_name = {f"{one.number:06}": one for one in self.decode}
-        self._told_until = 0.0
-        self.placer = choice.Placer(world.random)
+        self.placer, self._told_until = choice.Placer(world.random), 0.0
         self._even_at = 0.0 if options.place is DecodePolicy.PACK else math.inf
 
     # ------------------------------------------------------------------ placement
 
-    def add(self, request: Request) -> None:
-        self.place(request).add(request)
-
     def _tell(self) -> None:
         """What workers tell the frontend. It has no limit to their KV memory."""
-        now = self.world.now
-        if now >= self._told_until:
+        if (now := self.world.now) >= self._told_until:
             self._told_until = now - now % TELL_S + TELL_S
             for name, engine in self._by_name.items():
                 told = engine.load()
-                view = self.placer.report(
-                    name, told.uncached_tokens_queued, told.active_blocks, None
-                )
+                tokens, blocks = told.uncached_tokens_queued, told.active_blocks
+                view = self.placer.report(name, tokens, blocks, None)
                 view.told, view.told_at = told, now
 
     def _even(self) -> None:
         """Do what a frontend does: if streams are unevenly spread, move one of them."""
         self._tell()
-        now = self.world.now
-        self._even_at = now + choice.MOVE_S
+        self._even_at = (now := self.world.now) + choice.MOVE_S
         if found := self.placer.uneven(self._by_name, now):
             source, to = (self._by_name[name] for name in found)
             able = [r for r in source.running if r.made and not r.moved]
@@ -608,10 +598,8 @@ class Cluster:
                 one.home, one.moved = None, True
                 source.own.remove(one)
                 to.own.add(one)
-                if one.share is not None:
-                    one.share.end(one.made)
-                prompt = choice.Prompt(one.computed, BLOCK)
-                view = self.placer.join(found[1])
+                one.share.end(one.made)
+                view, prompt = self.placer.join(found[1]), choice.Prompt(one.computed, BLOCK)
                 one.share = self.placer.send(view, one.computed, prompt, now)
                 self.changed(source)
                 self.world.at(now + MOVES_S, lambda: to.go_on(one))
@@ -637,16 +625,15 @@ class Cluster:
             self.world.at(within_s * number / clients, ask)
         return asks
 
-    def place(self, request: Request) -> Engine:
-        """Choose who answers a request: what the frontend does."""
+    def add(self, request: Request) -> None:
+        """Choose who answers a request, as the frontend does, and add it there."""
         self._tell()
         now, prompt = self.world.now, choice.Prompt(request.prompt, BLOCK, request.blocks)
-        held = {}
-        if request.blocks and self.options.place in choice.BY_PREFIX:
-            held = {name: engine.hit(request) // BLOCK for name, engine in self._by_name.items()}
+        able = self._by_name.items() if request.blocks else ()
+        held = {name: engine.hit(request) // BLOCK for name, engine in able}
         view, told = self.placer.choose(self.options.place, prompt, self._by_name, now, held)
         request.share = self.placer.send(view, told.matched_tokens, prompt, now)
-        return self._by_name[view.instance_id]
+        self._by_name[view.instance_id].add(request)
 
     # ------------------------------------------------------------------ the queue
 
