@@ -1,9 +1,9 @@
 """Fleets of GPU workers with both sides beside every static split: `make sim-fleet`.
 
 Workers with both sides answer requests beside n decode and m prefill workers, for each m of a
-sweep and with each policy, and beside plain servers that get requests by load. A request is good
-if its first token comes within 1 s, and the 99th percentile of its gaps is at most 50 ms: the
-defaults of `router.ttft_ms` and `router.itl_ms`.
+sweep and with each policy, and beside plain servers that get requests by the policy `kv`. A request
+is good if its first token comes within 1 s, and the 99th percentile of its gaps is at most 50 ms:
+the defaults of `router.ttft_ms` and `router.itl_ms`.
 
 Step times are published figures of Llama 3.3 70B, FP8, on two H100 with tensor parallelism:
 NVIDIA's tables for NIM 1.8.0 (docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance). With one
@@ -15,8 +15,8 @@ Numbers of clients and rates are for each worker. Prompts and answers of `conver
 times as long as on CPUs: answers of 340 tokens, as in the public trace.
 
 8 workers run every split. 64 workers run the best of these splits and its two neighbours. 1,000
-workers run one load for 8 s: an answer begins and ends in that time. Loads with clients are
-measured after some answers of each, because all begin together.
+workers run one load for 8 s: an answer begins and ends in that time. All clients begin together. So
+loads with clients are measured only when each client has had several answers.
 """
 
 from __future__ import annotations

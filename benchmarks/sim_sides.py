@@ -5,9 +5,9 @@ sim.py, sim_splits.py and sim_fleet.py use it.
 A job is an ordinary request of the engine that computes it. `Engine` schedules as vLLM does:
 running requests first, in order, one token for each that generates and a chunk for each prompt,
 then waiting ones while the step has tokens and the engine has seats. What differs between systems
-is who sorts the requests and sizes the chunks (`Rule`), who gets a request (`Options.place`) and
-who gets a prompt (`Rule.remote`). The production code decides all of that: `Placer`, and under the
-rules `conditional` and `cost` rules.py and `CostModel`. Only the times are made up: `Machine`,
+is which worker gets a request (`Options.place`), which one computes its prompt (`Rule.remote`), and
+how a step is filled (`Rule`). Production code decides the first: `Placer`. Under `conditional` and
+`cost` it decides the others, too: rules.py and `CostModel`. Only the times are made up: `Machine`,
 WAY_S, MOVES_S.
 """
 
@@ -319,7 +319,7 @@ class Product(Rule):
 class Engine:
     """One worker: its engine, its prefix cache, and its sides (`decode`, `prefill` or `both`).
 
-    own: its clients' requests that are not over. jobs: number of pulled ones."""
+    own: requests of its clients that have not ended. jobs: number of pulled jobs."""
 
     def __init__(self, cluster: Cluster, number: int, machine: Machine, sides: str) -> None:
         self.cluster, self.world, self.options = cluster, cluster.world, cluster.options
@@ -567,7 +567,6 @@ class Cluster:
         self.free: set[int] = set()  # those that pull and have no streams
         for one in self.engines:
             self.changed(one)
-        self._turn = itertools.count()
         self._by_name = {f"{one.number:06}": one for one in self.decode}
         self.placer, self._told_until = choice.Placer(world.random), 0.0
         self._even_at = 0.0 if options.place is DecodePolicy.PACK else math.inf
@@ -575,7 +574,7 @@ class Cluster:
     # ------------------------------------------------------------------ placement
 
     def _tell(self) -> None:
-        """What workers tell the frontend. It has no limit to their KV memory."""
+        """Give the frontend the load of each worker. It is told of no limit to their KV memory."""
         if (now := self.world.now) >= self._told_until:
             self._told_until = now - now % TELL_S + TELL_S
             for name, engine in self._by_name.items():

@@ -26,7 +26,7 @@ SYSTEMS = [
     *splits(2),
     *splits(4),
     System("pack", Options("cost", DecodePolicy.PACK)),
-    System("spread", Options("cost", DecodePolicy.KV)),
+    System("kv", Options("cost", DecodePolicy.KV)),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_worker_with_streams_pulls_if_a_full_step_fits_between_two_tokens() ->
     for times in (0.3, 0.6):
         asks = conversations(1, 12.0)
         options = Options("conditional", DecodePolicy.KV)
-        run(System("spread", options, machine=MACHINE.times(times, 1.0)), asks, 1)
+        run(System("kv", options, machine=MACHINE.times(times, 1.0)), asks, 1)
         took.append(sum(bool(ask.remote) for ask in asks))
     assert took[0] > 2 * took[1]
 
@@ -95,8 +95,8 @@ def test_streams_are_spread_when_prompts_are_few() -> None:
 
 def test_no_worker_sleeps_while_its_own_prompts_wait() -> None:
     """All prompts of a planned step may go to the queue. Then the next step is planned at once."""
-    spread = System("spread", Options("cost", DecodePolicy.KV))
-    made, plain = (closed(one, 16, 1024, 1024, 1, 10.0, 40.0) for one in (spread, splits(2)[-1]))
+    both = System("kv", Options("cost", DecodePolicy.KV))
+    made, plain = (closed(one, 16, 1024, 1024, 1, 10.0, 40.0) for one in (both, splits(2)[-1]))
     assert made.tokens_s > 0.9 * plain.tokens_s
 
 

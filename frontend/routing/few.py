@@ -4,7 +4,7 @@ A worker without streams has its time for prompts. So workers of both sides beco
 and prefill workers while the load is light. But streams on fewer workers have longer steps, and
 prompts that the other workers cannot compute are computed beside streams. `few` returns the
 smallest number with which the requests get about as many tokens per second as with the best number.
-It returns more if steps would be too long, or seats or KV blocks too few.
+It returns more if that number has too few seats or KV blocks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _FULL = 0.75
 # seats: it is decided about a prompt only when there is a seat for it. With _FULL too many workers
 # got streams when all answers began together.
 _TAKEN = 0.95
-# From so many ended answers on, for each worker with streams but one, what they tell of prompts and
-# answers counts: one worker may have got its first streams just now. The first answers that end are
-# short. With 24 of 64 workers prompts seemed to be three times as long beside the answers as they
-# were.
+# What ended answers tell of prompts and answers counts once so many have ended for each worker with
+# streams. One of these workers is left out, as it may have got its first streams just now. The
+# answers that end first are short. When 24 were enough for 64 workers, prompts seemed to take three
+# times as long for each token of an answer as they do.
 _ENDED = 24.0
 # This share of a worker's time is left for its streams at least.
 _LEFT = 0.02
@@ -83,14 +83,11 @@ def few(workers: Sequence[tuple[LoadReport, float]]) -> int:
         seated = min(streams, count * seats)
         prompt_s = sum(shares) * (base_s / seated + stream_s / having) / left
 
-    def step_s(k: int, streams: float) -> float:
-        """Return how long a step takes if k workers have `streams` streams in equal parts."""
-        return max(1e-9, base_s + stream_s * max(1.0, streams / k))
-
     def tokens_per_s(k: int) -> float:
-        """Return the tokens per second if k of the workers have the streams."""
+        """Return how many tokens all answers get in a second if k workers have all streams."""
         seated, apart = min(streams, k * seats), _IDLE * (count - k)
-        stream_token_s = step_s(k, seated) * k / seated  # of one worker's time
+        step_s = max(1e-9, base_s + stream_s * max(1.0, seated / k))
+        stream_token_s = step_s * k / seated  # of one worker's time
         if prompt_s * k > apart * stream_token_s:  # then the others cannot compute all prompts
             return (k + apart) / (stream_token_s + prompt_s)
         return k / stream_token_s

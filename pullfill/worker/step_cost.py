@@ -22,7 +22,7 @@ _KEEP = 0.9995
 _CLIP = 3.0
 # How many steps it takes to learn that the whole engine has become slower or faster.
 _FACTOR_STEPS = 32.0
-# What is assumed of each part before counts as a step in which that part alone takes so long.
+# The prior of each coefficient counts as much as one step that takes so long by that part alone.
 _PRIOR_S = 0.002
 # What never happened counts as this share of one step. See `Errors.beyond`.
 _UNSEEN = 0.3
@@ -61,9 +61,8 @@ class Fit:
     """Least squares with coefficients of at least 0, which forget slowly, times a factor that
     follows quickly.
 
-    prior: what the coefficients are before anything is observed, all above 0. The larger a
-    coefficient's part of a time is by the prior, the more of an error is put down to it, until
-    observations differ enough to tell."""
+    prior: the coefficients before anything is observed, all above 0. At first an error in a time is
+    put down to the parts that take most of it by the prior. Later observations tell them apart."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = tuple(prior)

@@ -11,7 +11,6 @@ import pytest
 
 from pullfill.decode_worker.cost import (
     PROBE_TOKENS,
-    RATE_TOKENS,
     CostModel,
     Option,
     Prefill,
@@ -294,7 +293,7 @@ def test_an_engine_that_computes_no_prompt_is_taken_to_be_as_fast_as_the_others(
     assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * REMOTE_S, rel=0.1)
     for _ in range(8):
         rig.serve(400, **STAY)
-    assert rig.model.cost.work(0, 400) == pytest.approx(400 * LOCAL_S, rel=0.1)
+    assert rig.model.cost.work(0, 1000) == pytest.approx(1000 * LOCAL_S, rel=0.1)
 
 
 def test_a_stream_can_spare_one_of_100_gaps_but_the_last_one() -> None:
@@ -321,11 +320,10 @@ def test_nothing_is_left_of_requests_that_are_over() -> None:
     names = [*rig.streams(3), *(rig.ask(100 + 7 * n, ttft_s=0.1 * n + 1)[0] for n in range(40))]
     rig.model.settled(names[-1], True)
     rig.model.settled(names[5], False)
-    rig.step(STEP_S + 330 * LOCAL_S, **{name: 33 for name in names[10:20]})
+    rig.step(1.0, **{name: 33 for name in names[10:20]})
     for name in [*names[::-1], "never seen"]:
         rig.model.finished(name)
     assert rig.model.streams == 0
     queue = Queue(1, 0, 0, 1000.0)
-    models = (rig.model, fresh.model)
-    first, then = (one.predict(queue, Targets(1, 1), 0, RATE_TOKENS).work for one in models)
-    assert first == pytest.approx(then, rel=0.01)
+    first, then = (made.model.predict(queue, Targets(1, 1), 0, 500).work for made in (rig, fresh))
+    assert first == pytest.approx(then, rel=0.05)

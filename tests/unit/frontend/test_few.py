@@ -111,9 +111,18 @@ def gpu(
         # If prefill workers compute a part of the prompts, the time of these is for streams.
         ([*[gpu(100, 220, 0.5, answer=1000, asked=3_000.0)] * 3, gpu(prompts=0.9)], 2),
         ([*[gpu(100, 220, 0.5, answer=1000, asked=30_000.0)] * 3, gpu(prompts=0.9)], 3),
-        # Too few have ended. What prompts take now counts, and each request needs a seat.
-        ([*[gpu(10, 205, answer=1000, ended=4)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 6),
-        ([*[gpu(205, 205, answer=1000, ended=4)] * 5, *[gpu(ended=0)] * 3], 6),
+        # Too few have ended for so many workers with streams, though not too few for one. What
+        # prompts take now counts, and each request needs a seat.
+        ([*[gpu(10, 205, answer=1000, ended=16)] * 5, *[gpu(prompts=1.0, ended=0)] * 3], 6),
+        ([*[gpu(205, 205, answer=1000, ended=16)] * 5, *[gpu(ended=0)] * 3], 6),
+        # One worker has just got its first streams. What the others tell counts.
+        (
+            [
+                *[gpu(10, 205, answer=1000, ended=28)] * 4,
+                *[gpu(10, 205, ended=0), *[gpu(prompts=1.0, ended=0)] * 3],
+            ],
+            4,
+        ),
     ],
 )
 def test_seats_for_as_many_streams_as_prompts_allow(
